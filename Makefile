@@ -1,0 +1,36 @@
+# Each target makes the virtual environment by itself when it is missing or older than what it was made from.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DELETE_ON_ERROR:
+.PHONY: .venv demo test lint bench clean
+
+.venv: $(STAMP)
+
+# The constraints keep torch to a build for the CPU, as on a newcomer's laptop; on a GPU machine install your own.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "zeus-plugins needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@echo "Setting up $(VENV) (once; a few minutes, mostly PyTorch) …"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/zeus-plugins demo
+
+test: $(STAMP)
+	@$(BIN)/pytest
+
+lint: $(STAMP)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

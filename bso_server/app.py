@@ -1,0 +1,76 @@
+"""The application: everything is put together here, and nothing happens at import."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+
+from litestar import Litestar
+from litestar.di import Provide
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import JsonRenderPlugin
+
+from bso_server.http_errors import EXCEPTION_HANDLERS
+from bso_server.routes import HANDLERS
+from bso_server.service import BatchSizeService
+from bso_server.settings import Settings
+from bso_server.store import Store, open_store
+
+logger = logging.getLogger("bso_server")
+
+
+def create_app(settings: Settings | None = None) -> Litestar:
+    """Build the application.
+
+    Args:
+        settings: How to run; read from the environment when None.
+
+    Raises:
+        ValueError: The database URL cannot be used.
+    """
+    settings = settings or Settings()
+    store = open_store(settings.database_url, echo_sql=settings.echo_sql)
+    service = BatchSizeService(store)
+
+    def provide_service() -> BatchSizeService:
+        return service
+
+    @asynccontextmanager
+    async def lifespan(_app: Litestar) -> AsyncIterator[None]:
+        await _prepare(store)
+        logger.info("database: %s", store.description)
+        yield
+        await store.close()
+
+    return Litestar(
+        route_handlers=HANDLERS,
+        dependencies={"service": Provide(provide_service, sync_to_thread=False)},
+        exception_handlers=EXCEPTION_HANDLERS,
+        lifespan=[lifespan],
+        # Logging is the launcher's business; Litestar's own set-up would write request bodies.
+        logging_config=None,
+        # The other renderers load their scripts from a CDN.
+        openapi_config=OpenAPIConfig(
+            title="Batch size optimization server",
+            version=version("zeus-plugins"),
+            path="/schema",
+            render_plugins=[JsonRenderPlugin(path="/openapi.json")],
+        ),
+    )
+
+
+async def _prepare(store: Store) -> None:
+    """Migrate a SQLite file, which has one owner; elsewhere schema changes are the operator's decision."""
+    if store.is_sqlite:
+        await store.migrate()
+    else:
+        await store.check_schema()
+
+
+def __getattr__(name: str) -> Litestar:
+    """Build ``app`` when ``uvicorn bso_server.app:app`` asks for it."""
+    if name == "app":
+        return create_app()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,170 @@
+"""What the decisions are made of: the job, its trials, and the states a trial may pass through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from bso_server.core.cost import cost
+from bso_server.errors import IllegalTransitionError
+from zeus_plugins.protocol import Origin, PolicyName, Stage, TrialState
+
+# Every legal move between trial states; what is not here raises. RUNNING ends in any way. ABANDONED and SUSPENDED
+# trials come back to life when their training does: nothing that was measured is thrown away.
+TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
+    TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
+    TrialState.SUSPENDED: frozenset({TrialState.RUNNING, TrialState.FAILED, TrialState.ABANDONED}),
+    TrialState.ABANDONED: frozenset({TrialState.RUNNING}),
+    TrialState.COMPLETED: frozenset(),
+    TrialState.EARLY_STOPPED: frozenset(),
+    TrialState.EXHAUSTED: frozenset(),
+    TrialState.FAILED: frozenset(),
+    TrialState.INFEASIBLE: frozenset(),
+}
+
+# States whose trials were measured to the end that the server decided on, so that they have a cost.
+OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
+
+# States that say nothing about the batch size: its exploration is owed again.
+UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED})
+
+
+def check_transition(before: TrialState, after: TrialState) -> None:
+    """Refuse an illegal move.
+
+    Raises:
+        IllegalTransitionError: `TRANSITIONS` does not hold the move.
+    """
+    if after not in TRANSITIONS[before]:
+        raise IllegalTransitionError(f"a trial that is {before} cannot become {after}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The part of a job's immutable specification that decisions need; fields as in `zeus_plugins.protocol.JobSpec`."""
+
+    job_id: str
+    batch_sizes: tuple[int, ...]
+    default_batch_size: int
+    max_power: float
+    eta_knob: float = 0.5
+    beta_knob: float | None = 2.0
+    target_metric: float = 0.5
+    higher_is_better_metric: bool = True
+    max_epochs: int = 100
+    num_pruning_rounds: int = 2
+    window_size: int = 0
+    mab_prior_mean: float = 0.0
+    mab_prior_precision: float = 0.0
+    mab_num_explorations: int = 2
+    mab_seed: int | None = None
+    policy: PolicyName = PolicyName.ZEUS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialRecord:
+    """One trial as the database remembers it.
+
+    Attributes:
+        trial_number: Counts from 1 within the job, in order of dispatch.
+        batch_size: Global batch size.
+        state: Where the trial stands.
+        origin: Why it was dispatched.
+        started_event: Value of the job's event counter at dispatch.
+        ended_event: The same when the trial took its present terminal state, or None. The counter is the job's logical
+            clock: it orders dispatches and endings without trusting wall clocks.
+        time_s: Seconds since the trial began, as of its last report; 0 before any.
+        energy_j: Joules since the trial began, as of its last report; 0 before any.
+        epoch: Epochs trained as of its last report; 0 before any.
+        metric: Validation metric of its last report, or None before any.
+        message: The verdict that ended it, or None.
+    """
+
+    trial_number: int
+    batch_size: int
+    state: TrialState
+    origin: Origin
+    started_event: int = 0
+    ended_event: int | None = None
+    time_s: float = 0.0
+    energy_j: float = 0.0
+    epoch: float = 0.0
+    metric: float | None = None
+    message: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one evaluation found: totals since the trial began, and the metric.
+
+    Attributes:
+        time_s: Seconds.
+        energy_j: Joules over all GPUs.
+        epoch: Epochs trained, from 1; fractional within an epoch.
+        metric: The validation metric.
+    """
+
+    time_s: float
+    energy_j: float
+    epoch: float
+    metric: float
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """Which batch size the next trial gets, and why.
+
+    Attributes:
+        batch_size: Global batch size.
+        origin: The kind of decision.
+        reason: The decision in words, with its numbers.
+    """
+
+    batch_size: int
+    origin: Origin
+    reason: str
+
+
+@dataclass(frozen=True)
+class History:
+    """All trials of one job, in order of dispatch, and what follows from them."""
+
+    job: Job
+    trials: tuple[TrialRecord, ...] = field(default=())
+
+    def cost_of(self, trial: TrialRecord) -> float:
+        """Cost in joules of what the trial has reported so far."""
+        return cost(
+            energy_j=trial.energy_j,
+            time_s=trial.time_s,
+            max_power_w=self.job.max_power,
+            eta=self.job.eta_knob,
+        )
+
+    def of_size(self, batch_size: int) -> Sequence[TrialRecord]:
+        """Trials of one batch size, in order of dispatch."""
+        return self._by_size.get(batch_size, ())
+
+    @cached_property
+    def _by_size(self) -> Mapping[int, Sequence[TrialRecord]]:
+        by_size: dict[int, list[TrialRecord]] = {}
+        for trial in self.trials:
+            by_size.setdefault(trial.batch_size, []).append(trial)
+        return by_size
+
+    @cached_property
+    def cheapest(self) -> TrialRecord | None:
+        """The cheapest trial that reached the target (the earlier one on ties), or None."""
+        completed = (trial for trial in self.trials if trial.state is TrialState.COMPLETED)
+        return min(completed, key=self.cost_of, default=None)
+
+    @cached_property
+    def bandit_entered_at(self) -> int | None:
+        """Value of the event counter at which the bandit stage began, or None before that."""
+        return next((trial.started_event for trial in self.trials if trial.origin is Origin.BANDIT), None)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that the last request found the job in."""
+        return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT

@@ -1,0 +1,68 @@
+"""What can go wrong in the domain, without a word about HTTP (that is `http_errors`).
+
+::
+
+    BsoError
+    ├── UnknownJobError         no such job
+    ├── UnknownTrialError       no such trial of that job
+    ├── JobConflictError        the job_id is taken by another configuration
+    ├── ReportConflictError     the trial has ended otherwise than this report says
+    ├── IllegalTransitionError  a trial cannot go from its state to that one
+    ├── InvalidReportError      a report contradicts itself or what was reported before
+    ├── NoSurvivorError         no batch size reached the target in a whole exploration round
+    └── DatabaseNotReadyError   the database lacks this version's tables
+"""
+
+from __future__ import annotations
+
+
+class BsoError(Exception):
+    """Base of all domain errors.
+
+    Attributes:
+        message: What went wrong and what to change.
+        field: The field of the request at fault, if there is one.
+    """
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+
+class UnknownJobError(BsoError):
+    """No job has this id."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"unknown job {job_id!r}: register it first", field="job_id")
+
+
+class UnknownTrialError(BsoError):
+    """The job has no such trial."""
+
+    def __init__(self, job_id: str, trial_number: int) -> None:
+        super().__init__(f"job {job_id!r} has no trial {trial_number}", field="trial_number")
+
+
+class JobConflictError(BsoError):
+    """The job_id is taken by a job with another configuration."""
+
+
+class ReportConflictError(BsoError):
+    """The trial ended, and not the way this report says."""
+
+
+class IllegalTransitionError(BsoError):
+    """A trial cannot go from the state it is in to the one asked for."""
+
+
+class InvalidReportError(BsoError):
+    """A report contradicts itself, its trial, or what the trial reported before."""
+
+
+class NoSurvivorError(BsoError):
+    """A whole exploration round passed without one batch size reaching the target."""
+
+
+class DatabaseNotReadyError(BsoError):
+    """The database was not brought to this version's schema."""

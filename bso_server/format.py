@@ -1,0 +1,70 @@
+"""Jobs as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeus_plugins.protocol import JobList, JobView
+
+
+def job_list_text(jobs: JobList) -> str:
+    """A table with a line per job."""
+    if not jobs.jobs:
+        return "no jobs"
+    rows = [
+        [job.job_id, job.policy, str(job.trials), _number(job.min_cost_j), _text(job.min_cost_batch_size)]
+        for job in jobs.jobs
+    ]
+    return _table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
+
+
+def job_text(view: JobView) -> str:
+    """The job's standing, a table of its arms and one of its trials."""
+    head = (
+        f"job {view.job.job_id}: {view.stage} stage, {len(view.trials)} trials, "
+        f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
+    )
+    arms = _table(
+        ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J"],
+        [
+            [str(arm.batch_size), str(arm.trials), str(arm.n), _number(arm.mean_cost_j), _number(arm.std_cost_j)]
+            for arm in view.arms
+        ],
+    )
+    trials = _table(
+        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", "EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC", "WHY THIS SIZE"],
+        [
+            [
+                str(trial.trial_number),
+                str(trial.batch_size),
+                trial.state,
+                trial.origin,
+                _number(trial.epochs),
+                _number(trial.time_s),
+                _number(trial.energy_j),
+                _number(trial.cost_j),
+                _number(trial.metric),
+                trial.reason,
+            ]
+            for trial in view.trials
+        ],
+    )
+    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
+    energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    return "\n\n".join([head, arms, trials, energy])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _text(value: object | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )

@@ -1,0 +1,91 @@
+"""The one place where errors become HTTP statuses and bodies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from litestar import Request, Response
+from litestar.exceptions import HTTPException, ValidationException
+
+from bso_server.errors import (
+    BsoError,
+    DatabaseNotReadyError,
+    IllegalTransitionError,
+    InvalidReportError,
+    JobConflictError,
+    NoSurvivorError,
+    ReportConflictError,
+    UnknownJobError,
+    UnknownTrialError,
+)
+from zeus_plugins.protocol import ErrorBody, FieldError
+
+logger = logging.getLogger("bso_server")
+
+STATUS_OF: dict[type[BsoError], HTTPStatus] = {
+    UnknownJobError: HTTPStatus.NOT_FOUND,
+    UnknownTrialError: HTTPStatus.NOT_FOUND,
+    JobConflictError: HTTPStatus.CONFLICT,
+    ReportConflictError: HTTPStatus.CONFLICT,
+    IllegalTransitionError: HTTPStatus.CONFLICT,
+    NoSurvivorError: HTTPStatus.CONFLICT,
+    InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+AnyRequest = Request[Any, Any, Any]
+
+
+def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
+    """Answer an error of the domain."""
+    fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
+    return _answer(STATUS_OF[type(error)], error.message, fields)
+
+
+def invalid_request(_request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
+    """Answer a request whose body or query does not fit: 422, naming each field."""
+    details = error.extra if isinstance(error.extra, list) else []
+    fields = [
+        FieldError(field=str(detail.get("key") or "body"), message=_without_prefix(str(detail.get("message", ""))))
+        for detail in details
+        if isinstance(detail, dict)
+    ]
+    message = "; ".join(f"{field.field}: {field.message}" for field in fields) or error.detail
+    return _answer(HTTPStatus.UNPROCESSABLE_ENTITY, message, fields)
+
+
+def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody]:
+    """Answer what Litestar refused by itself, such as an unknown route."""
+    return _answer(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+
+
+def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:
+    """Answer a fault of the server: 500, with the details in its log alone."""
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return _answer(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed at this request; its log says why")
+
+
+def _without_prefix(message: str) -> str:
+    """Pydantic puts the exception's type before a validator's own words."""
+    return message.removeprefix("Value error, ")
+
+
+def _answer(
+    status: HTTPStatus,
+    message: str,
+    fields: Sequence[FieldError] = (),
+    headers: dict[str, str] | None = None,
+) -> Response[ErrorBody]:
+    body = ErrorBody(title=status.phrase, status=status, detail=message, message=message, errors=tuple(fields))
+    return Response(body, status_code=status, media_type="application/problem+json", headers=headers)
+
+
+EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
+    BsoError: domain_error,
+    ValidationException: invalid_request,
+    HTTPException: http_error,
+    Exception: unexpected_error,
+}

@@ -1,0 +1,41 @@
+"""The five routes that Zeus 0.16's clients know, with its statuses."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from litestar import Response, delete, get, patch, post
+
+from bso_server.service import BatchSizeService
+from zeus_plugins.protocol import JobRegistration, Paths, ReportResponse, TrainingResult, TrialDispatch, TrialId
+
+
+@post(Paths.JOBS)
+async def register_job(data: JobRegistration, service: BatchSizeService) -> Response[JobRegistration]:
+    """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
+    registration, created = await service.register(data)
+    return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
+
+
+@get(Paths.BATCH_SIZE)
+async def suggest(job_id: str, service: BatchSizeService) -> TrialDispatch:
+    """Start a trial of the job and name its batch size."""
+    return await service.suggest(job_id)
+
+
+@post(Paths.REPORT, status_code=HTTPStatus.OK)
+async def report(data: TrainingResult, service: BatchSizeService) -> ReportResponse:
+    """Take the result of one evaluation and say whether the training goes on."""
+    return await service.report(data)
+
+
+@patch(Paths.TRIALS)
+async def end_trial(data: TrialId, service: BatchSizeService) -> None:
+    """End a trial; one that is still running has failed."""
+    await service.end_trial(data)
+
+
+@delete(Paths.JOBS, status_code=HTTPStatus.OK)
+async def delete_job(job_id: str, service: BatchSizeService) -> None:
+    """Delete a job with all its trials."""
+    await service.delete_job(job_id)

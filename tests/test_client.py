@@ -1,0 +1,418 @@
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import httpx
+import pytest
+
+from zeus_plugins.client import BsoClient, client_from_environment
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import (
+    GpuConfig,
+    JobRegistration,
+    JobSpec,
+    Origin,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialId,
+)
+
+JOB = JobRegistration.of(
+    JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(64, 32), default_batch_size=32, beta_knob=None),
+    GpuConfig(max_power=300.0, number_of_gpus=2, gpu_model="A40"),
+)
+TRIAL = TrialId(job_id="mnist-1", batch_size=32, trial_number=3)
+RESULT = TrainingResult(**TRIAL.model_dump(), time=1.5, energy=20.0, metric=0.9, current_epoch=2, energy_source="nvml")
+TOKEN = "s3cret"  # noqa: S105 - of no server
+DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
+VERDICT = {"stop_train": False, "converged": False, "message": "on"}
+
+
+class Recorder:
+    """Gives one answer to every request and keeps the last request."""
+
+    def __init__(self, status: int = 200, **answer: object) -> None:
+        self.status, self.answer = status, answer
+        self.request: httpx.Request | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.request = request
+        return httpx.Response(self.status, **self.answer)
+
+
+def client_of(handler: Callable[[httpx.Request], httpx.Response], url: str = "http://bso:8000", **options) -> BsoClient:
+    return BsoClient(url, transport=httpx.MockTransport(handler), **options)
+
+
+REQUESTS = {
+    "register": (
+        lambda client: client.register(JOB),
+        JOB.model_dump(mode="json"),
+        "POST /jobs",
+        {
+            "job_id": "mnist-1",
+            "job_id_prefix": "mnist",
+            "batch_sizes": [32, 64],
+            "default_batch_size": 32,
+            "eta_knob": 0.5,
+            "beta_knob": None,
+            "target_metric": 0.5,
+            "higher_is_better_metric": True,
+            "max_epochs": 100,
+            "num_pruning_rounds": 2,
+            "window_size": 0,
+            "mab_prior_mean": 0.0,
+            "mab_prior_precision": 0.0,
+            "mab_num_explorations": 2,
+            "mab_seed": None,
+            "policy": "zeus",
+            "max_power": 300.0,
+            "number_of_gpus": 2,
+            "gpu_model": "A40",
+        },
+    ),
+    "suggest": (lambda client: client.suggest("a&b c"), DISPATCH, "GET /jobs/batch_size?job_id=a%26b+c", None),
+    "report": (
+        lambda client: client.report(RESULT),
+        VERDICT,
+        "POST /report",
+        {
+            "job_id": "mnist-1",
+            "batch_size": 32,
+            "trial_number": 3,
+            "time": 1.5,
+            "energy": 20.0,
+            "metric": 0.9,
+            "current_epoch": 2,
+            "energy_source": "nvml",
+        },
+    ),
+    "end_trial": (
+        lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
+        None,
+        "PATCH /trials",
+        DISPATCH,
+    ),
+    "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),
+    "list_jobs": (lambda client: client.list_jobs(), {"jobs": []}, "GET /api/jobs", None),
+    "show_job": (
+        lambda client: client.show_job("a/b"),
+        {
+            "job": JOB.model_dump(mode="json"),
+            "stage": "pruning",
+            "min_cost_j": None,
+            "best_batch_size": None,
+            "arms": [],
+            "trials": [],
+        },
+        "GET /api/jobs/a%2Fb",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("prefix", ["", "/tools/bso"])
+def test_a_method_sends_exactly_its_request(name: str, prefix: str) -> None:
+    call, answer, request_line, body = REQUESTS[name]
+    server = Recorder(json=answer)
+    with client_of(server, f"http://bso:8000{prefix}/") as client:
+        call(client)
+    method, target = request_line.split(" ")
+    assert server.request is not None
+    assert (server.request.method, server.request.url.raw_path.decode()) == (method, prefix + target)
+    assert server.request.url.host == "bso"
+    assert (json.loads(server.request.content) if server.request.content else None) == body
+
+
+def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
+    with client_of(Recorder(json=DISPATCH)) as client:
+        assert client.suggest("mnist-1") == TrialDispatch(**DISPATCH, origin=None, reason=None)
+    with client_of(Recorder(json=VERDICT)) as client:
+        assert client.report(RESULT) == ReportResponse(stop_train=False, converged=False, message="on", reason=None)
+    theirs = {key: value for key, value in JOB.model_dump(mode="json").items() if key != "policy"}
+    with client_of(Recorder(201, json=theirs)) as client:
+        assert client.register(JOB) == JOB
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b'{"anything": 1}'])
+def test_ending_a_trial_needs_no_particular_answer(content: bytes) -> None:
+    with client_of(Recorder(content=content)) as client:
+        client.end_trial(TRIAL)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"json": {"message": "no such job", "detail": "longer text"}}, "(404): no such job"),
+        ({"json": {"detail": "no such job"}}, "(404): no such job"),
+        ({"json": {"detail": [{"loc": ["body", "time"], "msg": "too small"}]}}, "(404): time: too small"),
+        ({"text": "Internal   Server\nError " + "x" * 500}, "Not Found: Internal Server Error " + "x" * 178 + ". Is"),
+        ({"json": ["no", "object"]}, '["no","object"]. Is this a batch size optimization server?'),
+        ({"json": {"other": 1}}, "Is this a batch size optimization server?"),
+        ({"content": b""}, "no text"),
+    ],
+)
+def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict, said: str) -> None:
+    with client_of(Recorder(404, **answer)) as client, pytest.raises(ZeusBSORuntimError) as caught:
+        client.suggest("mnist-1")
+    assert said in str(caught.value)
+    assert "GET http://bso:8000/jobs/batch_size?job_id=mnist-1" in str(caught.value)
+    assert caught.value.status == 404
+
+
+def test_a_server_error_keeps_its_status() -> None:
+    with client_of(Recorder(500, text="oops")) as client, pytest.raises(ZeusBSORuntimError, match="oops") as caught:
+        client.report(RESULT)
+    assert caught.value.status == 500
+    assert not isinstance(caught.value, ZeusBSOServerUnreachableError)
+
+
+def test_a_refused_job_is_a_configuration_error_that_names_the_fields() -> None:
+    body = {
+        "message": "the job is invalid",
+        "errors": [{"field": "eta_knob", "message": "too large"}, {"field": "beta_knob", "message": "too small"}],
+    }
+    with client_of(Recorder(422, json=body)) as client, pytest.raises(ZeusBSOConfigError) as caught:
+        client.register(JOB)
+    assert "the job is invalid; eta_knob: too large; beta_knob: too small" in str(caught.value)
+
+
+def test_fields_that_the_message_names_already_are_not_said_twice() -> None:
+    body = {"message": "invalid: eta_knob: too large", "errors": [{"field": "eta_knob", "message": "too large"}]}
+    with client_of(Recorder(422, json=body)) as client, pytest.raises(ZeusBSOConfigError) as caught:
+        client.register(JOB)
+    assert str(caught.value).count("eta_knob") == 1
+
+
+def test_a_conflict_is_a_configuration_error_only_when_registering() -> None:
+    with client_of(Recorder(409, json={"message": "other configuration"})) as client:
+        with pytest.raises(ZeusBSOConfigError, match="other configuration"):
+            client.register(JOB)
+        with pytest.raises(ZeusBSORuntimError, match="other configuration") as caught:
+            client.report(RESULT)
+    assert caught.value.status == 409
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_token_says_which_variable_to_set(status: int) -> None:
+    with (
+        client_of(Recorder(status, json={"message": "token expired"})) as client,
+        pytest.raises(ZeusBSOConfigError, match=r"token expired.*ZEUS_BSO_TOKEN"),
+    ):
+        client.register(JOB)
+
+
+def test_a_redirect_names_the_address_to_use_instead() -> None:
+    server = Recorder(308, headers={"location": "https://me:secret@bso/jobs?key=secret"})
+    with client_of(server) as client, pytest.raises(ZeusBSORuntimError) as caught:
+        client.register(JOB)
+    assert "redirected to https://***@bso/jobs?***; set server_url" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_page_of_another_web_server_is_recognised(name: str) -> None:
+    with (
+        client_of(Recorder(text="<html>Welcome</html>")) as client,
+        pytest.raises(
+            ZeusBSORuntimError, match=r"http://bso:8000/.*does not look like a batch size optimization server"
+        ),
+    ):
+        REQUESTS[name][0](client)
+
+
+def test_an_answer_that_lacks_a_field_names_it() -> None:
+    with client_of(Recorder(json={"job_id": "a"})) as client, pytest.raises(ZeusBSORuntimError, match="batch_size: "):
+        client.suggest("a")
+
+
+# --- no answer: real sockets ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def url_of(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_nobody_listens(listener: socket.socket) -> None:
+    url = url_of(listener)
+    listener.close()
+    with BsoClient(url) as client, pytest.raises(ZeusBSOServerUnreachableError) as caught:
+        client.suggest("mnist-1")
+    text = str(caught.value)
+    assert url in text
+    assert "refused" in text
+    assert "bso-server serve" in text
+    assert "ZEUS_SERVER_URL" in text
+    assert "\n" not in text
+    assert caught.value.status is None
+
+
+def test_a_server_that_never_answers(listener: socket.socket) -> None:
+    with (
+        BsoClient(url_of(listener), timeout_s=0.1) as client,
+        pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.1 s"),
+    ):
+        client.suggest("mnist-1")
+
+
+def test_a_server_that_speaks_something_else(listener: socket.socket) -> None:
+    def greet() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    with BsoClient(url_of(listener)) as client, pytest.raises(ZeusBSOServerUnreachableError, match=url_of(listener)):
+        client.suggest("mnist-1")
+    thread.join()
+
+
+# --- configuration and secrets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("ftp://bso", "ftp://bso"),
+        ("http://", "http://"),
+        ("", "''"),
+        ("http://bso:port", "http://bso:port"),
+        ("http://bso:99999", "http://bso:99999"),
+        ("http://bso\x00", "bso"),
+        ("http://bso/?key=secret", "http://bso/?***"),
+        ("http://bso/#secret", "http://bso/?***"),
+        ("ftp://me:secret@bso", "ftp://***@bso"),
+        ("me:secret@bso:80", "***@bso:80"),
+        ("http://me:secret@bso:port", "http://***@bso:port"),
+        ("http://me:sec/ret@bso:port", "http://***@bso:port"),
+        ("http://me:sec?ret@bso", "http://***@bso"),
+        ("http://me:sec\nret@bso", "http://***@bso"),
+    ],
+)
+def test_a_server_url_that_cannot_work_is_named(url: str, named: str) -> None:
+    with pytest.raises(ZeusBSOConfigError) as caught:
+        BsoClient(url)
+    assert named in str(caught.value)
+    assert "sec" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_timeout_is_above_zero(timeout_s: float) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="timeout_s"):
+        BsoClient("http://bso", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "sécret"])
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_BSO_TOKEN") as caught:
+        BsoClient("http://bso", token=token)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "authorization"),
+    [
+        ("http://bso", None, None),
+        (" http://bso\n", "", None),
+        ("http://bso", "t0ken\n", "Bearer t0ken"),
+        ("http://me:p%40ss@bso", None, "Basic bWU6cEBzcw=="),
+    ],
+)
+def test_authorization(url: str, token: str | None, authorization: str | None) -> None:
+    server = Recorder(json=DISPATCH)
+    with client_of(server, url, token=token) as client:
+        client.suggest("mnist-1")
+    assert server.request is not None
+    assert server.request.headers.get("authorization") == authorization
+
+
+def test_a_user_in_the_url_and_a_token_exclude_each_other() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="only one") as caught:
+        BsoClient("http://me:passw0rd@bso", token=TOKEN)
+    assert "passw0rd" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "token"), [("http://bso", TOKEN), ("http://me:s3cret@bso", None)])
+def test_secrets_appear_nowhere(url: str, token: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    def unreachable(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("cannot connect", request=request)
+
+    shown = []
+    for server in (Recorder(500, text="oops"), Recorder(403, text="forbidden"), Recorder(text="<p>"), unreachable):
+        with client_of(server, url, token=token) as client:
+            shown.append(repr(client))
+            with pytest.raises((ZeusBSORuntimError, ZeusBSOConfigError)) as caught:
+                client.suggest("mnist-1")
+            shown.append(str(caught.value))
+    assert "500 Internal Server Error" in caplog.text
+    assert TOKEN not in caplog.text + "".join(shown)
+
+
+def test_a_token_that_the_server_echoes_is_hidden() -> None:
+    server = Recorder(401, json={"message": "unknown token s3cret"})
+    with (
+        client_of(server, token=TOKEN) as client,
+        pytest.raises(ZeusBSOConfigError, match=r"unknown token \*\*\*"),
+    ):
+        client.suggest("mnist-1")
+
+
+def test_a_client_can_be_pickled_before_and_after_its_first_call(listener: socket.socket) -> None:
+    url = url_of(listener)
+    listener.close()
+    with BsoClient(url, token=TOKEN) as client:
+        for _ in range(2):
+            with pickle.loads(pickle.dumps(client)) as copy, pytest.raises(ZeusBSOServerUnreachableError, match=url):  # noqa: S301
+                copy.suggest("mnist-1")
+            with pytest.raises(ZeusBSOServerUnreachableError):
+                client.suggest("mnist-1")
+
+
+def test_a_closed_client_can_be_used_again() -> None:
+    client = client_of(Recorder(json=DISPATCH))
+    client.close()
+    client.suggest("mnist-1")
+    client.close()
+    assert client.suggest("mnist-1").trial_number == 3
+    client.close()
+
+
+def test_arguments_win_over_the_environment() -> None:
+    server = Recorder(json=DISPATCH)
+    environ = {"ZEUS_SERVER_URL": "http://environment", "ZEUS_BSO_TOKEN": "of-environment"}
+
+    def request_with(*arguments: str) -> tuple[str, str]:
+        with client_from_environment(*arguments, environ=environ, transport=httpx.MockTransport(server)) as client:
+            client.suggest("mnist-1")
+        assert server.request is not None
+        return server.request.url.host, server.request.headers["authorization"]
+
+    assert request_with() == ("environment", "Bearer of-environment")
+    assert request_with("http://argument", "of-argument") == ("argument", "Bearer of-argument")
+
+
+@pytest.mark.parametrize("environ", [{}, {"ZEUS_SERVER_URL": ""}])
+def test_without_a_server_url_the_error_says_how_to_give_one(environ: dict[str, str]) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"server_url=.*ZEUS_SERVER_URL"):
+        client_from_environment(environ=environ)

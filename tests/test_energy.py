@@ -1,0 +1,628 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeus_plugins import energy
+from zeus_plugins.energy import (
+    DEFAULT_ESTIMATED_POWER_W,
+    EnergyMonitor,
+    EnergyUnavailableError,
+    EstimateMonitor,
+    Measurement,
+    NvmlMonitor,
+    ReplayMonitor,
+    auto,
+)
+from zeus_plugins.energy.auto import _warn_of_estimate
+from zeus_plugins.energy.estimate import cpu_model_name
+from zeus_plugins.energy.visible import chosen_indices, visible_devices
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import GpuConfig
+
+H200 = "NVIDIA H200"
+V100 = "Tesla V100-SXM2-16GB"
+GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model=V100)
+
+
+class Clock:
+    """Monotonic seconds that stand still until they are moved."""
+
+    def __init__(self, now_s: float = 1000.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class FakeNvmlError(Exception):
+    """Raised by `FakeNvml` wherever pynvml raises an NVMLError."""
+
+
+@dataclass
+class FakeGpu:
+    """One GPU of a pretended machine. A None says that the GPU does not support the question."""
+
+    name: str | bytes = H200
+    uuid: str = "GPU-0"
+    counter_mj: int | None = 7_000_000
+    max_power_mw: int | None = 700_000
+    mig_mode: int | None = None
+
+
+@dataclass
+class FakeNvml:
+    """A pretended driver. Handles are the GPUs themselves."""
+
+    machine: list[FakeGpu] = field(default_factory=lambda: [FakeGpu()])
+    broken: str = ""
+    NVMLError: type[Exception] = FakeNvmlError
+    calls: list[str] = field(default_factory=list)
+
+    def nvmlInit(self) -> None:  # noqa: N802  NVML's own name, here and below
+        self.calls.append("nvmlInit")
+        if self.broken:
+            raise FakeNvmlError(self.broken)
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return len(self.machine)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
+        return self.machine[index]
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:  # noqa: N802
+        for gpu in self.machine:
+            if gpu.uuid == uuid:
+                return gpu
+        raise FakeNvmlError("Not Found")
+
+    def nvmlDeviceGetName(self, handle: FakeGpu) -> str | bytes:  # noqa: N802
+        return handle.name
+
+    def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> Sequence[int]:  # noqa: N802
+        pending = 0
+        return [supported(handle.mig_mode), pending]
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802
+        return supported(handle.counter_mj)
+
+    def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: FakeGpu) -> Sequence[int]:  # noqa: N802
+        lowest_mw = 200_000
+        return [lowest_mw, supported(handle.max_power_mw)]
+
+
+def supported(answer: int | None) -> int:
+    if answer is None:
+        raise FakeNvmlError("Not Supported")
+    return answer
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "ZEUS_ESTIMATED_POWER_W"):
+        monkeypatch.delenv(name, raising=False)
+    _warn_of_estimate.cache_clear()
+    yield
+    _warn_of_estimate.cache_clear()
+
+
+def two_gpus() -> FakeNvml:
+    return FakeNvml([FakeGpu(uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")])
+
+
+def spent_j(monitor: EnergyMonitor, spend: Callable[[], None]) -> float:
+    monitor.begin_window("window")
+    spend()
+    return monitor.end_window("window").energy_j
+
+
+# ---- Obligations of every monitor ----------------------------------------------------------------------------------
+
+MONITORS: dict[str, Callable[[], EnergyMonitor]] = {
+    "nvml": lambda: NvmlMonitor(nvml=FakeNvml()),
+    "estimate": lambda: EstimateMonitor(65.0),
+    "replay": lambda: ReplayMonitor([Measurement(1.0, 2.0, "nvml")] * 3, GPUS),
+}
+
+
+@pytest.fixture(params=MONITORS)
+def monitor(request: pytest.FixtureRequest) -> EnergyMonitor:
+    return MONITORS[request.param]()
+
+
+def test_a_window_begun_twice_is_refused_and_stays_open(monitor: EnergyMonitor) -> None:
+    monitor.begin_window("training")
+
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"'training' is already open: end it with end_window"):
+        monitor.begin_window("training")
+    monitor.end_window("training")
+
+
+def test_ending_a_window_that_is_not_open_names_those_that_are(monitor: EnergyMonitor) -> None:
+    monitor.begin_window("training")
+    monitor.begin_window("epoch")
+
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"'eval' is open \(open windows: 'training', 'epoch'\)"):
+        monitor.end_window("eval")
+
+
+def test_an_ended_window_can_not_end_again_but_begin_again(monitor: EnergyMonitor) -> None:
+    monitor.begin_window("training")
+    monitor.end_window("training")
+
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"open windows: none"):
+        monitor.end_window("training")
+    monitor.begin_window("training")
+
+
+def test_an_unused_monitor_survives_pickling(monitor: EnergyMonitor) -> None:
+    copy: EnergyMonitor = pickle.loads(pickle.dumps(monitor))  # noqa: S301  our own bytes
+
+    assert copy.source == monitor.source
+    assert copy.gpus() == monitor.gpus()
+    copy.begin_window("training")
+    assert copy.end_window("training").time_s >= 0
+
+
+def test_the_package_can_be_imported_without_torch_or_the_driver() -> None:
+    script = "import sys, zeus_plugins.energy; sys.exit(any(m in sys.modules for m in ('torch', 'pynvml')))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_the_public_names_are_those_listed() -> None:
+    assert set(energy.__all__) <= set(vars(energy))
+    assert energy.__all__ == sorted(energy.__all__)
+
+
+# ---- NVML ----------------------------------------------------------------------------------------------------------
+
+
+def test_counters_are_millijoules_and_their_rise_is_summed_over_the_gpus() -> None:
+    nvml, clock = two_gpus(), Clock()
+    monitor = NvmlMonitor(nvml=nvml, clock=clock)
+
+    monitor.begin_window("training")
+    nvml.machine[0].counter_mj = 7_000_000 + 1_500
+    nvml.machine[1].counter_mj = 7_000_000 + 250
+    clock.now_s += 12.5
+
+    assert monitor.end_window("training") == Measurement(time_s=12.5, energy_j=1.75, source="nvml")
+
+
+def test_windows_of_nvml_overlap_without_touching_each_other() -> None:
+    nvml, clock = FakeNvml(), Clock()
+    monitor = NvmlMonitor(nvml=nvml, clock=clock)
+
+    def go_on(time_s: float, energy_mj: int) -> None:
+        clock.now_s += time_s
+        nvml.machine[0].counter_mj = supported(nvml.machine[0].counter_mj) + energy_mj
+
+    monitor.begin_window("training")
+    go_on(1.0, 1_000)
+    monitor.begin_window("epoch")
+    go_on(2.0, 20_000)
+    assert monitor.end_window("training") == Measurement(3.0, 21.0, "nvml")
+    go_on(4.0, 300_000)
+    assert monitor.end_window("epoch") == Measurement(6.0, 320.0, "nvml")
+
+
+def test_gpus_are_described_by_model_number_and_summed_highest_limit() -> None:
+    assert NvmlMonitor(nvml=two_gpus()).gpus() == GpuConfig(max_power=1400.0, number_of_gpus=2, gpu_model=H200)
+
+
+def test_a_name_in_bytes_is_decoded() -> None:
+    assert NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla V100-SXM2-16GB")])).gpus().gpu_model == V100
+    with pytest.raises(EnergyUnavailableError, match=r"^GPU 0 \(Tesla P100\)"):
+        NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla P100", counter_mj=None)])).gpus()
+
+
+def test_the_driver_is_asked_at_first_use_and_once() -> None:
+    nvml = FakeNvml()
+    monitor = NvmlMonitor(nvml=nvml)
+    assert nvml.calls == []
+
+    monitor.gpus()
+    monitor.begin_window("training")
+    assert nvml.calls == ["nvmlInit"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "indices", "measured"),
+    [
+        (None, None, [0, 1, 2]),
+        (None, [2], [2]),
+        ("2,0", None, [0, 2]),
+        ("2,0", [0], [2]),
+        ("2,0", [1], [0]),
+        ("GPU-bbbb", None, [1]),
+        ("GPU-cccc,GPU-aaaa", [1], [0]),
+        (" 1 , 2 ", None, [1, 2]),
+    ],
+)
+def test_the_gpus_measured_are_those_that_cuda_shows(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None, indices: list[int] | None, measured: list[int]
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    nvml = FakeNvml([FakeGpu(uuid=f"GPU-{letter * 4}") for letter in "abc"])
+    monitor = NvmlMonitor(indices, nvml=nvml)
+
+    def spend() -> None:
+        for power_of_ten, gpu in enumerate(nvml.machine):
+            gpu.counter_mj = 7_000_000 + 1000 * 10**power_of_ten
+
+    assert spent_j(monitor, spend) == sum(10**index for index in measured)
+    assert monitor.gpus().number_of_gpus == len(measured)
+
+
+@pytest.mark.parametrize(
+    ("setting", "count", "visible"),
+    [
+        (None, 2, (0, 1)),
+        ("1", 2, (1,)),
+        ("0,-1,1", 2, (0,)),
+        ("1,2,0", 2, (1,)),
+        ("1,NoDevFiles,0", 2, (1,)),
+        ("GPU-8932f937,0", 2, ("GPU-8932f937", 0)),
+    ],
+)
+def test_cuda_visible_devices_ends_at_the_first_entry_that_names_no_gpu(
+    setting: str | None, count: int, visible: tuple[int | str, ...]
+) -> None:
+    assert visible_devices(setting, count) == visible
+
+
+@pytest.mark.parametrize("setting", ["", "-1", "NoDevFiles", "2"])
+def test_hidden_gpus_are_unavailable_and_the_setting_is_shown(setting: str) -> None:
+    with pytest.raises(EnergyUnavailableError, match=f"the driver lists 2, hidden by CUDA_VISIBLE_DEVICES='{setting}'"):
+        visible_devices(setting, 2)
+
+
+def test_a_machine_without_gpus_is_not_blamed_on_the_setting() -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"the driver lists 0\. To estimate"):
+        visible_devices(None, 0)
+
+
+def test_a_gpu_named_twice_is_refused() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="'1,1': name each GPU once"):
+        visible_devices("1,1", 2)
+
+
+@pytest.mark.parametrize("slice_id", ["MIG-c6d4f1ef-42e4-5de3-91c7-45d71c87eb3f", "MIG-GPU-8932f937/1/2"])
+def test_a_mig_slice_is_unavailable(slice_id: str) -> None:
+    with pytest.raises(EnergyUnavailableError, match=f"{slice_id} in CUDA_VISIBLE_DEVICES: a MIG slice shares"):
+        visible_devices(slice_id, 1)
+
+
+def test_a_gpu_that_is_cut_into_slices_is_unavailable() -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(NVIDIA H200\): a MIG slice shares"):
+        NvmlMonitor(nvml=FakeNvml([FakeGpu(mig_mode=1)])).gpus()
+
+
+def test_a_whole_gpu_that_could_be_cut_is_measured() -> None:
+    assert NvmlMonitor(nvml=FakeNvml([FakeGpu(mig_mode=0)])).gpus().number_of_gpus == 1
+
+
+def test_a_uuid_that_the_driver_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
+
+    with pytest.raises(ZeusBSOConfigError, match=r"GPU GPU-aa cannot be opened: Not Found.*full UUID"):
+        NvmlMonitor(nvml=two_gpus()).gpus()
+
+
+@pytest.mark.parametrize("indices", [[], [2], [-1], [0, 0]])
+def test_indices_that_do_not_name_visible_gpus_are_refused(indices: list[int]) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"device_indices is \[.*\]: name one or more of the 2 visible GPUs"):
+        chosen_indices(indices, 2)
+
+
+def mixed_machine() -> FakeNvml:
+    return FakeNvml([FakeGpu(name=V100, uuid="GPU-aaaa", counter_mj=0), FakeGpu(name=H200, uuid="GPU-bbbb")])
+
+
+def test_gpus_of_several_models_are_refused_and_listed() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=rf"\(0 → {V100}, 1 → {H200}\).* choose those of one model") as refusal:
+        NvmlMonitor(nvml=mixed_machine()).gpus()
+    assert not isinstance(refusal.value, EnergyUnavailableError)
+
+
+def test_an_index_on_a_mixed_machine_is_refused_while_cuda_counts_by_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+
+    with pytest.raises(ZeusBSOConfigError, match="set CUDA_DEVICE_ORDER=PCI_BUS_ID"):
+        NvmlMonitor(nvml=mixed_machine()).gpus()
+
+
+@pytest.mark.parametrize(("setting", "order"), [("1", "PCI_BUS_ID"), ("GPU-bbbb", None)])
+def test_one_model_of_a_mixed_machine_can_be_chosen_beyond_doubt(
+    monkeypatch: pytest.MonkeyPatch, setting: str, order: str | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    if order is not None:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+
+    assert NvmlMonitor(nvml=mixed_machine()).gpus().gpu_model == H200
+
+
+@pytest.mark.parametrize(
+    ("gpu", "missing"),
+    [
+        (FakeGpu(name="GeForce GTX 1080", counter_mj=None), "energy counter"),
+        (FakeGpu(max_power_mw=None), "power limits"),
+    ],
+)
+def test_a_gpu_that_does_not_answer_is_named_with_the_remedy(gpu: FakeGpu, missing: str) -> None:
+    with pytest.raises(EnergyUnavailableError, match=rf"GPU 1 .* gives no {missing}: Not Supported.*EstimateMonitor\("):
+        NvmlMonitor([1], nvml=FakeNvml([FakeGpu(name=gpu.name), gpu])).gpus()
+
+
+def test_a_gpu_that_is_lost_while_a_window_is_open_is_an_error_of_ours() -> None:
+    nvml = FakeNvml()
+    monitor = NvmlMonitor(nvml=nvml)
+
+    def lose() -> None:
+        nvml.machine[0].counter_mj = None
+
+    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(NVIDIA H200\) gives no energy counter"):
+        spent_j(monitor, lose)
+
+
+def test_a_driver_that_does_not_answer_is_unavailable() -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"does not answer: Driver/library version mismatch"):
+        NvmlMonitor(nvml=FakeNvml(broken="Driver/library version mismatch")).begin_window("training")
+
+
+def has_nvidia_driver() -> bool:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(has_nvidia_driver(), reason="this machine has an NVIDIA driver")
+def test_without_a_driver_the_installed_library_leads_to_the_same_error() -> None:
+    with pytest.raises(
+        EnergyUnavailableError, match="the NVIDIA driver does not answer: NVML Shared Library Not Found"
+    ):
+        NvmlMonitor().gpus()
+
+
+@pytest.mark.skipif(not has_nvidia_driver(), reason="needs an NVIDIA driver")
+def test_a_real_gpu_spends_energy_between_two_windows() -> None:
+    monitor = NvmlMonitor([0])
+    monitor.begin_window("whole")
+    parts_j: list[float] = []
+    while not any(parts_j) and len(parts_j) < 100_000:  # the counter moves every few tens of milliseconds
+        monitor.begin_window("part")
+        parts_j.append(monitor.end_window("part").energy_j)
+
+    assert monitor.end_window("whole").energy_j >= parts_j[-1] > 0
+    assert monitor.gpus().max_power > 0
+
+
+@given(rises_mj=st.lists(st.integers(min_value=0, max_value=10**9), min_size=1, max_size=20))
+def test_consecutive_windows_sum_to_the_whole(rises_mj: list[int]) -> None:
+    nvml, clock = FakeNvml([FakeGpu(counter_mj=0)]), Clock(now_s=0.0)
+    monitor = NvmlMonitor(nvml=nvml, clock=clock)
+    parts = []
+    monitor.begin_window("whole")
+    for rise_mj in rises_mj:
+        monitor.begin_window("part")
+        clock.now_s += 0.5
+        nvml.machine[0].counter_mj = supported(nvml.machine[0].counter_mj) + rise_mj
+        parts.append(monitor.end_window("part"))
+    whole = monitor.end_window("whole")
+
+    assert whole.time_s == sum(part.time_s for part in parts) == 0.5 * len(rises_mj)
+    assert whole.energy_j == pytest.approx(sum(part.energy_j for part in parts), rel=1e-12)
+    assert whole.energy_j == pytest.approx(sum(rises_mj) / 1000, rel=1e-12)
+
+
+# ---- Estimate ------------------------------------------------------------------------------------------------------
+
+
+def test_an_estimate_is_stated_watts_times_seconds_and_says_so() -> None:
+    clock = Clock()
+    monitor = EstimateMonitor(62.5, clock=clock)
+
+    monitor.begin_window("training")
+    clock.now_s += 4.0
+
+    assert monitor.end_window("training") == Measurement(time_s=4.0, energy_j=250.0, source="estimate: 62.5 W stated")
+    assert monitor.source == "estimate: 62.5 W stated"
+
+
+def test_estimated_devices_are_described_as_stated() -> None:
+    monitor = EstimateMonitor(500, number_of_devices=2, device_model="Gaudi 3")
+    assert monitor.gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model="Gaudi 3")
+    assert monitor.source == "estimate: 500 W stated"
+
+
+def test_the_device_is_this_cpu_unless_stated() -> None:
+    assert EstimateMonitor(65.0).gpus() == GpuConfig(max_power=65.0, number_of_gpus=1, gpu_model=cpu_model_name())
+
+
+@pytest.mark.parametrize("power_w", [0.0, -65.0, float("nan"), float("inf")])
+def test_watts_that_make_no_sense_are_refused(power_w: float) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=rf"power_w is {power_w}: state the watts"):
+        EstimateMonitor(power_w)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"number_of_devices": 0}, "number_of_devices is 0"),
+        ({"device_model": ""}, "device_model has 0 characters"),
+        ({"device_model": "x" * 256}, "device_model has 256 characters"),
+    ],
+)
+def test_devices_that_make_no_sense_are_refused(arguments: dict[str, Any], named: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=named):
+        EstimateMonitor(65.0, **arguments)
+
+
+def test_the_cpu_is_named_as_linux_names_it(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(
+        "processor\t: 0\nmodel\t\t: 106\nmodel name\t: Intel(R) Xeon(R) CPU: 2.60GHz\n\nprocessor\t: 1\n"
+    )
+    assert cpu_model_name(cpuinfo) == "Intel(R) Xeon(R) CPU: 2.60GHz"
+
+
+@pytest.mark.parametrize("content", [None, "processor\t: 0\nCPU part\t: 0xd0c\n", "model name\t:\n"])
+def test_a_cpu_that_linux_does_not_name_has_a_name_all_the_same(tmp_path: Path, content: str | None) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    if content is not None:
+        cpuinfo.write_text(content)
+
+    assert 1 <= len(cpu_model_name(cpuinfo)) <= 255
+    assert cpu_model_name(cpuinfo) == cpu_model_name(tmp_path / "absent")
+
+
+def test_an_endless_cpu_name_is_cut(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"model name\t: {'x' * 300}\n")
+    assert cpu_model_name(cpuinfo) == "x" * 255
+
+
+# ---- Replay --------------------------------------------------------------------------------------------------------
+
+
+def test_a_replay_returns_its_measurements_in_order_whatever_the_window() -> None:
+    listed = [Measurement(1.0, 10.0, "nvml"), Measurement(2.0, 20.0, "estimate: 10 W stated")]
+    monitor = ReplayMonitor(iter(listed), GPUS)
+
+    monitor.begin_window("a")
+    monitor.begin_window("b")
+    assert [monitor.end_window("b"), monitor.end_window("a")] == listed
+    assert monitor.gpus() is GPUS
+    assert monitor.source == "replay"
+
+
+def test_an_exhausted_replay_says_how_many_there_were() -> None:
+    monitor = ReplayMonitor([Measurement(1.0, 10.0, "nvml")], GPUS)
+    monitor.begin_window("first")
+    monitor.end_window("first")
+    monitor.begin_window("second")
+
+    with pytest.raises(
+        ZeusBSOBadOperationError, match="'second' has no measurement left to replay: all 1 were given out"
+    ):
+        monitor.end_window("second")
+
+
+def test_a_replay_may_be_endless() -> None:
+    monitor = ReplayMonitor(repeat(Measurement(1.0, 10.0, "nvml")), GPUS)
+    monitor.begin_window("training")
+    assert monitor.end_window("training").energy_j == 10.0
+
+
+# ---- The choice ----------------------------------------------------------------------------------------------------
+
+
+def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = auto(65.0, nvml=FakeNvml())
+
+    assert isinstance(chosen, NvmlMonitor)
+    assert chosen.source == "nvml"
+    assert caplog.records == []
+
+
+def test_the_chosen_monitor_is_unused_and_survives_pickling() -> None:
+    chosen: EnergyMonitor = pickle.loads(pickle.dumps(auto(nvml=FakeNvml())))  # noqa: S301  our own bytes
+    assert chosen.gpus().gpu_model == H200
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        FakeNvml(broken="Driver Not Loaded"),
+        FakeNvml([]),
+        FakeNvml([FakeGpu(counter_mj=None)]),
+        FakeNvml([FakeGpu(mig_mode=1)]),
+    ],
+    ids=["no driver", "no GPU", "no counter", "sliced"],
+)
+def test_without_a_counter_the_energy_is_estimated(nvml: FakeNvml) -> None:
+    assert auto(120.0, nvml=nvml).source == "estimate: 120 W stated"
+
+
+def test_hidden_gpus_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert isinstance(auto(nvml=FakeNvml()), EstimateMonitor)
+
+
+def test_a_training_without_gpus_is_not_measured_on_an_idle_one() -> None:
+    assert isinstance(auto(device_indices=(), nvml=FakeNvml()), EstimateMonitor)
+
+
+def test_only_the_gpus_that_train_are_measured() -> None:
+    assert auto(device_indices=(1,), nvml=FakeNvml([FakeGpu(), FakeGpu()])).gpus().number_of_gpus == 1
+
+
+def test_gpus_of_several_models_are_not_estimated_away() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="several models"):
+        auto(nvml=mixed_machine())
+
+
+@pytest.mark.parametrize(
+    ("argument_w", "environment", "power_w"),
+    [(None, None, DEFAULT_ESTIMATED_POWER_W), (None, "95.5", 95.5), (120.0, "95.5", 120.0), (120.0, "junk", 120.0)],
+)
+def test_watts_come_from_the_argument_then_the_environment_then_the_default(
+    monkeypatch: pytest.MonkeyPatch, argument_w: float | None, environment: str | None, power_w: float
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", environment)
+
+    assert auto(argument_w, nvml=FakeNvml([])).gpus().max_power == power_w
+
+
+def test_the_default_is_65_w() -> None:
+    assert DEFAULT_ESTIMATED_POWER_W == 65.0
+
+
+@pytest.mark.parametrize("text", ["", "65W", "0", "-5", "nan", "inf"])
+def test_a_malformed_variable_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", text)
+
+    with pytest.raises(ZeusBSOConfigError, match=f"environment variable ZEUS_ESTIMATED_POWER_W is '{text}'"):
+        auto(nvml=FakeNvml([]))
+
+
+def test_malformed_watts_are_no_reason_to_warn_of_an_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="power_w is -1"):
+        auto(-1.0, nvml=FakeNvml([]))
+    assert caplog.records == []
+
+
+def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        auto(61.0, nvml=FakeNvml(broken="Driver Not Loaded"))
+        auto(61.0, nvml=FakeNvml([]))
+
+    assert [(record.name, record.levelname) for record in caplog.records] == [("zeus_plugins.energy", "WARNING")] * 2
+    assert caplog.records[0].getMessage() == (
+        "No energy counter found (the NVIDIA driver does not answer: Driver Not Loaded): energy is estimated as 61 W ×"
+        " time, not measured. State the watts that this machine really draws by the environment variable"
+        " ZEUS_ESTIMATED_POWER_W or by energy_monitor=EstimateMonitor(power_w=...)."
+    )
+    assert "no GPU is visible" in caplog.records[1].getMessage()
+
+
+@pytest.mark.skipif(has_nvidia_driver(), reason="this machine has an NVIDIA driver")
+def test_on_a_machine_without_a_driver_the_choice_is_an_estimate() -> None:
+    assert auto().source == "estimate: 65 W stated"

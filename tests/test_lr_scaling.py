@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.lr_scaling import LrScaling, lr_factor, scale_learning_rate
+
+STEPS = 12
+FACTOR = 48 / 16
+
+# A builder gets the optimizer and k, with which it multiplies every absolute learning rate that it states.
+Builder = Callable[[Optimizer, float], Any]
+
+BUILDERS: dict[str, Builder] = {
+    "no scheduler": lambda _opt, _k: None,
+    "LambdaLR": lambda opt, _k: lr_scheduler.LambdaLR(opt, lambda epoch: 1 / (1 + epoch)),
+    "MultiplicativeLR": lambda opt, _k: lr_scheduler.MultiplicativeLR(opt, lambda _epoch: 0.9),
+    "StepLR": lambda opt, _k: lr_scheduler.StepLR(opt, step_size=3, gamma=0.5),
+    "MultiStepLR": lambda opt, _k: lr_scheduler.MultiStepLR(opt, milestones=[2, 7], gamma=0.5),
+    "ConstantLR": lambda opt, _k: lr_scheduler.ConstantLR(opt, factor=0.25, total_iters=4),
+    "LinearLR": lambda opt, _k: lr_scheduler.LinearLR(opt, start_factor=0.1, total_iters=8),
+    "ExponentialLR": lambda opt, _k: lr_scheduler.ExponentialLR(opt, gamma=0.8),
+    "PolynomialLR": lambda opt, _k: lr_scheduler.PolynomialLR(opt, total_iters=10, power=2.0),
+    "CosineAnnealingLR": lambda opt, _k: lr_scheduler.CosineAnnealingLR(opt, T_max=5),
+    "CosineAnnealingLR with eta_min": lambda opt, k: lr_scheduler.CosineAnnealingLR(opt, T_max=5, eta_min=k * 0.02),
+    "CosineAnnealingWarmRestarts": lambda opt, k: lr_scheduler.CosineAnnealingWarmRestarts(
+        opt, T_0=4, T_mult=2, eta_min=k * 0.02
+    ),
+    "CyclicLR": lambda opt, k: lr_scheduler.CyclicLR(opt, base_lr=k * 0.05, max_lr=k * 0.4, step_size_up=3),
+    "OneCycleLR": lambda opt, k: lr_scheduler.OneCycleLR(opt, max_lr=[k * 0.4, k * 0.8], total_steps=STEPS + 1),
+    "ReduceLROnPlateau": lambda opt, k: lr_scheduler.ReduceLROnPlateau(opt, patience=1, factor=0.5, min_lr=k * 0.03),
+    "ReduceLROnPlateau with a bound for each group": lambda opt, k: lr_scheduler.ReduceLROnPlateau(
+        opt, patience=1, factor=0.5, min_lr=[k * 0.03, k * 0.04]
+    ),
+    "SequentialLR": lambda opt, k: lr_scheduler.SequentialLR(
+        opt,
+        [
+            lr_scheduler.LinearLR(opt, start_factor=0.1, total_iters=4),
+            lr_scheduler.CosineAnnealingLR(opt, T_max=8, eta_min=k * 0.02),
+        ],
+        milestones=[4],
+    ),
+    "ChainedScheduler": lambda opt, _k: lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.ConstantLR(opt, factor=0.25, total_iters=4),
+            lr_scheduler.ExponentialLR(opt, gamma=0.8),
+        ]
+    ),
+    "SWALR": lambda opt, k: SWALR(opt, swa_lr=k * 0.05, anneal_epochs=6),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One training's optimizer and scheduler: two groups, so that per-group lists are told from single values."""
+
+    optimizer: Optimizer
+    scheduler: Any
+
+    @classmethod
+    def built(cls, name: str, k: float, as_lr: Callable[[float], Any] = float) -> Schedule:
+        groups = [{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)], "lr": as_lr(k * 0.2)}]
+        optimizer = SGD(groups, lr=as_lr(k * 0.1), momentum=0.9, foreach=False)
+        return cls(optimizer, BUILDERS[name](optimizer, k))
+
+    def scaled(self, factor: float) -> Schedule:
+        scale_learning_rate([self.optimizer], [] if self.scheduler is None else [self.scheduler], factor)
+        return self
+
+    def learning_rates(self) -> list[float]:
+        """Return the rates of every step, as the optimizer uses them and as the scheduler tells them."""
+        rates = self._current()
+        for _ in range(STEPS):
+            self.optimizer.step()
+            if isinstance(self.scheduler, lr_scheduler.ReduceLROnPlateau):
+                self.scheduler.step(1.0)
+            elif self.scheduler is not None:
+                self.scheduler.step()
+            rates += self._current()
+        return rates
+
+    def _current(self) -> list[float]:
+        told = [] if self.scheduler is None else self.scheduler.get_last_lr()
+        return [float(rate) for rate in (*(group["lr"] for group in self.optimizer.param_groups), *told)]
+
+
+def double_tensor(rate: float) -> torch.Tensor:
+    return torch.tensor(rate, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("as_lr", [float, double_tensor], ids=["float", "tensor"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_scaling_equals_rebuilding_with_scaled_rates(name: str, as_lr: Callable[[float], Any]) -> None:
+    scaled = Schedule.built(name, 1.0, as_lr).scaled(FACTOR).learning_rates()
+    rebuilt = Schedule.built(name, FACTOR, as_lr).learning_rates()
+
+    assert scaled == pytest.approx(rebuilt, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", [name for name in BUILDERS if name != "no scheduler"])
+def test_the_schedules_compared_are_not_constant(name: str) -> None:
+    assert len(set(Schedule.built(name, 1.0).learning_rates())) > 2
+
+
+def test_every_scheduler_that_torch_ships_is_compared() -> None:
+    shipped = {
+        name
+        for name, thing in vars(lr_scheduler).items()
+        if isinstance(thing, type) and issubclass(thing, lr_scheduler.LRScheduler) and not name.startswith("_")
+    }
+
+    assert shipped - {"LRScheduler"} == {name.split()[0] for name in BUILDERS} - {"no", "SWALR"}
+
+
+def test_groups_added_later_get_the_scaled_default_and_bound() -> None:
+    schedule = Schedule.built("ReduceLROnPlateau", 1.0).scaled(2.0)
+
+    schedule.optimizer.add_param_group({"params": [torch.zeros(1)]})
+    for _ in range(20):
+        schedule.scheduler.step(1.0)
+
+    assert schedule.optimizer.defaults["lr"] == 0.2
+    assert schedule.optimizer.param_groups[2]["lr"] == 0.06
+
+
+class Wrapper:
+    """What mixed-precision and distributed launchers put around an optimizer: another object, the same groups."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.defaults = optimizer.defaults
+
+
+def test_what_is_reached_twice_is_scaled_once() -> None:
+    schedule = Schedule.built("SequentialLR", 1.0)
+    inner = schedule.scheduler._schedulers[1]
+    optimizers: list[Any] = [schedule.optimizer, schedule.optimizer, Wrapper(schedule.optimizer)]
+
+    scale_learning_rate(optimizers, [schedule.scheduler, inner, schedule.scheduler], 2.0)
+
+    assert [group["initial_lr"] for group in schedule.optimizer.param_groups] == [0.2, 0.4]
+    assert schedule.optimizer.defaults["lr"] == 0.2
+    assert inner.base_lrs == [0.2, 0.4]
+    assert inner.eta_min == 0.04
+
+
+def test_a_list_shared_by_two_schedulers_is_scaled_once() -> None:
+    schedule = Schedule.built("SequentialLR", 1.0)
+    assert schedule.scheduler._last_lr is schedule.scheduler._schedulers[0]._last_lr
+
+    schedule.scaled(2.0)
+
+    assert schedule.scheduler.get_last_lr() == pytest.approx([0.02, 0.04], rel=1e-12)
+
+
+def test_a_tensor_is_scaled_in_place_and_once_for_all_its_groups() -> None:
+    rate = double_tensor(0.5)
+    optimizer = SGD([{"params": [torch.zeros(1)]}, {"params": [torch.zeros(1)]}], lr=rate, foreach=False)
+
+    scale_learning_rate([optimizer], [], 4.0)
+
+    assert all(group["lr"] is rate for group in optimizer.param_groups)
+    assert rate.item() == 2.0
+
+
+def test_a_tensor_that_takes_part_in_autograd_is_scaled_too() -> None:
+    rate = double_tensor(0.5).requires_grad_()
+    optimizer = SGD([torch.zeros(1)], lr=rate, foreach=False)
+
+    scale_learning_rate([optimizer], [], 4.0)
+
+    assert rate.item() == 2.0
+    assert rate.requires_grad
+
+
+def test_a_scheduler_with_rates_out_of_reach_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    class TimmLike:
+        base_values = (0.1,)
+
+    scheduler: Any = TimmLike()
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins.lr_scaling"):
+        scale_learning_rate([], [scheduler], 3.0)
+
+    [record] = caplog.records
+    assert "TimmLike" in record.getMessage()
+    assert "by 3" in record.getMessage()
+
+
+def test_a_known_scheduler_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins.lr_scaling"):
+        Schedule.built("ChainedScheduler", 1.0).scaled(2.0)
+
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
+def test_a_factor_that_makes_no_sense_is_refused_and_changes_nothing(factor: float) -> None:
+    schedule = Schedule.built("StepLR", 1.0)
+
+    with pytest.raises(ZeusBSOConfigError, match="finite number above 0"):
+        schedule.scaled(factor)
+    assert schedule.scheduler.base_lrs == [0.1, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("scaling", "batch_size", "factor"),
+    [
+        (LrScaling.NONE, 64, 1.0),
+        (LrScaling.LINEAR, 64, 4.0),
+        (LrScaling.LINEAR, 4, 0.25),
+        (LrScaling.SQRT, 64, 2.0),
+        (LrScaling.SQRT, 4, 0.5),
+        (LrScaling.LINEAR, 16, 1.0),
+        ("linear", 32, 2.0),
+        ("sqrt", 144, 3.0),
+        ("none", 1, 1.0),
+    ],
+)
+def test_the_factor_of_a_batch_size_where_16_is_the_default(
+    scaling: LrScaling | str, batch_size: int, factor: float
+) -> None:
+    assert lr_factor(scaling, batch_size, 16) == factor
+
+
+def test_an_unknown_rule_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="'squared': choose one of 'none', 'linear', 'sqrt'"):
+        lr_factor("squared", 32, 16)
+
+
+@pytest.mark.parametrize(("batch_size", "default"), [(0, 16), (16, 0), (-1, 16)])
+def test_a_batch_size_below_1_is_refused(batch_size: int, default: int) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="1 or more"):
+        lr_factor(LrScaling.NONE, batch_size, default)
+
+
+def test_importing_the_module_loads_no_torch() -> None:
+    script = "import sys, zeus_plugins.lr_scaling; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

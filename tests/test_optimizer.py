@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import httpx
+import pytest
+from contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.errors import (
+    ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
+    ZeusBSOOperationOrderError,
+    ZeusBSOServerUnreachableError,
+    ZeusBSOTrainFailError,
+)
+from zeus_plugins.protocol import GpuConfig
+
+JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+
+
+def ten_windows_of_one_second() -> ReplayMonitor:
+    gpus = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
+    return ReplayMonitor([Measurement(1.0, 50.0, "nvml")] * 10, gpus)
+
+
+def optimizer_of(server: ContractDouble) -> BatchSizeOptimizer:
+    return BatchSizeOptimizer(ten_windows_of_one_second(), None, JOB, client=server.client())
+
+
+def training_with(server: ContractDouble) -> BatchSizeOptimizer:
+    optimizer = optimizer_of(server)
+    optimizer.get_batch_size()
+    optimizer.on_train_begin()
+    return optimizer
+
+
+def test_a_training_from_the_question_to_the_target() -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    optimizer = optimizer_of(server)
+    assert optimizer.get_batch_size() == 64
+    optimizer.on_train_begin()
+    optimizer.on_evaluate(0.25)
+    assert not optimizer.training_finished
+    optimizer.on_evaluate(0.75)
+    assert optimizer.training_finished
+    optimizer.close()
+    assert server.sent("POST", "/report") == [
+        TRIAL | {"time": 1.0, "energy": 50.0, "metric": 0.25, "current_epoch": 1, "energy_source": "nvml"},
+        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.75, "current_epoch": 2, "energy_source": "nvml"},
+    ]
+    assert server.sent("PATCH", "/trials") == []
+
+
+def test_the_batch_size_is_asked_for_once() -> None:
+    server = ContractDouble()
+    optimizer = optimizer_of(server)
+    assert [optimizer.get_batch_size(), optimizer.get_batch_size()] == [64, 64]
+    assert len(server.sent("GET", "/jobs/batch_size")) == 1
+
+
+def test_a_stop_without_the_target_raises() -> None:
+    optimizer = training_with(ContractDouble(COST_BOUND))
+    with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
+        optimizer.on_evaluate(0.25)
+    assert optimizer.training_finished
+
+
+def test_a_diverged_training_raises_and_fails_its_trial() -> None:
+    server = ContractDouble()
+    optimizer = training_with(server)
+    with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
+        optimizer.on_evaluate(math.nan)
+    optimizer.close()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_an_epoch_whose_report_failed_still_counts() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    optimizer = training_with(server)
+    server.down = True
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        optimizer.on_evaluate(0.25)
+    server.down = False
+    optimizer.on_evaluate(0.5)
+    (report,) = server.sent("POST", "/report")
+    assert (report["current_epoch"], report["time"]) == (2, 2.0)
+
+
+def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
+    server = ContractDouble(CONVERGED)
+    optimizer = optimizer_of(server)
+    with pytest.raises(ZeusBSOOperationOrderError):
+        optimizer.on_train_begin()
+    with pytest.raises(ZeusBSOOperationOrderError):
+        optimizer.on_evaluate(0.5)
+    optimizer.get_batch_size()
+    with pytest.raises(ZeusBSOOperationOrderError):
+        optimizer.on_evaluate(0.5)
+    optimizer.on_train_begin()
+    with pytest.raises(ZeusBSOOperationOrderError):
+        optimizer.on_train_begin()
+    optimizer.on_evaluate(0.5)
+    with pytest.raises(ZeusBSOOperationOrderError, match="said stop"):
+        optimizer.on_evaluate(0.5)
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
+
+
+def test_other_ranks_are_told_to_leave_it_to_rank_0() -> None:
+    optimizer = BatchSizeOptimizer(None, None, JOB, rank=3)
+    for call in (
+        optimizer.get_batch_size,
+        optimizer.on_train_begin,
+        lambda: optimizer.on_evaluate(0.5),
+        lambda: optimizer.training_finished,
+    ):
+        with pytest.raises(ZeusBSOBadOperationError, match=r"rank 3.*call it on rank 0 and broadcast"):
+            call()
+    optimizer.close()
+
+
+def test_the_server_comes_from_the_environment_when_it_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_SERVER_URL"):
+        BatchSizeOptimizer(ten_windows_of_one_second(), None, JOB)
+    monkeypatch.setenv("ZEUS_SERVER_URL", "http://127.0.0.1:9/of-environment")
+    with (
+        BatchSizeOptimizer(ten_windows_of_one_second(), None, JOB) as optimizer,
+        pytest.raises(ZeusBSOServerUnreachableError, match="/of-environment"),
+    ):
+        optimizer.get_batch_size()
+
+
+# --- unfinished trainings -------------------------------------------------------------------------------------------
+
+
+def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
+    server = ContractDouble()
+    with optimizer_of(server) as optimizer:
+        optimizer.get_batch_size()
+    optimizer.close()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
+    server = ContractDouble()
+
+    def crash_in_the_loop() -> None:
+        with optimizer_of(server) as optimizer:
+            optimizer.get_batch_size()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        crash_in_the_loop()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
+    server = ContractDouble()
+    optimizer = training_with(server)
+    del optimizer
+    gc.collect()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+@pytest.fixture
+def listening_double() -> Iterator[tuple[ContractDouble, str]]:
+    """The double behind a real socket, for programs in other processes."""
+    double = ContractDouble()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_any(self) -> None:
+            content = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            answer = double(httpx.Request(self.command, f"http://bso{self.path}", content=content))
+            self.send_response(answer.status_code)
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
+            """Keep the test's output clean."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield double, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+PROGRAM = """
+import os, sys
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.energy import EstimateMonitor
+
+job = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+optimizer = BatchSizeOptimizer(EstimateMonitor(65.0), None, job)
+optimizer.get_batch_size()
+optimizer.on_train_begin()
+"""
+FORK_THEN_LEAVE_FOR_GOOD = """
+child = os.fork()
+if child == 0:
+    sys.exit(0)
+os.waitpid(child, 0)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "ended_trials"),
+    [("", [TRIAL]), ("raise ValueError('out of luck')", [TRIAL]), (FORK_THEN_LEAVE_FOR_GOOD, [])],
+    ids=["runs-off-the-end", "dies-of-an-exception", "only-a-forked-child-exits"],
+)
+def test_a_process_that_ends_fails_its_own_unfinished_trial(
+    listening_double: tuple[ContractDouble, str], ending: str, ended_trials: list[dict[str, object]]
+) -> None:
+    double, url = listening_double
+    environ = {**os.environ, "ZEUS_SERVER_URL": url}
+    subprocess.run([sys.executable, "-c", PROGRAM + ending], env=environ, check=False, capture_output=True, timeout=60)
+    assert len(double.sent("GET", "/jobs/batch_size")) == 1
+    assert double.sent("PATCH", "/trials") == ended_trials

@@ -1,0 +1,414 @@
+from __future__ import annotations
+
+import io
+import logging
+import math
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+
+from zeus_plugins.client import BsoClient
+from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.errors import (
+    ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
+    ZeusBSOOperationOrderError,
+    ZeusBSORuntimError,
+    ZeusBSOServerUnreachableError,
+)
+from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse
+from zeus_plugins.session import TrialInfo, TrialSession
+
+JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+GPUS = GpuConfig(max_power=600.0, number_of_gpus=2, gpu_model="A40")
+TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+
+
+def monitor_of(*windows: tuple[float, float], source: str = "nvml") -> ReplayMonitor:
+    return ReplayMonitor([Measurement(time_s, energy_j, source) for time_s, energy_j in windows], GPUS)
+
+
+def session_of(
+    server: ContractDouble,
+    monitor: EnergyMonitor | None = None,
+    *,
+    job: JobSpec = JOB,
+    environ: Mapping[str, str] | None = None,
+) -> TrialSession:
+    return TrialSession(job, server.client(), monitor or monitor_of(), environ=environ or {})
+
+
+def running_session(server: ContractDouble, *windows: tuple[float, float]) -> TrialSession:
+    session = session_of(server, monitor_of(*windows))
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
+# --- asking ---------------------------------------------------------------------------------------------------------
+
+
+def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size() -> None:
+    server = ContractDouble(batch_size=64)
+    session = session_of(server)
+    assert not session.has_trial
+    assert session.ask() == 64
+    assert session.has_trial
+    assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
+    (registration,) = server.sent("POST", "/jobs")
+    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump()
+    assert session.trial == TrialInfo(**TRIAL)
+
+
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zeus_plugins")
+    session_of(ContractDouble(batch_size=64)).ask()
+    messages = [record.getMessage() for record in caplog.records if record.name == "zeus_plugins"]
+    assert messages == ["job mnist-1, trial 7: batch size 64 (chosen by the server)"]
+
+
+def test_the_job_id_of_the_environment_names_an_unnamed_job() -> None:
+    server = ContractDouble()
+    session_of(server, job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": "mnist-nightly"}).ask()
+    assert server.sent("POST", "/jobs")[0]["job_id"] == "mnist-nightly"
+
+
+def test_the_job_id_of_the_job_wins_over_the_environment() -> None:
+    server = ContractDouble()
+    session_of(server, environ={"ZEUS_JOB_ID": "mnist-nightly"}).ask()
+    assert server.sent("POST", "/jobs")[0]["job_id"] == "mnist-1"
+
+
+def test_a_job_id_of_the_environment_must_fit_the_job() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"ZEUS_JOB_ID=cifar-1 .*does not start with job_id_prefix 'mnist'"):
+        session_of(ContractDouble(), job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": "cifar-1"})
+
+
+def test_without_a_job_id_one_warning_tells_how_to_continue_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    session = session_of(ContractDouble(), job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": ""})
+    session.ask()
+    assert session.trial.job_id == "mnist-0badcafe"
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ZEUS_JOB_ID=mnist-0badcafe" in warning.getMessage()
+
+
+def test_a_named_job_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    session_of(ContractDouble()).ask()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class DispatchFailsOnce(ContractDouble):
+    """Goes down between the registration and the dispatch, once."""
+
+    def __call__(self, request: Any) -> Any:
+        self.down = request.method == "GET" and not self.sent("GET", "/jobs/batch_size") and not self.failed
+        self.failed = self.failed or self.down
+        return super().__call__(request)
+
+    failed = False
+
+
+def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_made() -> None:
+    server = DispatchFailsOnce()
+    session = session_of(server, job=UNNAMED_JOB)
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        session.ask()
+    session.ask()
+    assert [body["job_id"] for body in server.sent("POST", "/jobs")] == [None, "mnist-0badcafe"]
+
+
+def test_a_session_can_be_pickled_before_it_asks() -> None:
+    session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0))
+    copy = pickle.loads(pickle.dumps(session))  # noqa: S301
+    assert not copy.has_trial
+    # Port 9 (discard) is closed on test machines: that the copy gets as far as the network shows that it works.
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        copy.ask()
+
+
+# --- reporting ------------------------------------------------------------------------------------------------------
+
+
+def test_reports_carry_the_totals_since_the_trial_began() -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    session = running_session(server, (2.0, 100.0), (3.0, 50.0))
+    assert session.report(0.5, 1) == ReportResponse(**KEEP_TRAINING)
+    assert not session.finished
+    assert session.report(0.75, 1.5) == ReportResponse(**CONVERGED)
+    assert server.sent("POST", "/report") == [
+        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.5, "current_epoch": 1, "energy_source": "nvml"},
+        TRIAL | {"time": 5.0, "energy": 150.0, "metric": 0.75, "current_epoch": 1.5, "energy_source": "nvml"},
+    ]
+    assert session.trial == TrialInfo(
+        **TRIAL,
+        time_s=5.0,
+        energy_j=150.0,
+        energy_source="nvml",
+        epoch=1.5,
+        metric=0.75,
+        verdict=ReportResponse(**CONVERGED),
+    )
+    assert session.finished
+    assert not session.failed
+
+
+def test_without_an_epoch_each_report_counts_one() -> None:
+    server = ContractDouble(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING)
+    session = running_session(server, (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    session.report(0.1)
+    session.report(0.1, 4)
+    session.report(0.1)
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1, 4, 5]
+
+
+def test_stopping_without_the_target_is_a_failure() -> None:
+    session = running_session(ContractDouble(COST_BOUND), (1.0, 1.0))
+    session.report(0.1, 1)
+    assert session.finished
+    assert session.failed
+
+
+def test_no_report_follows_a_stop_verdict() -> None:
+    server = ContractDouble(CONVERGED, CONVERGED)
+    session = running_session(server, (1.0, 1.0), (1.0, 1.0))
+    session.report(0.9, 1)
+    with pytest.raises(ZeusBSOOperationOrderError, match="the server said stop: target reached"):
+        session.report(0.9, 2)
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_a_time_too_short_for_the_clock_is_still_above_zero_on_the_wire() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = running_session(server, (0.0, 0.0))
+    session.report(0.1, 1)
+    assert server.sent("POST", "/report")[0]["time"] == 1e-6
+    assert session.trial.time_s == 0.0
+
+
+@pytest.mark.parametrize("failure", ["down", "500"])
+def test_what_a_failed_report_measured_is_part_of_the_next(failure: str) -> None:
+    server = ContractDouble(KEEP_TRAINING) if failure == "down" else ContractDouble(500, KEEP_TRAINING)
+    session = running_session(server, (2.0, 100.0), (3.0, 50.0))
+    server.down = failure == "down"
+    with pytest.raises(ZeusBSORuntimError):
+        session.report(0.5, 1)
+    server.down = False
+    session.report(0.6)
+    last = server.sent("POST", "/report")[-1]
+    assert (last["time"], last["energy"], last["metric"], last["current_epoch"]) == (5.0, 150.0, 0.6, 2)
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
+    server = ContractDouble()
+    session = running_session(server, (2.0, 100.0))
+    verdict = session.report(metric, 1)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert verdict.message == f"the metric is {metric}: training diverged with batch size 64"
+    assert session.failed
+    session.end()
+    assert server.sent("POST", "/report") == []
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    server = ContractDouble()
+    session = running_session(server, (2.0, 100.0))
+    server.down = True
+    assert session.report(math.nan, 1).stop_train
+    assert "could not end trial 7 of job mnist-1" in caplog.text
+
+
+@pytest.mark.parametrize("epoch", [0, -1, math.nan, math.inf])
+def test_an_epoch_is_above_zero(epoch: float) -> None:
+    session = running_session(ContractDouble(), (1.0, 1.0))
+    with pytest.raises(ZeusBSOBadOperationError, match="epoch"):
+        session.report(0.5, epoch)
+
+
+def test_the_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
+    monitor = monitor_of((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    session = session_of(ContractDouble(KEEP_TRAINING, CONVERGED), monitor)
+    session.ask()
+    session.begin_measurement()
+    session.report(0.1, 1)
+    with pytest.raises(ZeusBSOOperationOrderError):
+        monitor.begin_window("zeus_bso_trial")
+    session.report(0.9, 2)
+    monitor.begin_window("zeus_bso_trial")
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def ask(session: TrialSession) -> object:
+    return session.ask()
+
+
+def begin(session: TrialSession) -> object:
+    return session.begin_measurement()
+
+
+def report(session: TrialSession) -> object:
+    return session.report(0.5, 1)
+
+
+def end(session: TrialSession) -> object:
+    return session.end()
+
+
+def load(session: TrialSession) -> object:
+    return session.load_state_dict(TRIAL)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        (begin,),
+        (report,),
+        (lambda session: session.trial,),
+        (ask, ask),
+        (ask, report),
+        (ask, begin, begin),
+        (ask, begin, end, report),
+        (ask, end, begin),
+        (ask, end, ask),
+        (end, ask),
+        (end, load),
+        (ask, load),
+        (load, ask),
+        (load, report),
+    ],
+    ids=lambda calls: "-".join(call.__name__ for call in calls),
+)
+def test_a_call_out_of_order_is_refused(calls: tuple[Callable[[TrialSession], object], ...]) -> None:
+    session = session_of(ContractDouble(KEEP_TRAINING), monitor_of((1.0, 1.0), (1.0, 1.0)))
+    for call in calls[:-1]:
+        call(session)
+    with pytest.raises(ZeusBSOOperationOrderError):
+        calls[-1](session)
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
+    server = ContractDouble()
+    session = session_of(server)
+    session.ask()
+    if begun:
+        session.begin_measurement()
+    session.end()
+    session.end()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_ending_after_the_verdict_tells_the_server_nothing() -> None:
+    server = ContractDouble(CONVERGED)
+    session = running_session(server, (1.0, 1.0))
+    session.report(0.9, 1)
+    session.end()
+    assert server.sent("PATCH", "/trials") == []
+
+
+def test_ending_without_a_trial_tells_the_server_nothing() -> None:
+    server = ContractDouble()
+    session_of(server).end()
+    assert server.requests == []
+
+
+def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None:
+    server = ContractDouble()
+    session = running_session(server)  # no measurement to replay: closing the window fails too
+    server.down = True
+    session.end()
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "could not end trial 7 of job mnist-1: no answer from" in warning.getMessage()
+
+
+# --- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """Save and load as frameworks do when they trust nobody."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
+    session = running_session(ContractDouble(KEEP_TRAINING), (2.0, 100.0), (0.5, 10.0))
+    session.report(0.5, 1)
+    state = through_a_checkpoint(session.state_dict())
+    assert state["time_s"] == 2.5
+    assert session.trial.time_s == 2.5
+
+    server = ContractDouble(CONVERGED)
+    resumed = session_of(server, monitor_of((3.0, 50.0), source="estimate: 65 W stated"))
+    resumed.load_state_dict(state)
+    assert resumed.has_trial
+    assert resumed.trial == session.trial
+    resumed.begin_measurement()
+    resumed.report(0.9)
+    assert server.requests == [
+        (
+            "POST",
+            "/report",
+            TRIAL
+            | {
+                "time": 5.5,
+                "energy": 160.0,
+                "metric": 0.9,
+                "current_epoch": 2,
+                "energy_source": "nvml + estimate: 65 W stated",
+            },
+        )
+    ]
+
+
+def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
+    session = running_session(ContractDouble(COST_BOUND), (1.0, 1.0))
+    session.report(0.5, 1)
+    server = ContractDouble()
+    resumed = session_of(server)
+    resumed.load_state_dict(through_a_checkpoint(session.state_dict()))
+    assert resumed.failed
+    with pytest.raises(ZeusBSOOperationOrderError, match="cost bound crossed"):
+        resumed.begin_measurement()
+    resumed.end()
+    assert server.requests == []
+
+
+def test_without_a_trial_there_is_no_state_and_none_is_restored() -> None:
+    session = session_of(ContractDouble())
+    assert session.state_dict() == {}
+    session.load_state_dict({})
+    assert session.ask() == 64
+
+
+def test_a_state_that_is_none_is_refused() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="trial_number"):
+        session_of(ContractDouble()).load_state_dict({"job_id": "mnist-1", "batch_size": 32})
+
+
+def test_resuming_a_trial_of_another_job_warns(caplog: pytest.LogCaptureFixture) -> None:
+    session_of(ContractDouble()).load_state_dict(TRIAL)
+    assert caplog.text == ""
+    session_of(ContractDouble()).load_state_dict(TRIAL | {"job_id": "mnist-2"})
+    assert "the checkpoint belongs to job mnist-2, not to job mnist-1" in caplog.text
+
+
+def test_a_long_list_of_sources_fits_the_wire() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = session_of(server, monitor_of((1.0, 1.0), source="b" * 200))
+    session.load_state_dict(TRIAL | {"energy_source": "a" * 200})
+    session.begin_measurement()
+    session.report(0.5, 1)
+    assert server.sent("POST", "/report")[0]["energy_source"] == "a" * 200 + " + " + "b" * 52

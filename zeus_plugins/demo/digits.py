@@ -1,0 +1,111 @@
+"""One recurrence: a small network learns scikit-learn's handwritten digits with Lightning.
+
+This is a training script as anybody would write it; the callback in `train` is the only line about batch sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB
+from zeus_plugins.errors import ZeusBSOTrainFailError
+from zeus_plugins.lightning import ZeusBSOCallback
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Digits(LightningDataModule):
+    """1,797 grey images of 8 × 8 pixels, a fifth of them for validation.
+
+    Args:
+        batch_size: Images per batch.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        """Load and split the images; the pixels, 0 to 16, become 0 to 1."""
+        images, labels = load_digits(return_X_y=True)
+        train_x, val_x, train_y, val_y = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
+        self.train_set = TensorDataset(torch.tensor(train_x, dtype=torch.float32), torch.tensor(train_y))
+        self.val_set = TensorDataset(torch.tensor(val_x, dtype=torch.float32), torch.tensor(val_y))
+
+    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Shuffled."""
+        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """All in one batch."""
+        return DataLoader(self.val_set, batch_size=len(self.val_set))
+
+
+class Classifier(LightningModule):
+    """A perceptron with one hidden layer, trained by gradient descent with momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+    def training_step(self, batch: Batch) -> Tensor:
+        """Cross-entropy."""
+        images, labels = batch
+        return nn.functional.cross_entropy(self.network(images), labels)
+
+    def validation_step(self, batch: Batch) -> None:
+        """Log the accuracy."""
+        images, labels = batch
+        self.log("val_acc", (self.network(images).argmax(dim=1) == labels).float().mean())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """One learning rate for all batch sizes."""
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+
+def train(server_url: str, seed: int) -> None:
+    """Train once.
+
+    Raises:
+        ZeusBSOTrainFailError: The trial ended without reaching the target.
+    """
+    # So small a network gains nothing from more threads, which fight over the cores of a small machine.
+    torch.set_num_threads(1)
+    seed_everything(seed, verbose=False)
+    trainer = Trainer(
+        max_epochs=JOB.max_epochs,
+        callbacks=[ZeusBSOCallback(JOB, monitor="val_acc", server_url=server_url)],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Classifier(), datamodule=Digits(JOB.default_batch_size))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one recurrence; the exit status is 0, or `FAILED_TRIAL_STATUS` when it should be launched again."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--server-url", required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    options = parser.parse_args(arguments)
+    try:
+        train(options.server_url, options.seed)
+    except ZeusBSOTrainFailError as failure:
+        print(failure, file=sys.stderr)
+        return FAILED_TRIAL_STATUS
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""Energy as stated watts × time, for machines without an energy counter."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zeus_plugins.energy.monitor import Measurement, OpenWindows
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+__all__ = ["EstimateMonitor", "cpu_model_name"]
+
+MAX_MODEL_LENGTH = 255
+
+
+class EstimateMonitor:
+    """An `EnergyMonitor` that multiplies a stated power with the time measured.
+
+    Its costs rank batch sizes by time alone, since every size is taken to draw the same power.
+
+    Args:
+        power_w: Power that the devices draw together while training, in watts.
+        number_of_devices: How many devices draw it.
+        device_model: What they are called; None: the name of this machine's CPU.
+        clock: Monotonic seconds.
+
+    Raises:
+        ZeusBSOConfigError: An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        power_w: float,
+        *,
+        number_of_devices: int = 1,
+        device_model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not (math.isfinite(power_w) and power_w > 0):
+            raise ZeusBSOConfigError(
+                f"power_w is {power_w!r}: state the watts that the devices draw while training, a finite number above 0"
+            )
+        if number_of_devices < 1:
+            raise ZeusBSOConfigError(f"number_of_devices is {number_of_devices!r}: state how many train, 1 or more")
+        if device_model is not None and not 1 <= len(device_model) <= MAX_MODEL_LENGTH:
+            raise ZeusBSOConfigError(
+                f"device_model has {len(device_model)} characters: give a name of 1 to {MAX_MODEL_LENGTH} characters,"
+                " or None for the CPU's"
+            )
+        self._power_w = power_w
+        self._number_of_devices = number_of_devices
+        self._device_model = device_model
+        self._clock = clock
+        self._windows: OpenWindows[float] = OpenWindows()
+
+    @property
+    def source(self) -> str:
+        """That this is an estimate, and of how many watts."""
+        return f"estimate: {self._power_w:g} W stated"
+
+    def gpus(self) -> GpuConfig:
+        """Describe the devices as stated; their maximum power is the stated power."""
+        return GpuConfig(
+            max_power=self._power_w,
+            number_of_gpus=self._number_of_devices,
+            gpu_model=self._device_model or cpu_model_name(),
+        )
+
+    def begin_window(self, name: str) -> None:
+        """Start to measure time; see `EnergyMonitor.begin_window`."""
+        self._windows.open(name, self._clock())
+
+    def end_window(self, name: str) -> Measurement:
+        """Return the time since the window began, and that time × the stated watts."""
+        time_s = self._clock() - self._windows.close(name)
+        return Measurement(time_s=time_s, energy_j=self._power_w * time_s, source=self.source)
+
+
+def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Name this machine's CPU, in the same 1 to 255 characters at every call.
+
+    Args:
+        cpuinfo: Where Linux describes its CPUs. Without a model name there (other systems, many Arm kernels) the
+            answer is the processor or machine type that `platform` gives.
+    """
+    name = _model_in(cpuinfo) or platform.processor() or platform.machine() or "unknown CPU"
+    return name[:MAX_MODEL_LENGTH]
+
+
+def _model_in(cpuinfo: Path) -> str:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    models = (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
+    return next(models, "")

@@ -1,0 +1,78 @@
+"""Which of the machine's GPUs a training uses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zeus_plugins.energy.monitor import EnergyUnavailableError
+from zeus_plugins.errors import ZeusBSOConfigError
+
+__all__ = ["VISIBLE_VARIABLE", "chosen_indices", "shared_counter", "visible_devices"]
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
+    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
+
+    That rule is what makes ``""``, ``-1`` and a scheduler's ``NoDevFiles`` hide every GPU.
+
+    Args:
+        setting: The variable's value; None: unset, all GPUs are visible.
+        count: How many GPUs the machine has.
+
+    Returns:
+        The index or UUID of each visible GPU, at least one.
+
+    Raises:
+        EnergyUnavailableError: No GPU is visible, or the setting names a MIG slice.
+        ZeusBSOConfigError: The setting names a GPU twice.
+    """
+    visible = tuple(range(count)) if setting is None else _listed(setting, count)
+    if not visible:
+        hidden = f", hidden by {VISIBLE_VARIABLE}={setting!r}" if count else ""
+        raise EnergyUnavailableError(f"no GPU is visible: the driver lists {count}{hidden}")
+    if len(set(visible)) < len(visible):
+        raise ZeusBSOConfigError(f"{VISIBLE_VARIABLE} is {setting!r}: name each GPU once")
+    return visible
+
+
+def _listed(setting: str, count: int) -> tuple[int | str, ...]:
+    listed: list[int | str] = []
+    for entry in (part.strip() for part in setting.split(",")):
+        if entry.startswith("MIG-"):
+            raise shared_counter(f"{entry} in {VISIBLE_VARIABLE}")
+        if entry.startswith("GPU-"):
+            listed.append(entry)
+        elif entry.isdecimal() and int(entry) < count:
+            listed.append(int(entry))
+        else:
+            break
+    return tuple(listed)
+
+
+def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
+    """Choose among the visible GPUs, counted from 0.
+
+    Args:
+        wanted: The ones to choose; None: all.
+        visible: How many are visible.
+
+    Raises:
+        ZeusBSOConfigError: One that is wanted is not visible or is wanted twice, or none is wanted.
+    """
+    if wanted is None:
+        return range(visible)
+    if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(visible)):
+        raise ZeusBSOConfigError(
+            f"device_indices is {list(wanted)}: name one or more of the {visible} visible GPUs, counting from 0, each"
+            " once, or pass None for all"
+        )
+    return wanted
+
+
+def shared_counter(device: str) -> EnergyUnavailableError:
+    """Return the error that says why a MIG slice, or a GPU that is cut into them, cannot be measured."""
+    return EnergyUnavailableError(
+        f"{device}: a MIG slice shares the energy counter of its whole GPU, so its own energy cannot be told apart"
+    )

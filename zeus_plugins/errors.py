@@ -1,0 +1,66 @@
+"""Every error that the training side raises on purpose.
+
+::
+
+    ZeusBSOError
+    ├── ZeusBSORuntimError              the server could not do what was asked (alias: ZeusBSORuntimeError)
+    │   └── ZeusBSOServerUnreachableError   no answer from the server at all
+    ├── ZeusBSOConfigError              the job or the training script says something that cannot work
+    ├── ZeusBSOOperationOrderError      a method was called before the one it needs
+    ├── ZeusBSOBadOperationError        a method was called with something it cannot use
+    └── ZeusBSOTrainFailError           the trial ended without reaching its target: relaunch the training
+
+The five `ZeusBSO…` names that Zeus 0.16 has too keep its spelling, so that ``except`` clauses written for Zeus work.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ZeusBSOBadOperationError",
+    "ZeusBSOConfigError",
+    "ZeusBSOError",
+    "ZeusBSOOperationOrderError",
+    "ZeusBSORuntimError",
+    "ZeusBSORuntimeError",
+    "ZeusBSOServerUnreachableError",
+    "ZeusBSOTrainFailError",
+]
+
+
+class ZeusBSOError(Exception):
+    """Base of every error in this module; catch it to catch them all."""
+
+
+class ZeusBSORuntimError(ZeusBSOError):
+    """The server refused or failed a request. (Zeus's own spelling of the name.)
+
+    Attributes:
+        status: HTTP status of the answer, or None when there was none.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+ZeusBSORuntimeError = ZeusBSORuntimError
+
+
+class ZeusBSOServerUnreachableError(ZeusBSORuntimError):
+    """The server gave no answer: wrong URL, not running, or timed out."""
+
+
+class ZeusBSOConfigError(ZeusBSOError):
+    """The job, the environment or the training script says something that cannot work."""
+
+
+class ZeusBSOOperationOrderError(ZeusBSOError):
+    """A method was called before the one that it depends on."""
+
+
+class ZeusBSOBadOperationError(ZeusBSOError):
+    """A method was called with something that it cannot use, or where it has no meaning."""
+
+
+class ZeusBSOTrainFailError(ZeusBSOError):
+    """The trial ended without reaching its target metric; the training should be launched again."""

@@ -1,0 +1,50 @@
+"""Changes to other people's objects that can be taken back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Patches"]
+
+
+class Patches:
+    """Remembers what it changes, and undoes it in reverse order. Keeps no changed object alive."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def set_attribute(self, target: object, name: str, value: object) -> None:
+        """Set an attribute past the class's own ``__setattr__``, which for a DataLoader forbids its batch size.
+
+        Raises:
+            AttributeError: It is a read-only property.
+        """
+        was_own = name in vars(target)
+        before = getattr(target, name, None)
+        object.__setattr__(target, name, value)
+        reference = weakref.ref(target)
+
+        def undo() -> None:
+            alive = reference()
+            if alive is None:
+                return
+            if not was_own and name in vars(alive):
+                # Deleting it uncovers what the class provides, such as the method that a patched one hides.
+                object.__delattr__(alive, name)
+            else:
+                object.__setattr__(alive, name, before)
+
+        self._undo.append(undo)
+
+    def set_item(self, target: dict[str, Any], key: str, value: object) -> None:
+        """Set an item that is there already."""
+        before = target[key]
+        target[key] = value
+        self._undo.append(lambda: target.__setitem__(key, before))
+
+    def undo(self) -> None:
+        """Take every change back; safe to call again."""
+        while self._undo:
+            self._undo.pop()()

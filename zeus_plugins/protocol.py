@@ -1,0 +1,418 @@
+"""What trainings and the batch size optimization server say to each other.
+
+The five routes under "wire contract", their statuses and their fields are those of Zeus 0.16's batch size optimizer:
+a Zeus client works against our server and our client against Zeus's server. Everything beyond that is optional on the
+wire. Fields fixed by Zeus keep its names (``time``, ``energy``, ``max_power``); fields of our own carry their unit.
+
+This module is the only one that both packages import.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+)
+
+__all__ = [
+    "ArmView",
+    "EndReason",
+    "ErrorBody",
+    "FieldError",
+    "GpuConfig",
+    "JobList",
+    "JobRegistration",
+    "JobSpec",
+    "JobSummary",
+    "JobView",
+    "Origin",
+    "Paths",
+    "PolicyName",
+    "ReportResponse",
+    "Stage",
+    "TrainingResult",
+    "TrialDispatch",
+    "TrialId",
+    "TrialState",
+    "TrialView",
+]
+
+MAX_BATCH_SIZE = 2**31 - 1
+MAX_BATCH_SIZES = 1000
+MAX_ID_LENGTH = 255
+
+
+class Paths:
+    """URL paths, relative to the server's URL."""
+
+    # Wire contract
+    JOBS = "/jobs"
+    BATCH_SIZE = "/jobs/batch_size"
+    REPORT = "/report"
+    TRIALS = "/trials"
+    # Read API
+    API_JOBS = "/api/jobs"
+    HEALTH = "/health/live"
+
+
+class PolicyName(StrEnum):
+    """How batch sizes are chosen."""
+
+    ZEUS = "zeus"
+
+
+class Stage(StrEnum):
+    """Where a job stands: eliminating arms, or drawing among the survivors."""
+
+    PRUNING = "pruning"
+    BANDIT = "bandit"
+
+
+class Origin(StrEnum):
+    """Why a trial was dispatched."""
+
+    EXPLORATION = "exploration"
+    CONCURRENT = "concurrent"
+    BANDIT = "bandit"
+    OFFLINE = "offline"
+
+
+class TrialState(StrEnum):
+    """The state of one trial; `bso_server.core.model` holds the legal moves."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    EARLY_STOPPED = "early_stopped"
+    EXHAUSTED = "exhausted"
+    FAILED = "failed"
+    INFEASIBLE = "infeasible"
+    SUSPENDED = "suspended"
+    ABANDONED = "abandoned"
+
+
+class EndReason(StrEnum):
+    """Why a training should stop, or that it should not."""
+
+    KEEP_TRAINING = "keep_training"
+    TARGET_REACHED = "target_reached"
+    COST_BOUND_CROSSED = "cost_bound_crossed"
+    MAX_EPOCHS_REACHED = "max_epochs_reached"
+
+
+def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    repeated = sorted(size for size, times in Counter(sizes).items() if times > 1)
+    if repeated:
+        raise ValueError(f"must be unique; given more than once: {repeated}")
+    return tuple(sorted(sizes))
+
+
+# Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
+BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class WireMessage(BaseModel):
+    """Base of all messages: immutable, and deaf to fields that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class JobSpec(WireMessage):
+    """A recurring training job, as its owner describes it.
+
+    Attributes:
+        job_id_prefix: Groups jobs; `job_id` starts with it.
+        job_id: Names the job across its recurrences. None: the server makes one as ``{job_id_prefix}-{8 hex digits}``.
+        batch_sizes: Global batch sizes to choose from (samples per optimizer step over all devices). Kept ascending.
+        default_batch_size: The size that the owner would use without an optimizer; exploration starts there.
+        eta_knob: η of ``cost = η·energy + (1 − η)·max_power·time``: 0 minimises time, 1 energy.
+        beta_knob: A trial is stopped when its cost exceeds β times the lowest cost so far. None: never.
+        target_metric: Value of the validation metric at which the training is done.
+        higher_is_better_metric: Whether the metric rises as the model improves.
+        max_epochs: A trial that has not reached the target by then has failed.
+        num_pruning_rounds: How often every batch size is tried before sizes are drawn. 0: not at all.
+        window_size: Number of latest observations per batch size that count. 0: all.
+        mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
+        mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
+        mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
+        mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
+        policy: How batch sizes are chosen.
+
+    Raises:
+        pydantic.ValidationError: A field is out of its range, or two fields contradict each other.
+    """
+
+    # Validators see the fields above their own only: the order matters.
+    job_id_prefix: Identifier
+    job_id: Identifier | None = None
+    batch_sizes: Annotated[
+        tuple[BatchSize, ...],
+        Field(min_length=1, max_length=MAX_BATCH_SIZES),
+        AfterValidator(_ascending_and_unique),
+    ]
+    default_batch_size: BatchSize
+    eta_knob: Annotated[float, Field(ge=0, le=1)] = 0.5
+    beta_knob: PositiveFinite | None = 2.0
+    target_metric: Finite = 0.5
+    higher_is_better_metric: bool = True
+    max_epochs: PositiveInt = 100
+    num_pruning_rounds: NonNegativeInt = 2
+    window_size: NonNegativeInt = 0
+    mab_prior_mean: Finite = 0.0
+    mab_prior_precision: NonNegativeFinite = 0.0
+    mab_num_explorations: NonNegativeInt = 2
+    mab_seed: Seed | None = None
+    policy: PolicyName = PolicyName.ZEUS
+
+    @field_validator("job_id")
+    @classmethod
+    def _starts_with_prefix(cls, job_id: str | None, others: ValidationInfo) -> str | None:
+        prefix = others.data.get("job_id_prefix")
+        if job_id is not None and prefix is not None and not job_id.startswith(prefix):
+            raise ValueError(f"{job_id!r} does not start with job_id_prefix {prefix!r}")
+        return job_id
+
+    @field_validator("default_batch_size")
+    @classmethod
+    def _is_a_batch_size(cls, default: int, others: ValidationInfo) -> int:
+        sizes = others.data.get("batch_sizes")
+        if sizes is not None and default not in sizes:
+            raise ValueError(f"{default} is not one of batch_sizes {list(sizes)}")
+        return default
+
+
+class GpuConfig(WireMessage):
+    """The accelerators one run of the job uses.
+
+    Attributes:
+        max_power: Maximum power limit in watts, summed over the GPUs.
+        number_of_gpus: How many GPUs the job uses.
+        gpu_model: The model's name as its driver gives it.
+    """
+
+    max_power: PositiveFinite
+    number_of_gpus: PositiveInt
+    gpu_model: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+
+
+class JobRegistration(JobSpec, GpuConfig):
+    """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it."""
+
+    @classmethod
+    def of(cls, spec: JobSpec, gpu: GpuConfig) -> JobRegistration:
+        """Join a job with the hardware that it runs on."""
+        return cls(**spec.model_dump(), **gpu.model_dump())
+
+
+class TrialId(WireMessage):
+    """One trial of a job.
+
+    Attributes:
+        job_id: The job.
+        batch_size: Its global batch size.
+        trial_number: Counts from 1 within the job.
+    """
+
+    job_id: Identifier
+    batch_size: BatchSize
+    trial_number: PositiveInt
+
+
+class TrialDispatch(TrialId):
+    """Answer of ``GET /jobs/batch_size``.
+
+    Attributes:
+        origin: Why a trial was dispatched; None from a Zeus server.
+        reason: The same in words, with numbers; None from a Zeus server.
+    """
+
+    origin: Origin | None = None
+    reason: str | None = None
+
+
+class TrainingResult(TrialId):
+    """Body of ``POST /report``: where a trial stands after an evaluation.
+
+    Attributes:
+        time: Seconds since the trial began.
+        energy: Joules since the trial began, over all its GPUs.
+        metric: The validation metric.
+        current_epoch: Epochs trained so far, counting from 1; fractional when validating within an epoch.
+        energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
+    """
+
+    time: PositiveFinite
+    energy: NonNegativeFinite
+    metric: Finite
+    current_epoch: PositiveFinite
+    energy_source: Annotated[str, StringConstraints(max_length=255)] | None = None
+
+    @field_serializer("current_epoch")
+    def _whole_epochs_as_integers(self, epoch: float) -> int | float:
+        return int(epoch) if epoch.is_integer() else epoch
+
+
+class ReportResponse(WireMessage):
+    """Answer of ``POST /report``.
+
+    Attributes:
+        stop_train: Whether the training should end now.
+        converged: Whether it reached the target metric within the cost bound.
+        message: The same in words, with numbers.
+        reason: The same as a value; None from a Zeus server.
+    """
+
+    stop_train: bool
+    converged: bool
+    message: str
+    reason: EndReason | None = None
+
+
+class TrialView(WireMessage):
+    """One trial as the read API shows it. Measured fields are None until the first report.
+
+    Attributes:
+        trial_number: Counts from 1 within the job.
+        batch_size: Global batch size.
+        state: Where the trial stands.
+        origin: Why it was dispatched.
+        reason: Why this batch size was chosen, in words.
+        message: The last verdict or the way it ended, in words.
+        started_at: When it was dispatched (UTC).
+        ended_at: When it ended (UTC), or None.
+        time_s: Seconds since it began, as of its last report.
+        energy_j: Joules since it began, as of its last report.
+        energy_source: How the energy was measured.
+        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules.
+        epochs: Epochs trained.
+        metric: The last validation metric.
+    """
+
+    trial_number: int
+    batch_size: int
+    state: TrialState
+    origin: Origin
+    reason: str
+    message: str | None
+    started_at: datetime
+    ended_at: datetime | None
+    time_s: float | None
+    energy_j: float | None
+    energy_source: str | None
+    cost_j: float | None
+    epochs: float | None
+    metric: float | None
+
+    @field_serializer("epochs")
+    def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:
+        return int(epochs) if epochs is not None and epochs.is_integer() else epochs
+
+
+class ArmView(WireMessage):
+    """What is known of one batch size.
+
+    Attributes:
+        batch_size: The arm.
+        trials: Trials dispatched with it.
+        n: How many of them reached the target.
+        mean_cost_j: Mean cost of those in joules, or None.
+        std_cost_j: Population standard deviation of those costs in joules; None for fewer than two.
+    """
+
+    batch_size: int
+    trials: int
+    n: int
+    mean_cost_j: float | None
+    std_cost_j: float | None
+
+
+class JobSummary(WireMessage):
+    """One line of ``GET /api/jobs``.
+
+    Attributes:
+        job_id: The job.
+        job_id_prefix: Its group.
+        policy: How its batch sizes are chosen.
+        created_at: When it was registered (UTC).
+        trials: Number of trials dispatched.
+        min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
+        min_cost_batch_size: The batch size of that trial.
+    """
+
+    job_id: str
+    job_id_prefix: str
+    policy: PolicyName
+    created_at: datetime
+    trials: int
+    min_cost_j: float | None
+    min_cost_batch_size: int | None
+
+
+class JobList(WireMessage):
+    """Answer of ``GET /api/jobs``."""
+
+    jobs: tuple[JobSummary, ...]
+
+
+class JobView(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}`` and of ``bso-server jobs show --json``.
+
+    Attributes:
+        job: The job as registered.
+        stage: Where it stands.
+        min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
+        best_batch_size: The arm with the lowest mean cost, or None.
+        arms: Every batch size, ascending.
+        trials: Every trial, in order of dispatch.
+    """
+
+    job: JobRegistration
+    stage: Stage
+    min_cost_j: float | None
+    best_batch_size: int | None
+    arms: tuple[ArmView, ...]
+    trials: tuple[TrialView, ...]
+
+
+class FieldError(WireMessage):
+    """What is wrong with one field of a request."""
+
+    field: str
+    message: str
+
+
+class ErrorBody(WireMessage):
+    """Every error answer: problem details (RFC 9457) with Zeus's ``message`` beside them.
+
+    Attributes:
+        type: Always ``about:blank``: the status says it all.
+        title: The status in words.
+        status: The HTTP status.
+        detail: What went wrong and what to change.
+        message: The same text again, where a Zeus client looks for it.
+        errors: The fields at fault, where there are any.
+    """
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    message: str
+    errors: tuple[FieldError, ...] = ()
