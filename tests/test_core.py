@@ -128,7 +128,9 @@ def test_an_abandoned_trial_can_come_back() -> None:
     check_transition(TrialState.ABANDONED, TrialState.RUNNING)
 
 
-def _ended(number: int, size: int, state: TrialState, cost_j: float, origin: Origin = Origin.EXPLORATION) -> TrialRecord:
+def _ended(
+    number: int, size: int, state: TrialState, cost_j: float, origin: Origin = Origin.EXPLORATION
+) -> TrialRecord:
     return TrialRecord(
         trial_number=number, batch_size=size, state=state, origin=origin, energy_j=cost_j, time_s=cost_j / 100
     )

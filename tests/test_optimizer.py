@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -11,14 +12,15 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
-from contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 
+from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
+    ZeusBSORuntimError,
     ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
@@ -147,6 +149,7 @@ def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
     server = ContractDouble()
     with optimizer_of(server) as optimizer:
         optimizer.get_batch_size()
+    assert server.sent("PATCH", "/trials") == [TRIAL]
     optimizer.close()
     assert server.sent("PATCH", "/trials") == [TRIAL]
 
@@ -170,6 +173,31 @@ def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
     del optimizer
     gc.collect()
     assert server.sent("PATCH", "/trials") == [TRIAL]
+
+
+def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
+    closed = threading.Event()
+
+    def refuse_and_wait_for_the_end() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(10)
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n")
+            while connection.recv(65536):  # the rest of the request, then nothing: closed
+                pass
+            closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=refuse_and_wait_for_the_end)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        optimizer = BatchSizeOptimizer(ten_windows_of_one_second(), url, JOB)
+        with pytest.raises(ZeusBSORuntimError):
+            optimizer.get_batch_size()
+        optimizer.close()
+        thread.join()
+    assert closed.is_set()
 
 
 @pytest.fixture

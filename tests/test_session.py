@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 
+from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from zeus_plugins.client import BsoClient
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
@@ -262,35 +262,39 @@ def end(session: TrialSession) -> object:
     return session.end()
 
 
+def look(session: TrialSession) -> object:
+    return session.trial
+
+
 def load(session: TrialSession) -> object:
     return session.load_state_dict(TRIAL)
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "message"),
     [
-        (begin,),
-        (report,),
-        (lambda session: session.trial,),
-        (ask, ask),
-        (ask, report),
-        (ask, begin, begin),
-        (ask, begin, end, report),
-        (ask, end, begin),
-        (ask, end, ask),
-        (end, ask),
-        (end, load),
-        (ask, load),
-        (load, ask),
-        (load, report),
+        ((begin,), "ask for a batch size first"),
+        ((report,), "ask for a batch size first"),
+        ((look,), "ask for a batch size first"),
+        ((ask, ask), "make a new session"),
+        ((ask, report), "begin the measurement before"),
+        ((load, report), "begin the measurement before"),
+        ((ask, begin, begin), "begun already"),
+        ((ask, begin, end, report), "the trial was ended"),
+        ((ask, end, begin), "the trial was ended"),
+        ((ask, end, ask), "make a new session"),
+        ((end, ask), "make a new session"),
+        ((load, ask), "make a new session"),
+        ((end, load), "into a new session"),
+        ((ask, load), "into a new session"),
     ],
-    ids=lambda calls: "-".join(call.__name__ for call in calls),
+    ids=lambda value: "-".join(call.__name__ for call in value) if isinstance(value, tuple) else "",
 )
-def test_a_call_out_of_order_is_refused(calls: tuple[Callable[[TrialSession], object], ...]) -> None:
+def test_a_call_out_of_order_is_refused(calls: tuple[Callable[[TrialSession], object], ...], message: str) -> None:
     session = session_of(ContractDouble(KEEP_TRAINING), monitor_of((1.0, 1.0), (1.0, 1.0)))
     for call in calls[:-1]:
         call(session)
-    with pytest.raises(ZeusBSOOperationOrderError):
+    with pytest.raises(ZeusBSOOperationOrderError, match=message):
         calls[-1](session)
 
 
@@ -374,12 +378,13 @@ def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
 
 
 def test_a_checkpoint_of_a_finished_trial_stays_finished() -> None:
-    session = running_session(ContractDouble(COST_BOUND), (1.0, 1.0))
+    session = running_session(ContractDouble(COST_BOUND | {"reason": "cost_bound_crossed"}), (1.0, 1.0))
     session.report(0.5, 1)
     server = ContractDouble()
     resumed = session_of(server)
     resumed.load_state_dict(through_a_checkpoint(session.state_dict()))
     assert resumed.failed
+    assert resumed.trial == session.trial
     with pytest.raises(ZeusBSOOperationOrderError, match="cost bound crossed"):
         resumed.begin_measurement()
     resumed.end()

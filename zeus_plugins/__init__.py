@@ -1,6 +1,6 @@
 """The training side of zeus-plugins.
 
-Importing this package loads no deep-learning framework; the callbacks live in `zeus_plugins.lightning` and its siblings.
+Importing this package loads no deep-learning framework; `zeus_plugins.lightning` holds the callbacks for Lightning.
 """
 
 from __future__ import annotations

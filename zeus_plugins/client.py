@@ -53,8 +53,8 @@ class BsoClient:
 
     Args:
         server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
-            password inside it are sent as HTTP basic authentication. Surrounding whitespace, as files have it, is dropped.
-        token: Sent as ``Authorization: Bearer``. Surrounding whitespace is dropped here too.
+            password inside it are sent as HTTP basic authentication.
+        token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
         timeout_s: Longest wait in seconds for each of connecting, sending, and receiving a part of the answer.
         transport: Takes the place of the network in tests.
 

@@ -32,7 +32,7 @@ class ZeusBSOError(Exception):
 
 
 class ZeusBSORuntimError(ZeusBSOError):
-    """The server refused or failed a request. (Zeus's own spelling of the name.)
+    """The server refused or failed a request; the name is spelt as Zeus spells it.
 
     Attributes:
         status: HTTP status of the answer, or None when there was none.

@@ -51,6 +51,7 @@ __all__ = [
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
+ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
 
 
 class Paths:
@@ -119,7 +120,9 @@ def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 # Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
 BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
-Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH)]
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
+# PostgreSQL keeps every character but NUL.
+Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -209,7 +212,7 @@ class GpuConfig(WireMessage):
 
     max_power: PositiveFinite
     number_of_gpus: PositiveInt
-    gpu_model: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    gpu_model: Annotated[Text, StringConstraints(min_length=1)]
 
 
 class JobRegistration(JobSpec, GpuConfig):
@@ -262,7 +265,7 @@ class TrainingResult(TrialId):
     energy: NonNegativeFinite
     metric: Finite
     current_epoch: PositiveFinite
-    energy_source: Annotated[str, StringConstraints(max_length=255)] | None = None
+    energy_source: Text | None = None
 
     @field_serializer("current_epoch")
     def _whole_epochs_as_integers(self, epoch: float) -> int | float:

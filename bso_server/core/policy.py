@@ -60,12 +60,12 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:
 
 
 def _explored(step: pruning.Explore, job: Job) -> Suggestion:
-    where = (
-        "the size the round starts from"
-        if step.batch_size == step.start
-        else f"{'smaller' if step.batch_size < step.start else 'larger'} than {step.start}, where the round started"
-    )
-    reason = f"exploration round {step.round_number} of {job.num_pruning_rounds}: {where}"
+    start = "the default" if step.round_number == 1 else "the cheapest of the round before"
+    if step.batch_size == step.start:
+        where = start
+    else:
+        where = f"{'smaller' if step.batch_size < step.start else 'larger'} than {start}, {step.start}"
+    reason = f"exploring, round {step.round_number} of {job.num_pruning_rounds}: {where}"
     return Suggestion(step.batch_size, Origin.EXPLORATION, reason)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from litestar import get
 
+from bso_server.routes.parameters import JobId
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import JobList, JobView, Paths
 
@@ -15,7 +16,7 @@ async def list_jobs(service: BatchSizeService) -> JobList:
 
 
 @get(Paths.API_JOBS + "/{job_id:str}")
-async def show_job(job_id: str, service: BatchSizeService) -> JobView:
+async def show_job(job_id: JobId, service: BatchSizeService) -> JobView:
     """One job with its arms and trials."""
     return await service.show_job(job_id)
 

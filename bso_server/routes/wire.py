@@ -6,6 +6,7 @@ from http import HTTPStatus
 
 from litestar import Response, delete, get, patch, post
 
+from bso_server.routes.parameters import JobId
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import JobRegistration, Paths, ReportResponse, TrainingResult, TrialDispatch, TrialId
 
@@ -18,7 +19,7 @@ async def register_job(data: JobRegistration, service: BatchSizeService) -> Resp
 
 
 @get(Paths.BATCH_SIZE)
-async def suggest(job_id: str, service: BatchSizeService) -> TrialDispatch:
+async def suggest(job_id: JobId, service: BatchSizeService) -> TrialDispatch:
     """Start a trial of the job and name its batch size."""
     return await service.suggest(job_id)
 
@@ -36,6 +37,6 @@ async def end_trial(data: TrialId, service: BatchSizeService) -> None:
 
 
 @delete(Paths.JOBS, status_code=HTTPStatus.OK)
-async def delete_job(job_id: str, service: BatchSizeService) -> None:
+async def delete_job(job_id: JobId, service: BatchSizeService) -> None:
     """Delete a job with all its trials."""
     await service.delete_job(job_id)

@@ -1,0 +1,11 @@
+"""Parameters of URLs that several routes take."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from litestar.params import Parameter
+
+from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH
+
+JobId = Annotated[str, Parameter(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH)]

@@ -1,0 +1,252 @@
+"""Small Lightning trainings on scikit-learn's digits, and every way to give them their data.
+
+The user of these trainings says `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+
+USERS_SIZE = 16
+TRAIN_IMAGES = 168
+VAL_IMAGES = 40
+
+Batch = list[Tensor]
+Loader = DataLoader[tuple[Tensor, ...]]
+
+
+@functools.cache
+def digits() -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
+    """The first images for training, the next ones for validation."""
+    images, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    return Subset(dataset, range(TRAIN_IMAGES)), Subset(dataset, range(TRAIN_IMAGES, TRAIN_IMAGES + VAL_IMAGES))
+
+
+def train_loader(batch_size: int | None = USERS_SIZE) -> Loader:
+    return DataLoader(digits()[0], batch_size=batch_size)
+
+
+def val_loader() -> Loader:
+    return DataLoader(digits()[1], batch_size=VAL_IMAGES)
+
+
+def quiet_trainer(*callbacks: Any, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(callbacks=list(callbacks), **(defaults | options))
+
+
+class TrainOnly(LightningModule):
+    """A linear classifier that notes what happens to it.
+
+    Args:
+        learning_rate: Of plain gradient descent.
+        scheduler: Makes a scheduler stepped at every optimizer step, from the optimizer and the number of steps.
+        before_step: Called with the global step at the beginning of every training step; may raise.
+    """
+
+    def __init__(
+        self,
+        *,
+        learning_rate: float = 0.1,
+        scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
+        before_step: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        super().__init__()
+        self.network = nn.Linear(64, 10)
+        self._learning_rate = learning_rate
+        self._scheduler = scheduler
+        self._before_step = before_step
+        self.seen_sizes: list[int] = []
+        self.seen_rates: list[float] = []
+        self.seen_accumulation: set[int] = set()
+        self.estimated_steps: float | None = None
+
+    def training_step(self, batch: Any) -> Tensor:
+        self._before_step(self.global_step)
+        batches = _leaves(batch)
+        self.seen_sizes.extend(len(labels) for _, labels in batches)
+        self.seen_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.seen_accumulation.add(self.trainer.accumulate_grad_batches)
+        losses = [nn.functional.cross_entropy(self.network(images), labels) for images, labels in batches]
+        self.log("train_epoch", float(self.current_epoch + 1), on_step=False, on_epoch=True, batch_size=1)
+        return torch.stack(losses).mean()
+
+    def configure_optimizers(self) -> Any:
+        # Reading it makes Lightning ask for the train loaders here, before `on_fit_start`.
+        self.estimated_steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=self._learning_rate)
+        if self._scheduler is None:
+            return optimizer
+        scheduler = self._scheduler(optimizer, int(self.estimated_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Classifier(TrainOnly):
+    """With a validation that logs its accuracy, and a score that is given.
+
+    Args:
+        scores: The score after each epoch; the last one stays.
+        **options: As in `TrainOnly`.
+    """
+
+    def __init__(self, *scores: float, **options: Any) -> None:
+        super().__init__(**options)
+        self._scores = scores or (0.0,)
+
+    def validation_step(self, batch: Batch) -> None:
+        images, labels = batch
+        self.log("val_acc", (self.network(images).argmax(dim=1) == labels).float().mean())
+        self.log("score", self._scores[min(self.current_epoch, len(self._scores) - 1)])
+
+    def test_step(self, batch: Batch) -> None:
+        self.validation_step(batch)
+
+    def predict_step(self, batch: Batch) -> Tensor:
+        return self.network(batch[0]).argmax(dim=1)  # type: ignore[no-any-return]  # torch types modules' calls as Any
+
+    def val_dataloader(self) -> Loader:
+        return val_loader()
+
+
+def _leaves(batch: Any) -> list[Batch]:
+    """The batches of one step: one, or those of a list or dict of loaders."""
+    if isinstance(batch, dict):
+        return list(batch.values())
+    return [batch] if isinstance(batch[0], Tensor) else list(batch)
+
+
+class SizedModule(Classifier):
+    """Holds the batch size itself."""
+
+    def __init__(self, *scores: float, **options: Any) -> None:
+        super().__init__(*scores, **options)
+        self.batch_size = USERS_SIZE
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(self.batch_size)
+
+
+class HardCodedModule(Classifier):
+    """Has the batch size in its code."""
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(16)
+
+
+class Data(LightningDataModule):
+    """Base: the validation data."""
+
+    def val_dataloader(self) -> Loader:
+        return val_loader()
+
+
+class AttributeData(Data):
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(self.batch_size)
+
+
+class HyperparameterData(Data):
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(self.hparams["batch_size"])
+
+
+class HardCodedData(Data):
+    def train_dataloader(self) -> Loader:
+        return train_loader(16)
+
+
+class PropertyData(Data):
+    @property
+    def batch_size(self) -> int:
+        return USERS_SIZE
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(self.batch_size)
+
+
+class BuiltOnceData(Data):
+    """Makes its loader in setup and hands the same one out again and again."""
+
+    loader: Loader | None = None
+
+    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
+        self.loader = self.loader or train_loader()
+
+    def train_dataloader(self) -> Loader | None:
+        return self.loader
+
+
+class LoaderWithSurcharge(DataLoader[tuple[Tensor, ...]]):
+    """A subclass whose constructor takes other arguments, so that nobody else can make one anew."""
+
+    def __init__(self, surcharge: float) -> None:
+        self.surcharge = surcharge
+        super().__init__(digits()[0], USERS_SIZE, True)
+
+
+class InOrder(Sampler[list[int]]):
+    """A user's own batch sampler."""
+
+    def __init__(self, length: int, batch_size: int) -> None:
+        self.length = length
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, self.length, self.batch_size):
+            yield list(range(first, min(first + self.batch_size, self.length)))
+
+    def __len__(self) -> int:
+        return -(-self.length // self.batch_size)
+
+
+class Stream(IterableDataset[tuple[Tensor, ...]]):
+    """Images that come one after another, nobody knows how many."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        return iter(digits()[0])
+
+
+def batch_sampler_loader() -> Loader:
+    return DataLoader(digits()[0], batch_sampler=InOrder(TRAIN_IMAGES, USERS_SIZE))
+
+
+def combined_loader() -> CombinedLoader:
+    return CombinedLoader([train_loader(), train_loader()], "max_size_cycle")
+
+
+def loaders_in_a_list() -> Sequence[Loader]:
+    return [train_loader(), train_loader()]
+
+
+def loaders_in_a_dict() -> dict[str, Loader]:
+    return {"left": train_loader(), "right": train_loader()}
+
+
+def stream_loader() -> Loader:
+    return DataLoader(Stream(), batch_size=USERS_SIZE)

@@ -1,0 +1,105 @@
+"""Who may import whom (the rooms of the design), read from the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FRAMEWORKS = {"lightning", "pytorch_lightning", "torch", "transformers", "accelerate"}
+# The training script of the demo is a user's script.
+USER_SCRIPTS = {"zeus_plugins/demo/digits.py"}
+
+
+def modules(*patterns: str) -> list[str]:
+    paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    assert paths, f"no module matches {patterns}"
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def imports(module: str) -> set[str]:
+    """Dotted names of everything that the module imports at run time, wherever in it."""
+    tree = ast.parse((ROOT / module).read_text())
+    for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            block.body = []
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where the walls are"
+            assert node.module is not None
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def offenders(names: set[str], forbidden: set[str]) -> set[str]:
+    return {name for name in names if any(name == root or name.startswith(f"{root}.") for root in forbidden)}
+
+
+def own(names: set[str]) -> set[str]:
+    return offenders(names, {"bso_server", "zeus_plugins"})
+
+
+def test_the_reader_of_imports_sees_through_indentation() -> None:
+    assert "bso_server.migrations" in imports("bso_server/store.py")
+    assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
+
+
+@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+def test_the_training_side_does_not_import_the_server(module: str) -> None:
+    assert not offenders(imports(module), {"bso_server", "litestar", "sqlalchemy"})
+
+
+@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+def test_the_server_imports_nothing_of_the_training_side_but_the_protocol(module: str) -> None:
+    names = imports(module)
+    assert offenders(names, {"zeus_plugins"}) == offenders(names, {"zeus_plugins.protocol"})
+
+
+def test_the_protocol_imports_nothing_of_ours() -> None:
+    assert not own(imports("zeus_plugins/protocol.py"))
+
+
+@pytest.mark.parametrize("module", modules("bso_server/core/*.py"))
+def test_the_core_is_pure(module: str) -> None:
+    allowed = {"bso_server.core", "bso_server.errors", "zeus_plugins.protocol"}
+    names = imports(module)
+    assert own(names) == offenders(names, allowed)
+    assert not offenders(
+        names, {"asyncio", "datetime", "httpx", "litestar", "logging", "os", "pydantic", "random", "sqlalchemy", "time"}
+    )
+
+
+@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+def test_only_the_store_knows_sql(module: str) -> None:
+    knows = module in {"bso_server/store.py", "bso_server/tables.py"} or module.startswith("bso_server/migrations/")
+    assert knows or not offenders(imports(module), {"alembic", "sqlalchemy"})
+
+
+@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+def test_only_the_outermost_modules_know_http(module: str) -> None:
+    knows = module in {"bso_server/app.py", "bso_server/http_errors.py"} or module.startswith("bso_server/routes/")
+    assert knows or not offenders(imports(module), {"litestar"})
+
+
+@pytest.mark.parametrize("module", modules("bso_server/routes/*.py"))
+def test_routes_only_call_the_service(module: str) -> None:
+    names = imports(module)
+    assert own(names) == offenders(names, {"bso_server.routes", "bso_server.service", "zeus_plugins.protocol"})
+    assert not any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
+
+
+@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+def test_only_adapters_import_frameworks(module: str) -> None:
+    adapters = {"zeus_plugins/lightning.py", *USER_SCRIPTS}
+    assert module in adapters or not offenders(imports(module), FRAMEWORKS)
+
+
+@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+def test_only_the_client_knows_httpx(module: str) -> None:
+    assert module == "zeus_plugins/client.py" or not offenders(imports(module), {"httpx"})
