@@ -59,7 +59,6 @@ class TrainOnly(LightningModule):
     Args:
         learning_rate: Of plain gradient descent.
         scheduler: Makes a scheduler stepped at every optimizer step, from the optimizer and the number of steps.
-        before_step: Called with the global step at the beginning of every training step; may raise.
     """
 
     def __init__(
@@ -67,20 +66,17 @@ class TrainOnly(LightningModule):
         *,
         learning_rate: float = 0.1,
         scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
-        before_step: Callable[[int], None] = lambda _: None,
     ) -> None:
         super().__init__()
         self.network = nn.Linear(64, 10)
         self._learning_rate = learning_rate
         self._scheduler = scheduler
-        self._before_step = before_step
         self.seen_sizes: list[int] = []
         self.seen_rates: list[float] = []
         self.seen_accumulation: set[int] = set()
         self.estimated_steps: float | None = None
 
     def training_step(self, batch: Any) -> Tensor:
-        self._before_step(self.global_step)
         batches = _leaves(batch)
         self.seen_sizes.extend(len(labels) for _, labels in batches)
         self.seen_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -168,7 +164,7 @@ class AttributeData(Data):
 
 
 class HyperparameterData(Data):
-    def __init__(self, batch_size: int = USERS_SIZE) -> None:
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - the next line finds it
         super().__init__()
         self.save_hyperparameters()
 

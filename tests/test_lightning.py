@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
 import signal
@@ -12,19 +13,19 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from tests import lightning_models as models
 import pytest
 import torch
-from tests.conftest import Server, free_port
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from tests.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
+from tests import lightning_models as models
+from tests.conftest import Server, free_port
+from tests.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
 from zeus_plugins import JobSpec
 from zeus_plugins.client import BsoClient
-from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.energy import EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
@@ -67,17 +68,9 @@ class Bench:
         defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
         return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
 
-    def callback(
-        self,
-        job: JobSpec | None = None,
-        monitor: str = "score",
-        *,
-        energy_monitor: EnergyMonitor | None = None,
-        **options: Any,
-    ) -> ZeusBSOCallback:
-        energy_monitor = energy_monitor or seconds_and_joules(1.0, 10.0)
-        options = {"server_url": self.server.url, "energy_monitor": energy_monitor} | options
-        return ZeusBSOCallback(job or self.job(), monitor, **options)
+    def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOCallback:
+        defaults = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
+        return ZeusBSOCallback(job or self.job(), monitor, **(defaults | options))
 
     def is_registered(self) -> bool:
         with BsoClient(self.server.url) as client:
@@ -236,32 +229,350 @@ def test_the_callback_can_be_pickled_before_fit(bench: Bench) -> None:
 # Taking everything back
 
 
-def raise_at_step(step: int, error: BaseException) -> Callable[[int], None]:
-    def before_step(global_step: int) -> None:
-        if global_step == step:
-            raise error
+def sizes_in(loader: Any) -> list[int]:
+    return [loader.batch_size, loader.batch_sampler.batch_size]
 
-    return before_step
+
+# What the user gives to fit, and where its batch size stands.
+GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {
+    "attribute": (models.AttributeData, lambda data: [data.batch_size]),
+    "hyperparameter": (models.HyperparameterData, lambda data: [data.hparams["batch_size"]]),
+    "built once": (models.BuiltOnceData, lambda data: sizes_in(data.loader)),
+    "loader": (train_loader, sizes_in),
+    "batch sampler": (models.batch_sampler_loader, lambda loader: [loader.batch_sampler.batch_size]),
+}
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after fit", "after an error"])
-def test_everything_is_taken_back(bench: Bench, error: Exception | None) -> None:
-    loader = models.batch_sampler_loader()
-    data = models.AttributeData()
-    hyperparameters = models.HyperparameterData()
-    once = models.BuiltOnceData()
+@pytest.mark.parametrize(("make", "sizes"), GIVEN.values(), ids=GIVEN.keys())
+def test_everything_is_taken_back(
+    bench: Bench, make: Callable[[], Any], sizes: Callable[[Any], list[int]], error: Exception | None
+) -> None:
+    module = models.SizedModule()
+    given = make()
+    trainer = quiet_trainer(bench.callback(), *([Interrupt(error)] if error else []), accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="the user's own") if error else contextlib.nullcontext():
+        trainer.fit(module, given)
+    assert module.seen_sizes[0] == SERVERS_SIZE // 2
+    assert set(sizes(given)) == {USERS_SIZE}
+    assert module.batch_size == USERS_SIZE
+    assert trainer.accumulate_grad_batches == 2
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+
+
+def test_a_second_fit_is_a_second_trial(bench: Bench) -> None:
+    callback = bench.callback()
+    data = models.BuiltOnceData()
+    first, second = Classifier(), Classifier()
+    quiet_trainer(callback).fit(first, data)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (1, SERVERS_SIZE)
+    quiet_trainer(callback).fit(second, data)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
+    assert first.seen_sizes == EPOCH_OF_48
+    assert second.seen_sizes == [NEXT_SIZE] * 7
+    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
+
+
+# Accumulation
+
+
+def test_a_size_too_large_for_the_device_is_accumulated(bench: Bench) -> None:
+    module = Classifier()
+    trainer = quiet_trainer(bench.callback(max_per_device_batch_size=20))
+    trainer.fit(module, train_loader())
+    assert module.seen_sizes == EPOCH_OF_16
+    assert module.seen_accumulation == {3}
+    assert trainer.global_step == module.estimated_steps == 4
+    assert trainer.accumulate_grad_batches == 1
+
+
+def test_the_users_accumulation_divides_the_size(bench: Bench) -> None:
+    module = Classifier()
+    trainer = quiet_trainer(bench.callback(), accumulate_grad_batches=4)
+    trainer.fit(module, train_loader())
+    assert set(module.seen_sizes) == {SERVERS_SIZE // 4}
+    assert module.seen_accumulation == {4}
+    assert trainer.global_step == module.estimated_steps == 4
+
+
+def test_sizes_that_cannot_be_accumulated_are_refused_before_a_trial(bench: Bench) -> None:
+    job = bench.job(batch_sizes=(48, 50), default_batch_size=48)
+    trainer = quiet_trainer(bench.callback(job), accumulate_grad_batches=4)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[50\] cannot be spread .*; choose multiples of 4"):
+        trainer.fit(Classifier(), train_loader())
+    assert not bench.is_registered()
+
+
+# The learning rate
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=steps)
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.02)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(
+    ("scheduler", "first_rate"),
+    [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
+    ids=["none", "one cycle", "cosine"],
+)
+def test_the_learning_rate_follows_the_batch_size(
+    bench: Bench, scaling: str, factor: float, scheduler: Callable[..., Any] | None, first_rate: float
+) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    module = Classifier(scheduler=scheduler)
+    quiet_trainer(bench.callback(job, lr_scaling=scaling)).fit(module, train_loader())
+    assert module.seen_sizes[0] == NEXT_SIZE
+    assert module.seen_rates[0] == pytest.approx(first_rate * factor)
+    assert module.seen_rates == pytest.approx(
+        [rate * factor for rate in unscaled_rates(scheduler, len(module.seen_rates))]
+    )
+
+
+def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:
+    """What the module's optimizer and scheduler do without anybody's help."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = scheduler(optimizer, steps) if scheduler else None
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return rates
+
+
+# Reports
+
+
+def test_the_sanity_check_is_not_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(max_epochs=2))
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, max_epochs=2).fit(Classifier(AT_ONCE), train_loader())
+    assert watch.sanity_metrics == [None]
+    assert watch.epochs == [1.0]
+
+
+def test_validations_within_an_epoch_are_reported_with_its_share(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop")
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, max_epochs=2, val_check_interval=0.5).fit(Classifier(), train_loader())
+    assert watch.epochs == [0.5, 1.0, 1.5, 2.0]
+    assert bench.only_trial().epochs == 2
+
+
+def test_validations_within_a_stream_do_not_count_as_whole_epochs(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER), on_failure="stop")
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, val_check_interval=2).fit(Classifier(), models.stream_loader())
+    assert watch.epochs == [0.5, 1.0]
+
+
+def test_without_a_validation_loop_each_epoch_is_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(2.0, max_epochs=3), monitor="train_epoch")
+    watch = Watch(callback)
+    trainer = quiet_trainer(callback, watch, max_epochs=3)
+    trainer.fit(TrainOnly(), train_loader())
+    assert watch.epochs == [1.0, 2.0]
+    assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
+
+
+def test_a_metric_that_is_not_logged_is_an_error_that_lists_those_that_are(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(monitor="val_accuracy"))
+    with pytest.raises(ZeusBSOConfigError, match=r"'val_accuracy' is not among .* \['score', 'val_acc'\]"):
+        trainer.fit(Classifier(), train_loader())
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+def test_a_trainer_that_ends_before_the_job_is_refused(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(bench.job(max_epochs=30)), max_epochs=20)
+    with pytest.raises(ZeusBSOConfigError, match=r"max_epochs=20\) ends before the job's max_epochs \(30\)"):
+        trainer.fit(Classifier(), train_loader())
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])
+def test_everything_but_a_training_leaves_the_callback_idle(bench: Bench, run: str) -> None:
+    callback = bench.callback()
+    trainer = quiet_trainer(callback, fast_dev_run=run == "fast_dev_run")
     loader = train_loader()
-    sampler_loader = models.batch_sampler_loader()
-    for given in (data, hyperparameters, once, loader, sampler_loader):
-        holder = Bench(bench.server, f"{bench.job_id}-{type(given).__name__}-{id(given)}")
-        module = models.SizedModule(before_step=raise_at_step(1, error) if error else lambda _: None)
-        trainer = quiet_trainer(holder.callback(), accumulate_grad_batches=2)
-        if error is None:
-            trainer.fit(module, given)
-        else:
-            with pytest.raises(RuntimeError, match="the user's own"):
-                trainer.fit(module, given)
-        assert module.seen_sizes[0] == SERVERS_SIZE // 2
-        assert trainer.accumulate_grad_batches == 2
-        assert module.batch_size == USERS_SIZE
-        assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    getattr(trainer, "fit" if run == "fast_dev_run" else run)(Classifier(), loader)
+    assert loader.batch_size == USERS_SIZE
+    with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
+        _ = callback.trial
+    assert not bench.is_registered()
+
+
+# Verdicts
+
+
+def test_reaching_the_target_ends_the_training(bench: Bench) -> None:
+    callback = bench.callback(bench.job(0.9, max_epochs=4))
+    trainer = quiet_trainer(callback, max_epochs=4)
+    trainer.fit(Classifier(0.1, 0.9), train_loader())
+    trial = callback.trial
+    assert trainer.current_epoch == 2
+    assert (trial.batch_size, trial.trial_number, trial.job_id) == (SERVERS_SIZE, 1, bench.job_id)
+    assert trial.verdict is not None
+    assert trial.verdict.converged
+    assert (trial.time_s, trial.energy_j, trial.energy_source) == (2.0, 20.0, "replayed")
+    on_server = bench.only_trial()
+    # Exactly: single precision must not put the score below the target.
+    assert (on_server.state, on_server.epochs, on_server.metric) == (TrialState.COMPLETED, 2, 0.9)
+    assert (on_server.time_s, on_server.energy_j) == (2.0, 20.0)
+
+
+def test_a_machine_without_a_counter_says_that_it_estimates(bench: Bench) -> None:
+    callback = ZeusBSOCallback(bench.job(), "score", server_url=bench.server.url)
+    quiet_trainer(callback).fit(Classifier(), train_loader())
+    assert callback.trial.time_s > 0
+    assert callback.trial.energy_j > 0
+    source = callback.trial.energy_source
+    assert source is not None
+    assert source.startswith("estimate: ")
+    assert bench.only_trial().energy_source == source
+
+
+def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench, tmp_path: Path) -> None:
+    callback = bench.callback(bench.job(NEVER))
+    trainer = quiet_trainer(
+        callback,
+        ModelCheckpoint(tmp_path, "last-{epoch}"),
+        logger=CSVLogger(tmp_path, name=None, version=""),
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
+        trainer.fit(Classifier(), train_loader())
+    header, first_row, *_ = (tmp_path / "metrics.csv").read_text().splitlines()
+    logged = dict(zip(header.split(","), first_row.split(","), strict=True))
+    assert (logged["zeus/batch_size"], logged["zeus/trial_number"], logged["zeus/lr_factor"]) == ("48.0", "1.0", "1.0")
+    assert (tmp_path / "last-epoch=0.ckpt").exists()
+    assert callback.trial.verdict is not None
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_a_failed_trial_may_just_stop(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER), on_failure="stop")
+    quiet_trainer(callback).fit(Classifier(), train_loader())
+    assert callback.trial.verdict is not None
+    assert (callback.trial.verdict.stop_train, callback.trial.verdict.converged) == (True, False)
+    assert callback.trial.verdict.reason is EndReason.MAX_EPOCHS_REACHED
+
+
+def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(bench: Bench) -> None:
+    job = bench.job(0.9, max_epochs=4)
+    bench.complete_first_trial(job)  # 55 J: the bound is 110 J
+    callback = bench.callback(job, energy_monitor=seconds_and_joules(1.0, 30.0), on_failure="stop")
+    trainer = quiet_trainer(callback, max_epochs=4)
+    trainer.fit(Classifier(0.1), train_loader())  # 65 J an epoch
+    assert trainer.current_epoch == 2
+    assert callback.trial.verdict is not None
+    assert callback.trial.verdict.reason is EndReason.COST_BOUND_CROSSED
+    last = bench.view().trials[-1]
+    assert (last.batch_size, last.state, last.cost_j) == (NEXT_SIZE, TrialState.EARLY_STOPPED, 130.0)
+
+
+def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> None:
+    callback = bench.callback(bench.job(max_epochs=3))
+    trainer = quiet_trainer(callback, min_epochs=3, max_epochs=3)
+    trainer.fit(Classifier(AT_ONCE), train_loader())
+    assert trainer.current_epoch == 3
+    assert bench.only_trial().epochs == 1
+
+
+@pytest.mark.parametrize("cut", ["max_steps", "another callback"])
+def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
+    job = bench.job(NEVER, max_epochs=3)
+    others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1)]
+    trainer = quiet_trainer(bench.callback(job), *others, max_epochs=3, max_steps=2 if cut == "max_steps" else -1)
+    with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
+        trainer.fit(Classifier(), train_loader())
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+# Errors
+
+
+class Interrupt(Callback):
+    """Raises at the second training step."""
+
+    def __init__(self, error: BaseException, before: Callable[[], None] = lambda: None) -> None:
+        self._error = error
+        self._before = before
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == 2:
+            self._before()
+            raise self._error
+
+
+def test_the_users_error_is_raised_and_fails_the_trial(bench: Bench) -> None:
+    error = RuntimeError("the user's own")
+    with pytest.raises(RuntimeError) as raised:
+        quiet_trainer(bench.callback(), Interrupt(error)).fit(Classifier(), train_loader())
+    assert raised.value is error
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+def test_a_dead_server_does_not_hide_the_users_error(mortal_bench: Bench) -> None:
+    error = RuntimeError("the user's own")
+    trainer = quiet_trainer(mortal_bench.callback(), Interrupt(error, before=mortal_bench.server.kill))
+    with pytest.raises(RuntimeError) as raised:
+        trainer.fit(Classifier(), train_loader())
+    assert raised.value is error
+
+
+@pytest.fixture
+def _sigint_afterwards() -> Iterator[None]:
+    """Lightning turns Ctrl-C off while it shuts down, and leaves it off."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.usefixtures("_sigint_afterwards")
+def test_ctrl_c_fails_the_trial(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(), Interrupt(KeyboardInterrupt()))
+    with pytest.raises(SystemExit) as leaving:
+        trainer.fit(Classifier(), train_loader())
+    assert leaving.value.code == 1
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+def test_an_unreachable_server_is_one_clear_error(bench: Bench) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    module = Classifier()
+    loader = train_loader()
+    with pytest.raises(ZeusBSOServerUnreachableError, match=url) as raised:
+        quiet_trainer(bench.callback(server_url=url)).fit(module, loader)
+    assert raised.value.__cause__ is None
+    assert raised.value.__suppress_context__
+    assert module.seen_sizes == []
+    assert loader.batch_size == USERS_SIZE
+
+
+class Outage(Callback):
+    """The server is killed between two epochs, and somebody starts it again."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        if trainer.current_epoch == 0:
+            self._server.kill()
+            self._server.start()
+
+
+def test_a_server_killed_between_epochs_loses_nothing(mortal_bench: Bench) -> None:
+    callback = mortal_bench.callback(mortal_bench.job(0.9, max_epochs=4))
+    trainer = quiet_trainer(callback, Outage(mortal_bench.server), max_epochs=4)
+    trainer.fit(Classifier(0.1, 0.2, 0.9), train_loader())
+    trial = mortal_bench.only_trial()
+    assert (trial.state, trial.epochs, trial.batch_size) == (TrialState.COMPLETED, 3, SERVERS_SIZE)
+    assert (trial.time_s, trial.energy_j) == (3.0, 30.0)

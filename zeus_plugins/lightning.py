@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import Tensor
 
 from zeus_plugins import energy
 from zeus_plugins.client import BsoClient, client_from_environment
@@ -136,10 +138,9 @@ class ZeusBSOCallback(Callback):
         scale_learning_rate(trainer.optimizers, schedulers, self._lr_factors[self.trial.batch_size])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make sure that the batch size is in force, and begin to measure."""
+        """Log the choice, and begin to measure."""
         if self._patches is None:
             return
-        self._check_delivered(trainer)
         for logger in trainer.loggers:
             logger.log_metrics(
                 {
@@ -151,6 +152,12 @@ class ZeusBSOCallback(Callback):
             )
         if self._session is not None:
             self._session.begin_measurement()
+
+    # The last hook before a step: other callbacks may change the accumulation when an epoch starts.
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Make sure, once per epoch, that the batch size is in force."""
+        if self._patches is not None and batch_idx == 0:
+            self._check_delivered(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
@@ -224,7 +231,7 @@ class ZeusBSOCallback(Callback):
 
         def resized() -> Any:
             loaders = original()
-            for loader in CombinedLoader(loaders).flattened:
+            for loader in _each_loader(loaders):
                 resize_loader(loader, split.per_device, patches)
             return loaders
 
@@ -266,7 +273,7 @@ class ZeusBSOCallback(Callback):
         metric = trainer.callback_metrics[self._metric_name]
         if trainer.world_size > 1:
             metric = trainer.strategy.reduce(metric, reduce_op="mean")
-        return float(metric)
+        return _shortest_decimal(metric)
 
     def _finish(self) -> None:
         """Undo, and end a trial that has no verdict; nothing the second time."""
@@ -309,6 +316,12 @@ def _decided_by_rank_zero(trainer: Trainer, decide: Callable[[], T]) -> T:
     return cast("T", answer)
 
 
+def _each_loader(loaders: Any) -> list[Any]:
+    """The loaders in what a user gives: one, a list or dict of them, or those that the user combined."""
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+    return combined.flattened
+
+
 def _set_batch_size_attributes(holder: Any, batch_size: int, patches: Patches) -> None:
     """Set `batch_size` and the hyperparameter of that name, where they are integers that can be set."""
     if holder is None:
@@ -322,12 +335,18 @@ def _set_batch_size_attributes(holder: Any, batch_size: int, patches: Patches) -
         patches.set_item(hparams, "batch_size", batch_size)
 
 
+def _shortest_decimal(metric: Tensor) -> float:
+    """The number as people write it: 0.9 in single precision is 0.89999998, below a target of 0.9."""
+    return float(str(metric.detach().float().cpu().numpy()))
+
+
 def _epochs_trained(trainer: Trainer) -> float:
-    """Epochs since the training began, with the share of the present one where its length is known."""
-    batches = trainer.num_training_batches
-    if not isinstance(batches, int) or batches < 1:
+    """Epochs since the training began; within an epoch of unknown length, half of it."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    if progress.is_last_batch:
         return trainer.current_epoch + 1
-    return trainer.current_epoch + trainer.fit_loop.epoch_loop.batch_progress.current.ready / batches
+    batches = trainer.num_training_batches
+    return trainer.current_epoch + (progress.current.ready / batches if math.isfinite(batches) else 0.5)
 
 
 def _gpu_indices(trainer: Trainer) -> Sequence[int]:

@@ -97,7 +97,8 @@ def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Poster
     """Posterior per batch size, in the order given.
 
     An arm enters the bandit stage fitted on its exploration trials. Once one of its trials has ended within the stage,
-    it is fitted on the latest `window_size` (0: all) trials of the size in order of dispatch, whatever their origin.
+    it is fitted on its last `window_size` (0: all) trials, whatever their origin: the one that ended last, and the
+    others that were dispatched last.
     """
     job = history.job
     return {
@@ -115,8 +116,17 @@ def _learned_from(history: History, batch_size: int) -> list[TrialRecord]:
     entered_at = history.bandit_entered_at
     refitted = entered_at is not None and any((trial.ended_event or 0) > entered_at for trial in ended)
     if refitted:
-        return ended[-history.job.window_size :]
+        return _window(ended, history.job.window_size)
     return [trial for trial in ended if trial.origin is Origin.EXPLORATION]
+
+
+def _window(ended: list[TrialRecord], window_size: int) -> list[TrialRecord]:
+    if window_size == 0:
+        return ended
+    # A refit learns from the trial that brings it about, even if `window_size` trials dispatched later ended before it.
+    newest = max(ended, key=lambda trial: trial.ended_event or 0)
+    others = [trial for trial in ended if trial is not newest]
+    return [*others[max(0, len(others) - window_size + 1) :], newest]
 
 
 def choose(

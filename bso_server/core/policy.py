@@ -89,9 +89,9 @@ def _drawn(history: History, batch_sizes: tuple[int, ...], rng: np.random.Genera
     batch_size, draws = bandit.choose(arms, min_observations=wanted, rng=rng)
     arm = arms[batch_size]
     if draws is None:
-        reason = f"observed {arm.observations} of the {wanted} times that every surviving size is"
+        reason = f"seen {arm.observations} of the {wanted} times that every surviving size is tried before merit counts"
     elif arm.observations == 0:
-        reason = "never observed"
+        reason = "never seen"
     else:
         reason = (
             f"Thompson draw {-draws[batch_size]:.4g} J, the lowest of {len(arms)} sizes; "

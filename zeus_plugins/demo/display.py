@@ -98,14 +98,16 @@ class Display:
 
     def _introduce(self) -> None:
         job = self._job
-        self._console.print(
-            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right; "
-            f"this training recurs {self._recurrences} times.\n"
-            f"Each run asks a server which of the batch sizes {', '.join(map(str, job.batch_sizes))} to use (its owner "
-            f"would use {job.default_batch_size}),\nand reports what it cost: half the energy plus half of maximum "
-            "power × time, in joules. First every size is tried,\nthen the cheap ones are played more and more. A run "
-            "that fails is launched again.\n"
-        )
+        for paragraph in (
+            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
+            f"This training recurs {self._recurrences} times, each time in a new process.",
+            f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. (Its owner "
+            f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of maximum "
+            "power × time, in joules.",
+            "First the server explores the sizes; one that costs twice the cheapest run is stopped, and the run is "
+            "launched again with another size. Then it plays the cheap sizes more and more.",
+        ):
+            self._console.print(paragraph, end="\n\n")
 
     def _table(self, under_way: tuple[int, TrialView | None] | None = None) -> Table:
         sources = sorted({trial.energy_source for _, trial in self._settled if trial.energy_source})

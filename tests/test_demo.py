@@ -1,0 +1,57 @@
+"""The main job as a newcomer runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import bso_server
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [sys.executable, "-m", "zeus_plugins", "demo", "--quick", "--directory", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stderr == ""
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert set(summary) == {
+        "recurrences",
+        "trials",
+        "best_batch_size",
+        "default_batch_size",
+        "cost_ratio_best_to_default",
+        "database",
+        "wall_s",
+    }
+    trials = summary["trials"]
+    fields = [
+        "trial_number",
+        "batch_size",
+        "state",
+        "time_s",
+        "energy_j",
+        "energy_source",
+        "cost_j",
+        "epochs",
+        "metric",
+    ]
+    assert all(set(trial) == set(fields) for trial in trials)
+    assert summary["recurrences"] == 4
+    assert sum(trial["state"] == "completed" for trial in trials) == 4
+    assert len({trial["batch_size"] for trial in trials}) >= 3
+    assert all(trial["energy_source"] == "estimate: 65 W stated" for trial in trials)
+    assert summary["cost_ratio_best_to_default"] < 1
+    assert summary["best_batch_size"] != summary["default_batch_size"] == 256
+    assert f"Best batch size: {summary['best_batch_size']}" in demo.stdout
+    assert (tmp_path / "demo" / "costs.png").read_bytes().startswith(PNG_SIGNATURE)
+
+    shown = json.loads(bso_server("jobs", "show", "digits", "--json", "--database-url", summary["database"]).stdout)
+    assert [{name: trial[name] for name in fields} for trial in shown["trials"]] == trials

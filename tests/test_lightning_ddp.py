@@ -1,0 +1,79 @@
+"""Two processes train together: one asks the server, both obey."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Server, free_port
+from tests.ddp_training import BATCH_SIZE, SCORES, WORLD_SIZE
+from tests.lightning_models import TRAIN_IMAGES
+from zeus_plugins.client import BsoClient
+from zeus_plugins.protocol import TrialState, TrialView
+
+# A rank that waits for another one for ever shows as a test that fails by this limit.
+LIMIT_S = 120
+JOB_ID = "digits-ddp"
+REPOSITORY = Path(__file__).parent.parent
+
+
+def train_on_two_ranks(server_url: str, target: float, folder: Path) -> list[dict[str, Any]]:
+    """What each rank saw; both have ended."""
+    arguments = [server_url, JOB_ID, str(target), str(folder)]
+    training = subprocess.Popen(
+        [sys.executable, "-m", "tests.ddp_training", *arguments],
+        cwd=REPOSITORY,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        output, _ = training.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(training.pid, signal.SIGKILL)  # the second rank is a child of the first
+        output, _ = training.communicate()
+        pytest.fail(f"the ranks hang: {output}")
+    assert training.returncode == 0, output
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+
+def only_trial(server: Server) -> TrialView:
+    with BsoClient(server.url) as client:
+        (trial,) = client.show_job(JOB_ID).trials
+    return trial
+
+
+def test_both_ranks_share_one_trial_and_report_the_mean(server: Server, tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(server.url, target=sum(SCORES) / 2, folder=tmp_path)
+    per_rank = BATCH_SIZE // WORLD_SIZE
+    full, rest = divmod(TRAIN_IMAGES // WORLD_SIZE, per_rank)
+    for rank in ranks:
+        assert (rank["converged"], rank["trial_number"]) == (True, 1)
+        assert rank["sizes"] == [per_rank] * full + [rest]
+        assert rank["steps"] == full + 1
+        assert rank["estimated_steps"] == 2 * (full + 1)
+    trial = only_trial(server)
+    assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, 0.5, 1)
+
+
+def test_a_failed_trial_raises_on_both_ranks(server: Server, tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(server.url, target=max(SCORES), folder=tmp_path)
+    assert [rank["error"] for rank in ranks] == ["ZeusBSOTrainFailError"] * WORLD_SIZE
+    assert only_trial(server).state is TrialState.EXHAUSTED
+
+
+def test_an_unreachable_server_raises_on_both_ranks(tmp_path: Path) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    ranks = train_on_two_ranks(url, target=0.5, folder=tmp_path)
+    for rank in ranks:
+        assert rank["error"] == "ZeusBSOServerUnreachableError"
+        assert url in rank["message"]
+        assert rank["sizes"] == []
