@@ -28,10 +28,10 @@ def create_app(settings: Settings | None = None) -> Litestar:
         settings: How to run; read from the environment when None.
 
     Raises:
-        ValueError: The database URL cannot be used.
+        ValueError: The database cannot be used.
     """
     settings = settings or Settings()
-    store = open_store(settings.database_url, echo_sql=settings.echo_sql)
+    store = store_of(settings)
     service = BatchSizeService(store)
 
     def provide_service() -> BatchSizeService:
@@ -39,7 +39,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
-        await _prepare(store)
+        await prepare(store)
         logger.info("database: %s", store.description)
         yield
         await store.close()
@@ -61,9 +61,32 @@ def create_app(settings: Settings | None = None) -> Litestar:
     )
 
 
-async def _prepare(store: Store) -> None:
-    """Migrate a SQLite file, which has one owner; elsewhere schema changes are the operator's decision."""
-    if store.is_sqlite:
+def store_of(settings: Settings) -> Store:
+    """The database that the settings name.
+
+    Raises:
+        ValueError: It cannot be used.
+    """
+    password = settings.db_password
+    return open_store(
+        settings.database_url,
+        user=settings.db_user,
+        password=None if password is None else password.get_secret_value(),
+        echo_sql=settings.echo_sql,
+    )
+
+
+async def prepare(store: Store, *, migrate: bool = False) -> None:
+    """Make sure that the database has this version's schema.
+
+    Args:
+        store: The database. A SQLite file, which has one owner, is migrated in any case.
+        migrate: Migrate other databases, too; without it, changing their schema is left to their operator.
+
+    Raises:
+        DatabaseNotReadyError: It has another schema.
+    """
+    if migrate or store.is_sqlite:
         await store.migrate()
     else:
         await store.check_schema()

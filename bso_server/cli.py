@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
+import logging.config
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -14,12 +15,12 @@ import httpx
 import uvicorn
 from pydantic import BaseModel, ValidationError
 
-from bso_server.app import create_app
+from bso_server.app import prepare, store_of
 from bso_server.errors import BsoError
 from bso_server.format import job_list_text, job_text
 from bso_server.service import BatchSizeService
-from bso_server.settings import Settings
-from bso_server.store import Store, open_store
+from bso_server.settings import Settings, source_of, variable_of
+from bso_server.store import Store
 from zeus_plugins.protocol import ErrorBody, JobList, JobView, Paths
 
 Message = TypeVar("Message", bound=BaseModel)
@@ -36,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (CommandError, BsoError, ValueError, OSError) as error:
-        print(f"bso-server: {_in_words(error)}", file=sys.stderr)
+        print(f"bso-server: {error}", file=sys.stderr)
         return 1
     return 0
 
@@ -48,13 +49,31 @@ def _parser() -> argparse.ArgumentParser:
     serve = commands.add_parser("serve", help="run the server")
     serve.add_argument("--host", dest="server_host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", dest="server_port", help="port to listen on (default 8000)")
+    serve.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
+    serve.add_argument(
+        "--migrate",
+        action="store_true",
+        help="bring the database to this version's schema first (on SQLite that is done in any case)",
+    )
     _add_database_url(serve)
     serve.set_defaults(run=_serve)
 
     database = commands.add_parser("db", help="look after the database").add_subparsers(required=True, metavar="WHAT")
     upgrade = database.add_parser("upgrade", help="bring the database to this version's schema")
+    upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
     _add_database_url(upgrade)
     upgrade.set_defaults(run=_db_upgrade)
+    check = database.add_parser("check", help="fail unless the database has this version's schema")
+    _add_database_url(check)
+    check.set_defaults(run=_db_check)
+    current = database.add_parser("current", help="print the revision of the database's schema")
+    _add_database_url(current)
+    current.set_defaults(run=_db_current)
+
+    config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
+    show = config.add_parser("show", help="every setting with its source")
+    _add_database_url(show)
+    show.set_defaults(run=_config_show)
 
     jobs = commands.add_parser("jobs", help="look at jobs").add_subparsers(required=True, metavar="WHAT")
     jobs_list = jobs.add_parser("list", help="all jobs")
@@ -78,33 +97,84 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--server-url", help="ask this server instead of reading the database")
 
 
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings that stand on the command line."""
+    return {name: value for name in Settings.model_fields if (value := getattr(options, name, None)) is not None}
+
+
 def _settings(options: argparse.Namespace) -> Settings:
-    """The settings, with what was given on the command line on top."""
-    given = {name: value for name in Settings.model_fields if (value := getattr(options, name, None)) is not None}
-    return Settings(**given)
+    try:
+        return Settings(**_given(options))
+    except ValidationError as error:
+        problems = [f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors()]
+        raise CommandError(f"wrong setting, given as an argument or by {'; '.join(problems)}") from error
 
 
 def _serve(options: argparse.Namespace) -> None:
     settings = _settings(options)
-    logging.basicConfig(level=settings.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It tells which implementation it picked at every look at the schema.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    log_config = _log_config(settings.log_level)
+    logging.config.dictConfig(log_config)
+    _with_store(options, lambda store: prepare(store, migrate=options.migrate))
+    # Each worker process builds its own application, and reads the settings from the environment that it inherits.
+    os.environ.update({variable_of(name): str(value) for name, value in _given(options).items()})
     uvicorn.run(
-        create_app(settings),
+        "bso_server.app:create_app",
+        factory=True,
         host=settings.server_host,
         port=settings.server_port,
-        # Uvicorn's lines go through the root logger set up above; one per request would drown them.
-        log_config=None,
+        workers=options.workers,
+        log_config=log_config,
+        # One line per request would drown the others.
         access_log=False,
     )
 
 
+def _log_config(level: str) -> dict[str, Any]:
+    """Logging for this process and for each worker, as `logging.config.dictConfig` takes it."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "root": {"level": level, "handlers": ["stderr"]},
+        # It tells which implementation it picked at every look at the schema.
+        "loggers": {"alembic": {"level": "WARNING"}},
+    }
+
+
 def _db_upgrade(options: argparse.Namespace) -> None:
     async def upgrade(store: Store) -> None:
+        if options.sql:
+            print(store.migration_sql())
+            return
         await store.migrate()
         print(f"{store.description} is at this version's schema")
 
     _with_store(options, upgrade)
+
+
+def _db_check(options: argparse.Namespace) -> None:
+    async def check(store: Store) -> None:
+        await store.check_schema()
+        print(f"{store.description} is at this version's schema")
+
+    _with_store(options, check)
+
+
+def _db_current(options: argparse.Namespace) -> None:
+    async def current(store: Store) -> None:
+        print(await store.current_revision() or "none")
+
+    _with_store(options, current)
+
+
+def _config_show(options: argparse.Namespace) -> None:
+    settings, given = _settings(options), _given(options)
+    for name in Settings.model_fields:
+        value = getattr(settings, name)
+        if name == "database_url":
+            value = store_of(settings).description
+        print(f"{variable_of(name)}={'' if value is None else value}  ({source_of(name, given)})")
 
 
 def _jobs_list(options: argparse.Namespace) -> None:
@@ -137,7 +207,7 @@ def _read(
 
 def _with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = open_store(_settings(options).database_url)
+        store = store_of(_settings(options))
         try:
             return await use(store)
         finally:
@@ -161,10 +231,3 @@ def _message_in(response: httpx.Response) -> str:
         return ErrorBody.model_validate_json(response.content).message
     except ValidationError:
         return response.text[:200]
-
-
-def _in_words(error: Exception) -> str:
-    if not isinstance(error, ValidationError):
-        return str(error)
-    lines: list[Any] = [f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors()]
-    return f"{error.title}: {'; '.join(lines)}"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from dotenv import dotenv_values
 from platformdirs import user_data_path
-from pydantic import Field
+from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+PREFIX = "ZEUS_BSO_"
+ENV_FILE = ".env"
 
 
 def default_database_url() -> str:
@@ -20,19 +26,45 @@ class Settings(BaseSettings):
 
     Attributes:
         database_url: SQLAlchemy URL of the database.
+        db_user: User of the database, where the URL names none.
+        db_password: Password of the database, where the URL holds none.
         server_host: Address to listen on.
         server_port: Port to listen on.
         log_level: What is logged.
         echo_sql: Whether every SQL statement is logged.
 
     Raises:
-        pydantic.ValidationError: A value does not fit its field.
+        pydantic.ValidationError: A value does not fit its field; `problems` puts it in words.
     """
 
-    model_config = SettingsConfigDict(env_prefix="ZEUS_BSO_", env_file=".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix=PREFIX, env_file=ENV_FILE, extra="ignore", frozen=True)
 
     database_url: str = Field(default_factory=default_database_url)
+    db_user: str | None = None
+    db_password: SecretStr | None = None
     server_host: str = "127.0.0.1"
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"
     echo_sql: bool = False
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting."""
+    return PREFIX + name.upper()
+
+
+def source_of(name: str, arguments: Mapping[str, Any]) -> str:
+    """Where a setting's value comes from: ``argument``, ``environment``, ``.env`` or ``default``.
+
+    Args:
+        name: The setting.
+        arguments: What was given on the command line.
+    """
+    variable = variable_of(name).casefold()
+    if name in arguments:
+        return "argument"
+    if any(key.casefold() == variable for key in os.environ):
+        return "environment"
+    if any(key.casefold() == variable for key in dotenv_values(ENV_FILE)):
+        return ENV_FILE
+    return "default"

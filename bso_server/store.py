@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import asyncio
+import logging
+import random
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import RowMapping, delete, event, insert, select, update
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, IntegrityError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from bso_server import migrations
 from bso_server.core.model import Job, TrialRecord
 from bso_server.errors import DatabaseNotReadyError
+from bso_server.filesystem import network_filesystem
 from bso_server.tables import jobs, trials
 from zeus_plugins.protocol import JobRegistration, Origin, TrialState
 
 # Seconds that a SQLite connection waits for another one's transaction before it gives up.
 _SQLITE_BUSY_TIMEOUT_S = 30
 
+# Connections that one server process holds open at most; a request that finds none free waits for one.
+_POOL_SIZE = 10
+
 _READ_ONLY = "bso_read_only"
+
+# How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
+_ATTEMPTS = 8
+_BACKOFF_S = 0.05
+
+T = TypeVar("T")
+
+logger = logging.getLogger("bso_server")
 
 
 class JobExistsError(Exception):
@@ -174,6 +190,9 @@ class Store:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        # SQLite lets one writer in at a time, and those that wait for its lock poll. Queueing in front of it is fairer
+        # and quicker; what keeps other processes out is SQLite's lock all the same.
+        self._turn: AbstractAsyncContextManager[object] = asyncio.Lock() if self.is_sqlite else nullcontext()
 
     @property
     def is_sqlite(self) -> bool:
@@ -186,10 +205,33 @@ class Store:
         url = self._engine.url
         return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
 
+    async def run(self, work: Callable[[Transaction], Awaitable[T]]) -> T:
+        """Do `work` in a `write` transaction, and again from the start when the database broke it off.
+
+        Databases end one of two transactions that wait for each other; the other one's rows are then free.
+
+        Args:
+            work: Does nothing but read and write through the transaction, so that it can be repeated.
+        """
+        for attempt in range(1, _ATTEMPTS):
+            try:
+                return await self._once(work)
+            except DBAPIError as error:
+                if not _is_passing(error):
+                    raise
+                logger.info("transaction broken off by the database, attempt %d: %s", attempt, error.orig)
+            # Not all at once again; randomness is what parts them.
+            await asyncio.sleep(_BACKOFF_S * attempt * random.random())  # noqa: S311 - no secret
+        return await self._once(work)
+
+    async def _once(self, work: Callable[[Transaction], Awaitable[T]]) -> T:
+        async with self.write() as transaction:
+            return await work(transaction)
+
     @asynccontextmanager
     async def write(self) -> AsyncIterator[Transaction]:
         """A transaction that is committed when the block ends, and rolled back when it raises."""
-        async with self._engine.begin() as connection:
+        async with self._turn, self._engine.begin() as connection:
             yield Transaction(connection)
 
     @asynccontextmanager
@@ -200,9 +242,28 @@ class Store:
             yield Transaction(connection)
 
     async def migrate(self) -> None:
-        """Bring the database to this version's schema."""
+        """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose."""
+        if self.is_sqlite and await self.current_revision() not in (None, migrations.head()):
+            await asyncio.to_thread(self._back_up)
         async with self._engine.begin() as connection:
             await connection.run_sync(migrations.upgrade)
+
+    def migration_sql(self) -> str:
+        """The SQL that makes this version's schema in an empty database of this kind."""
+        return migrations.upgrade_sql(self._engine.dialect.name)
+
+    async def current_revision(self) -> str | None:
+        """The revision of the database's schema, or None for an empty database."""
+        async with self._engine.connect() as connection:
+            return await connection.run_sync(migrations.current)
+
+    def _back_up(self) -> None:
+        """Copy the SQLite file beside itself, consistently even while others write to it."""
+        database = self._engine.url.database or ""
+        copy = f"{database}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup"
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        logger.info("the database was copied to %s before its schema is upgraded", copy)
 
     async def check_schema(self) -> None:
         """Make sure that the database has this version's schema.
@@ -210,12 +271,11 @@ class Store:
         Raises:
             DatabaseNotReadyError: It has another one, or none.
         """
-        async with self._engine.connect() as connection:
-            found = await connection.run_sync(migrations.current)
+        found = await self.current_revision()
         if found != migrations.head():
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
-                f"{migrations.head()}; run: bso-server db upgrade --database-url …"
+                f"{migrations.head()}; run: bso-server db upgrade --database-url '{self.description}'"
             )
 
     async def close(self) -> None:
@@ -223,44 +283,78 @@ class Store:
         await self._engine.dispose()
 
 
-def open_store(database_url: str, *, echo_sql: bool = False) -> Store:
+def open_store(
+    database_url: str, *, user: str | None = None, password: str | None = None, echo_sql: bool = False
+) -> Store:
     """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
 
     Args:
         database_url: An SQLAlchemy URL. ``sqlite://``, ``postgresql://`` and ``mysql://`` without a driver get the one
             of this project's extras.
+        user: User, where the URL names none.
+        password: Password, where the URL holds none.
         echo_sql: Log every statement.
 
     Raises:
-        ValueError: The URL cannot be read, or its driver is not installed.
+        ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
+            could open.
     """
     url = _async_url(database_url)
-    try:
+    if url.get_backend_name() == "sqlite":
+        _refuse_network(url)
         engine = create_async_engine(url, echo=echo_sql)
+        _prepare_sqlite(engine)
+        return Store(engine)
+    url = url.set(username=url.username or user, password=url.password or password)
+    try:
+        # A connection that died while idle is noticed before it is used.
+        engine = create_async_engine(url, echo=echo_sql, pool_pre_ping=True, pool_size=_POOL_SIZE, max_overflow=0)
     except ModuleNotFoundError as error:
         extra = {"postgresql": "postgres", "mysql": "mysql"}.get(url.get_backend_name(), "server")
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
-    if engine.dialect.name == "sqlite":
-        _prepare_sqlite(engine)
     return Store(engine)
 
 
 def _async_url(database_url: str) -> URL:
     try:
         url = make_url(database_url)
-    except ArgumentError as error:
+    except ArgumentError:
+        # The URL is not repeated: it may hold a password.
         raise ValueError(
-            f"{database_url!r} is not a database URL, such as sqlite:////var/lib/bso.sqlite3 "
+            "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
             "or postgresql://user:password@host/database"
-        ) from error
+        ) from None
     driver = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy"}
     return url.set(drivername=driver.get(url.drivername, url.drivername))
 
 
-def _prepare_sqlite(engine: AsyncEngine) -> None:
-    if engine.url.database and engine.url.database != ":memory:":
-        Path(engine.url.database).parent.mkdir(parents=True, exist_ok=True)
+def _refuse_network(url: URL) -> None:
+    if not url.database or url.database == ":memory:":
+        raise ValueError("a SQLite database in memory is lost with its connection: name a file")
+    path = Path(url.database)
+    kind = network_filesystem(path)
+    if kind is not None:
+        raise ValueError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold: put the file on a local "
+            "disk, or use PostgreSQL or MySQL"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
 
+
+# Codes by which databases say that a transaction lost against another one and may simply be tried again.
+_POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
+_MYSQL_PASSING = {1205, 1213}  # lock wait timeout, deadlock
+
+
+def _is_passing(error: DBAPIError) -> bool:
+    cause = error.orig
+    if getattr(cause, "sqlstate", None) in _POSTGRES_PASSING:
+        return True
+    code = cause.args[0] if cause is not None and cause.args else None
+    return code in _MYSQL_PASSING or (isinstance(code, str) and "database is locked" in code)
+
+
+def _prepare_sqlite(engine: AsyncEngine) -> None:
     @event.listens_for(engine.sync_engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
         # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns

@@ -77,12 +77,12 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> None:
+    def start(self, *arguments: str) -> None:
         self.port = self.port or free_port()
         command = [sys.executable, "-m", "bso_server", "serve", "--port", str(self.port)]
         with self.log.open("a") as output:
             self.process = subprocess.Popen(
-                [*command, "--database-url", self.database_url], stdout=output, stderr=subprocess.STDOUT
+                [*command, "--database-url", self.database_url, *arguments], stdout=output, stderr=subprocess.STDOUT
             )
         wait_until_up(self.process, self.url, self.log)
 
@@ -90,6 +90,13 @@ class Server:
         """End it with SIGKILL: no chance to tidy up."""
         if self.process is not None:
             self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def stop(self) -> None:
+        """End it with SIGTERM, which a parent of several workers passes on."""
+        if self.process is not None:
+            self.process.terminate()
             self.process.wait()
             self.process = None
 

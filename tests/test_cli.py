@@ -121,9 +121,9 @@ def test_reading_makes_no_database(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["serve", "--port", "many"], "server_port"),
-        (["serve", "--port", "70000"], "server_port"),
-        (["serve", "--database-url", "nonsense"], "not a database URL"),
+        (["serve", "--port", "many"], "ZEUS_BSO_SERVER_PORT"),
+        (["serve", "--port", "70000"], "ZEUS_BSO_SERVER_PORT"),
+        (["serve", "--database-url", "nonsense"], "cannot be read"),
     ],
 )
 def test_a_wrong_setting_is_one_line_naming_it(arguments: list[str], words: str) -> None:

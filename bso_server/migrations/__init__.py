@@ -1,28 +1,48 @@
-"""The schema's numbered steps, and the way to take them. The scripts in `versions` are Alembic's."""
+"""The schema's numbered steps, and the ways to take them. The scripts in `versions` are Alembic's."""
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection
+from sqlalchemy import Connection, text
 
 logger = logging.getLogger("bso_server")
 
+_LOCK_NAME = "zeus_bso_migration"
+_LOCK_KEY = 0x7A657573  # "zeus": PostgreSQL's advisory locks have numbers for names
+_LOCK_TIMEOUT_S = 600
+
 
 def upgrade(connection: Connection) -> None:
-    """Bring the database to this version's schema; nothing happens if it is there already."""
-    before = current(connection)
-    if before == head():
-        return
-    logger.info("upgrading the database's schema from %s to %s", before or "nothing", head())
-    config = _config()
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    """Bring the database to this version's schema; nothing happens if it is there already.
+
+    Several processes may call this at the same time: one does the work, the others wait for it.
+    """
+    with _only_one(connection):
+        before = current(connection)
+        if before == head():
+            return
+        logger.info("upgrading the database's schema from %s to %s", before or "nothing", head())
+        config = _config()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def upgrade_sql(dialect: str) -> str:
+    """The SQL that makes an empty database of this dialect, for those who run it by hand."""
+    output = io.StringIO()
+    config = _config(output)
+    config.attributes["dialect"] = dialect
+    command.upgrade(config, "head", sql=True)
+    return output.getvalue()
 
 
 def current(connection: Connection) -> str | None:
@@ -38,7 +58,27 @@ def head() -> str:
     return revision
 
 
-def _config() -> Config:
-    config = Config()
+def _config(output: io.StringIO | None = None) -> Config:
+    config = Config(output_buffer=output)
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     return config
+
+
+@contextmanager
+def _only_one(connection: Connection) -> Iterator[None]:
+    """Hold a lock on the whole schema. SQLite needs none: its transaction has the database to itself."""
+    match connection.dialect.name:
+        case "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK_KEY})
+            yield
+        case "mysql" | "mariadb":
+            # A lock of the connection, not of the transaction, which MySQL ends at every change of the schema.
+            name = {"name": _LOCK_NAME, "timeout": _LOCK_TIMEOUT_S}
+            if connection.scalar(text("SELECT GET_LOCK(:name, :timeout)"), name) != 1:
+                raise TimeoutError(f"another process has been upgrading the database for {_LOCK_TIMEOUT_S} s")
+            try:
+                yield
+            finally:
+                connection.execute(text("SELECT RELEASE_LOCK(:name)"), {"name": _LOCK_NAME})
+        case _:
+            yield

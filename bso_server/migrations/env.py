@@ -1,4 +1,4 @@
-"""Run by Alembic for each command: takes the connection that `bso_server.migrations` hands over."""
+"""Run by Alembic for each command: takes the connection, or the dialect, that `bso_server.migrations` hands over."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from alembic import context
 
 from bso_server.tables import metadata
 
-context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=metadata,
-    # SQLite alters tables by copying them.
-    render_as_batch=True,
-)
-context.run_migrations()
+if context.is_offline_mode():
+    context.configure(dialect_name=context.config.attributes["dialect"], target_metadata=metadata, literal_binds=True)
+    with context.begin_transaction():
+        context.run_migrations()
+else:
+    # SQLite alters tables by copying them, hence the batch.
+    context.configure(
+        connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True
+    )
+    # The connection is in a transaction already.
+    context.run_migrations()

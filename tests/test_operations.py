@@ -1,0 +1,154 @@
+"""What an operator does: upgrading databases, looking at settings, starting several processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from bso_server.filesystem import network_filesystem
+from bso_server.store import open_store
+from tests.conftest import Server, bso_server, free_port
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+fileserver:/home /home nfs4 rw 0 0
+/dev/sdb1 /home/local xfs rw 0 0
+share /mnt/with\\040blank cifs rw 0 0
+host: /mnt/ssh fuse.sshfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/bso.sqlite3", None),
+        ("/home/me/bso.sqlite3", "nfs4"),
+        ("/home/local/bso.sqlite3", None),
+        ("/homework/bso.sqlite3", None),
+        ("/mnt/with blank/bso.sqlite3", "cifs"),
+        ("/mnt/ssh/bso.sqlite3", "fuse.sshfs"),
+    ],
+)
+def test_network_filesystems_are_known(path: str, kind: str | None) -> None:
+    assert network_filesystem(Path(path), MOUNTS) == kind
+
+
+def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
+    assert network_filesystem(tmp_path) is None
+
+
+def test_a_database_in_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="name a file"):
+        open_store("sqlite://")
+
+
+def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Path) -> None:
+    source = ["--database-url", database_url]
+    server = Server(database_url, tmp_path / "server.log")
+    assert bso_server("db", "current", *source).stdout == "none\n"
+    refused = bso_server("db", "check", *source)
+    assert refused.returncode == 1
+    assert "run: bso-server db upgrade" in refused.stderr
+    if not database_url.startswith("sqlite"):
+        refused = bso_server("serve", "--port", str(free_port()), *source)
+        assert refused.returncode == 1
+        assert "run: bso-server db upgrade" in refused.stderr
+
+    server.start(*([] if database_url.startswith("sqlite") else ["--migrate"]))
+    server.kill()
+    assert bso_server("db", "check", *source).returncode == 0
+    assert re.fullmatch(r"\d{4}\n", bso_server("db", "current", *source).stdout)
+
+
+def test_sql_for_offline_use_touches_nothing(database_url: str) -> None:
+    printed = bso_server("db", "upgrade", "--sql", "--database-url", database_url)
+    assert printed.returncode == 0, printed.stderr
+    assert "CREATE TABLE jobs" in printed.stdout
+    assert "CREATE TABLE trials" in printed.stdout
+
+
+def test_two_upgrades_at_once(database_url: str) -> None:
+    command = [sys.executable, "-m", "bso_server", "db", "upgrade", "--database-url", database_url]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        _, errors = process.communicate()
+        assert process.returncode == 0, errors
+
+
+def test_an_upgrade_copies_a_sqlite_file_first(tmp_path: Path) -> None:
+    database = tmp_path / "bso.sqlite3"
+    url = f"sqlite:///{database}"
+    assert bso_server("db", "upgrade", "--database-url", url).returncode == 0
+    assert list(tmp_path.glob("*.backup")) == []
+    with closing(sqlite3.connect(database)) as connection:
+        # A revision that this version does not know: nothing can be upgraded, but the copy comes first.
+        connection.execute("UPDATE alembic_version SET version_num = '0000'")
+        connection.commit()
+
+    bso_server("db", "upgrade", "--database-url", url)
+
+    (backup,) = tmp_path.glob("*.backup")
+    with closing(sqlite3.connect(backup)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0000",)]
+
+
+def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("ZEUS_BSO_LOG_LEVEL=DEBUG\n")
+    environment = {
+        **os.environ,
+        "ZEUS_BSO_DB_PASSWORD": "hush",
+        "ZEUS_BSO_DB_USER": "zeus",
+        "ZEUS_BSO_SERVER_PORT": "8001",
+    }
+    shown = subprocess.run(
+        [sys.executable, "-m", "bso_server", "config", "show", "--database-url", "postgresql://me:quiet@host/db"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "hush" not in shown
+    assert "quiet" not in shown
+    lines = shown.splitlines()
+    assert "ZEUS_BSO_DATABASE_URL=postgresql://me:***@host/db  (argument)" in lines
+    assert "ZEUS_BSO_DB_USER=zeus  (environment)" in lines
+    assert "ZEUS_BSO_SERVER_PORT=8001  (environment)" in lines
+    assert "ZEUS_BSO_LOG_LEVEL=DEBUG  (.env)" in lines
+    assert "ZEUS_BSO_SERVER_HOST=127.0.0.1  (default)" in lines
+
+
+def test_user_and_password_fill_what_the_url_lacks() -> None:
+    store = open_store("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
+    assert store.description == "postgresql://zeus:***@host/db"
+    assert open_store("postgresql://me@host/db", user="zeus").description == "postgresql://me@host/db"
+
+
+def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "bso_server", "serve", "--port", str(free_port())],
+        env={**os.environ, "ZEUS_BSO_LOG_LEVEL": "LOUD"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 1
+    assert "ZEUS_BSO_LOG_LEVEL" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_several_workers_serve_one_database(tmp_path: Path) -> None:
+    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start("--workers", "2")
+    try:
+        assert server.log.read_text().count("Started server process") == 2
+    finally:
+        server.stop()
