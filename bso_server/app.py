@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -32,7 +33,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """
     settings = settings or Settings()
     store = store_of(settings)
-    service = BatchSizeService(store)
+    service = BatchSizeService(store, crash_retries=settings.crash_retries)
 
     def provide_service() -> BatchSizeService:
         return service
@@ -41,7 +42,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
         await prepare(store)
         logger.info("database: %s", store.description)
+        reaper = asyncio.create_task(_reap_for_ever(service, settings.reap_interval_s))
         yield
+        reaper.cancel()
         await store.close()
 
     return Litestar(
@@ -90,6 +93,17 @@ async def prepare(store: Store, *, migrate: bool = False) -> None:
         await store.migrate()
     else:
         await store.check_schema()
+
+
+async def _reap_for_ever(service: BatchSizeService, interval_s: float) -> None:
+    """Abandon trials that nobody hears of, so that the jobs of killed trainings go on; each process does it."""
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            await service.reap()
+        except Exception:
+            # The database may be away for a while; the next round tries again.
+            logger.exception("could not look for abandoned trials")
 
 
 def __getattr__(name: str) -> Litestar:

@@ -7,6 +7,7 @@
     ├── UnknownTrialError       no such trial of that job
     ├── JobConflictError        the job_id is taken by another configuration
     ├── ReportConflictError     the trial has ended otherwise than this report says
+    ├── KeyConflictError        the trial that this idempotency key started has ended
     ├── IllegalTransitionError  a trial cannot go from its state to that one
     ├── InvalidReportError      a report contradicts itself or what was reported before
     ├── NoSurvivorError         no batch size reached the target in a whole exploration round
@@ -50,6 +51,10 @@ class JobConflictError(BsoError):
 
 class ReportConflictError(BsoError):
     """The trial ended, and not the way this report says."""
+
+
+class KeyConflictError(BsoError):
+    """The trial that this idempotency key started has ended."""
 
 
 class IllegalTransitionError(BsoError):

@@ -8,25 +8,32 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 
 import numpy as np
 
-from bso_server import views
+from bso_server import moves, views
 from bso_server.core import policy
-from bso_server.core.cost import cost
-from bso_server.core.model import TRANSITIONS, History, Job, Report, TrialRecord, check_transition
+from bso_server.core.history import Arm, History, arms_after
+from bso_server.core.lease import LeasePolicy
+from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import (
+    BsoError,
     InvalidReportError,
     JobConflictError,
+    KeyConflictError,
     ReportConflictError,
     UnknownJobError,
     UnknownTrialError,
 )
-from bso_server.store import JobExistsError, Store, StoredJob, StoredTrial, Transaction
+from bso_server.groups import Groups
+from bso_server.store import JobExistsError, Store, StoredJob, StoredTrial, Transaction, TrialKey
 from zeus_plugins.protocol import (
     EndReason,
+    HeartbeatResponse,
     JobList,
     JobRegistration,
     JobView,
@@ -34,11 +41,15 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialDispatch,
+    TrialEnd,
     TrialId,
     TrialState,
 )
 
 logger = logging.getLogger("bso_server")
+
+# A trial in one of these may report and beat; in any other it has ended for good.
+_ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED}
 
 
 def _utc_now() -> datetime:
@@ -50,12 +61,24 @@ class BatchSizeService:
 
     Args:
         store: The database.
+        leases: How long silent trials count as alive.
+        crash_retries: Crashes after which a batch size that was never measured to the end counts as infeasible.
         clock: Gives the present instant, aware.
     """
 
-    def __init__(self, store: Store, *, clock: Callable[[], datetime] = _utc_now) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        leases: LeasePolicy | None = None,
+        crash_retries: int = 3,
+        clock: Callable[[], datetime] = _utc_now,
+    ) -> None:
         self._store = store
+        self._leases = leases or LeasePolicy()
+        self._crash_retries = crash_retries
         self._clock = clock
+        self._reports: Groups[TrainingResult, ReportResponse] = Groups(self._take_reports)
 
     async def register(self, registration: JobRegistration) -> tuple[JobRegistration, bool]:
         """Register a job, or find it registered the same way.
@@ -66,15 +89,15 @@ class BatchSizeService:
         Raises:
             JobConflictError: The id is taken by a job that differs.
         """
-        if registration.job_id is None:
-            made_id = f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
-            registration = registration.model_copy(update={"job_id": made_id})
-        job_id = _id_of(registration)
+        job_id = registration.job_id
+        if job_id is None:
+            job_id = f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
+            registration = registration.model_copy(update={"job_id": job_id})
         existing = await self._find(job_id)
         if existing is None:
+            now = self._clock()
             try:
-                async with self._store.write() as transaction:
-                    await transaction.insert_job(registration, self._clock())
+                await self._store.run(lambda transaction: transaction.insert_job(registration, now))
             except JobExistsError:
                 existing = await self._find(job_id)
             else:
@@ -85,95 +108,64 @@ class BatchSizeService:
         _refuse_difference(existing.registration, registration)
         return existing.registration, False
 
-    async def suggest(self, job_id: str) -> TrialDispatch:
+    async def suggest(self, job_id: str, idempotency_key: str | None = None) -> TrialDispatch:
         """Choose a batch size and start a trial with it.
+
+        Args:
+            job_id: The job.
+            idempotency_key: Made by the client for this request; when the request is repeated with it, the answer is
+                the trial that the first one started.
 
         Raises:
             UnknownJobError: No such job.
             NoSurvivorError: No batch size reached the target in a whole exploration round.
+            KeyConflictError: The key's trial has ended.
         """
-        async with self._store.write() as transaction:
-            stored = await transaction.locked_job(job_id)
-            if stored is None:
-                raise UnknownJobError(job_id)
-            history = await _history(transaction, stored)
-            rng = _generator(stored)
-            suggestion = policy.suggest(history, rng)
-            event = stored.event_count + 1
-            record = TrialRecord(
-                trial_number=stored.trial_count + 1,
-                batch_size=suggestion.batch_size,
-                state=TrialState.RUNNING,
-                origin=suggestion.origin,
-                started_event=event,
-            )
-            await transaction.insert_trial(job_id, record, reason=suggestion.reason, started_at=self._clock())
-            columns = {"event_count": event, "trial_count": record.trial_number}
-            if suggestion.origin is Origin.BANDIT and stored.job.mab_seed is not None:
-                await transaction.update_job(job_id, **columns, rng_state=json.dumps(rng.bit_generator.state))
-            else:
-                await transaction.update_job(job_id, **columns)
-        logger.info(
-            "job %s trial %d: batch size %d, %s", job_id, record.trial_number, record.batch_size, suggestion.reason
-        )
-        return TrialDispatch(
-            job_id=job_id,
-            batch_size=record.batch_size,
-            trial_number=record.trial_number,
-            origin=suggestion.origin,
-            reason=suggestion.reason,
-        )
+        dispatch, new = await self._store.run(lambda transaction: self._suggest(transaction, job_id, idempotency_key))
+        if new:
+            logger.info("job %s trial %d: batch size %d, %s", *_told(dispatch))
+        return dispatch
 
     async def report(self, result: TrainingResult) -> ReportResponse:
         """Record where a trial stands and decide whether it goes on.
 
-        The report that ended a trial, sent again, gets the same answer again.
+        A report sent again gets the same answer again. A late report brings an abandoned trial back to life.
 
         Raises:
             UnknownTrialError: No such trial.
             InvalidReportError: The report contradicts the trial or what it reported before.
             ReportConflictError: The trial has ended, and not with this report.
         """
-        report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
-        async with self._store.write() as transaction:
-            stored, trial = await _locked_trial(transaction, result)
-            record = trial.record
-            if record.state is not TrialState.RUNNING:
-                return _answer_again(record, report)
-            verdict = policy.judge(stored.job, record, report, stored.min_cost_j)
-            columns = {
-                "reported_at": self._clock(),
-                "time_s": report.time_s,
-                "energy_j": report.energy_j,
-                "energy_source": result.energy_source,
-                "epoch": report.epoch,
-                "metric": report.metric,
-                "message": verdict.message,
-            }
-            if verdict.stop:
-                columns |= await self._ending(transaction, stored, record, verdict.state, report)
-            await transaction.update_trial(result.job_id, result.trial_number, **columns)
-        if verdict.stop:
-            logger.info("job %s trial %d: %s", result.job_id, result.trial_number, verdict.message)
-        return ReportResponse(
-            stop_train=verdict.stop, converged=verdict.converged, message=verdict.message, reason=verdict.reason
-        )
+        return await self._reports.submit(result)
 
-    async def end_trial(self, trial_id: TrialId) -> None:
-        """End a trial: one that still runs has failed, and its batch size is owed another; an ended one stays as it is.
+    async def end_trial(self, end: TrialEnd) -> None:
+        """End a trial that the server has not ended; one that has ended stays as it is.
 
         Raises:
             UnknownTrialError: No such trial.
             InvalidReportError: The trial has another batch size.
         """
-        async with self._store.write() as transaction:
-            stored, trial = await _locked_trial(transaction, trial_id)
-            if TrialState.FAILED not in TRANSITIONS[trial.record.state]:
-                return
-            message = "failed: the training ended before the server said so"
-            columns = await self._ending(transaction, stored, trial.record, TrialState.FAILED, report=None)
-            await transaction.update_trial(trial_id.job_id, trial_id.trial_number, message=message, **columns)
-        logger.info("job %s trial %d: %s", trial_id.job_id, trial_id.trial_number, message)
+        message = await self._store.run(lambda transaction: self._end_trial(transaction, end))
+        if message is not None:
+            logger.info("job %s trial %d: %s", end.job_id, end.trial_number, message)
+
+    async def heartbeat(self, trial_id: TrialId) -> HeartbeatResponse:
+        """Keep a trial alive; a suspended or abandoned one runs again.
+
+        Raises:
+            UnknownTrialError: No such trial.
+            InvalidReportError: The trial has another batch size.
+        """
+        return await self._store.run(lambda transaction: self._heartbeat(transaction, trial_id))
+
+    async def reap(self) -> int:
+        """Abandon every trial whose lease has run out; their number."""
+        async with self._store.read() as transaction:
+            job_ids = await transaction.jobs_with_expired_trials(self._clock())
+        abandoned = 0
+        for job_id in job_ids:
+            abandoned += await self._store.run(partial(self._reap, job_id=job_id))
+        return abandoned
 
     async def delete_job(self, job_id: str) -> None:
         """Delete a job with all that is known of it.
@@ -181,9 +173,8 @@ class BatchSizeService:
         Raises:
             UnknownJobError: No such job.
         """
-        async with self._store.write() as transaction:
-            if not await transaction.delete_job(job_id):
-                raise UnknownJobError(job_id)
+        if not await self._store.run(lambda transaction: transaction.delete_job(job_id)):
+            raise UnknownJobError(job_id)
         logger.info("job %s deleted", job_id)
 
     async def list_jobs(self) -> JobList:
@@ -207,29 +198,209 @@ class BatchSizeService:
         async with self._store.read() as transaction:
             return await transaction.job(job_id)
 
-    async def _ending(
-        self,
-        transaction: Transaction,
-        stored: StoredJob,
-        record: TrialRecord,
-        state: TrialState,
-        report: Report | None,
-    ) -> dict[str, object]:
-        """Advance the job past the end of a trial; the columns in which the trial's own row says so."""
-        check_transition(record.state, state)
-        event = stored.event_count + 1
-        job_columns: dict[str, object] = {"event_count": event}
-        if state is TrialState.COMPLETED and report is not None:
-            cost_j = _cost(stored.job, report)
-            if stored.min_cost_j is None or cost_j < stored.min_cost_j:
-                job_columns |= {"min_cost_j": cost_j, "min_cost_batch_size": record.batch_size}
-        await transaction.update_job(stored.job.job_id, **job_columns)
-        return {"state": state.value, "ended_at": self._clock(), "ended_event": event}
+    async def _suggest(
+        self, transaction: Transaction, job_id: str, idempotency_key: str | None
+    ) -> tuple[TrialDispatch, bool]:
+        now = self._clock()
+        job = await transaction.locked_job(job_id)
+        if job is None:
+            raise UnknownJobError(job_id)
+        if idempotency_key is not None:
+            started = await transaction.trial_with_key(job_id, idempotency_key)
+            if started is not None:
+                return _dispatch_again(started), False
+        job = await self._abandon_expired(transaction, job, now)
+        history, changed = await load_history(transaction, job)
+        rng = _generator(job)
+        suggestion = policy.suggest(history, rng)
+        drawn = suggestion.origin is Origin.BANDIT
+        event = job.event_count + 1
+        record = TrialRecord(
+            trial_number=job.trial_count + 1,
+            batch_size=suggestion.batch_size,
+            state=TrialState.RUNNING,
+            origin=suggestion.origin,
+            started_event=event,
+        )
+        trial = StoredTrial(job_id, record, suggestion.reason, started_at=now, lease_expires_at=None)
+        await transaction.insert_trial(moves.renewed(trial, now, self._leases), idempotency_key=idempotency_key)
+        changed[record.batch_size] = history.arms[record.batch_size].after_dispatch()
+        await transaction.update_arms(job_id, changed.values())
+        job = replace(
+            job,
+            event_count=event,
+            trial_count=record.trial_number,
+            folded_event=job.event_count,
+            bandit_entered_at=event if drawn and job.bandit_entered_at is None else job.bandit_entered_at,
+            rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
+        )
+        await transaction.update_jobs([job])
+        return _dispatch(trial), True
+
+    async def _take_reports(self, results: Sequence[TrainingResult]) -> list[ReportResponse | Exception]:
+        return await self._store.run(lambda transaction: self._report_all(transaction, results))
+
+    async def _report_all(
+        self, transaction: Transaction, results: Sequence[TrainingResult]
+    ) -> list[ReportResponse | Exception]:
+        found = await transaction.locked_trials({(result.job_id, result.trial_number) for result in results})
+        page = _Page(found)
+        answers: list[ReportResponse | Exception] = []
+        for result in results:
+            try:
+                answers.append(self._report(page, result))
+            except BsoError as error:
+                answers.append(error)
+        await page.save(transaction)
+        return answers
+
+    def _report(self, page: _Page, result: TrainingResult) -> ReportResponse:
+        job, trial = page.find(result)
+        report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
+        repeated = trial.record.state is TrialState.RUNNING and trial.record.last_report == report
+        if repeated or trial.record.state not in _ALIVE:
+            return _answer_again(trial.record, report)
+        trial = moves.revived(trial)
+        verdict = policy.judge(job.job, trial.record, report, None if job.cheapest is None else job.cheapest.cost_j)
+        job, trial = moves.reported(
+            job,
+            trial,
+            report,
+            verdict,
+            energy_source=result.energy_source,
+            now=self._clock(),
+            leases=self._leases,
+        )
+        page.put(job, trial)
+        if verdict.stop:
+            logger.info("job %s trial %d: %s", result.job_id, result.trial_number, verdict.message)
+        return ReportResponse(
+            stop_train=verdict.stop, converged=verdict.converged, message=verdict.message, reason=verdict.reason
+        )
+
+    async def _end_trial(self, transaction: Transaction, end: TrialEnd) -> str | None:
+        now = self._clock()
+        job, trial = await _locked_trial(transaction, end)
+        if trial.record.state not in {TrialState.RUNNING, TrialState.SUSPENDED}:
+            return None
+        state, reason, message = await self._outcome(transaction, end)
+        if state is TrialState.SUSPENDED:
+            if trial.record.state is not TrialState.RUNNING:
+                return None
+            await transaction.update_trials([moves.suspended(trial, message, now, self._leases)])
+            return message
+        job, trial = moves.ended(job, moves.revived(trial), state, reason, message, now)
+        await transaction.update_trials([trial])
+        await transaction.update_jobs([job])
+        return message
+
+    async def _outcome(self, transaction: Transaction, end: TrialEnd) -> tuple[TrialState, EndReason, str]:
+        """State, reason and message of a trial that its own training ends."""
+        if end.outcome is TrialState.SUSPENDED:
+            return TrialState.SUSPENDED, EndReason.PREEMPTED, _message("suspended: the training was preempted", end)
+        if end.outcome is TrialState.INFEASIBLE:
+            message = f"infeasible: {end.batch_size} ran out of memory; neither it nor a larger size is tried again"
+            return TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY, _message(message, end)
+        earlier, observed = await transaction.crashes(end.job_id, end.batch_size)
+        state, reason = policy.outcome_of_crash(crashes=earlier + 1, observed=observed, retries=self._crash_retries)
+        if state is TrialState.INFEASIBLE:
+            message = f"infeasible: {end.batch_size} crashed {earlier + 1} times and is not tried again"
+        else:
+            message = "failed: the training ended before the server said so"
+        return state, reason, _message(message, end)
+
+    async def _heartbeat(self, transaction: Transaction, trial_id: TrialId) -> HeartbeatResponse:
+        _, trial = await _locked_trial(transaction, trial_id)
+        if trial.record.state in _ALIVE:
+            trial = moves.beating(trial, self._clock(), self._leases)
+            await transaction.update_trials([trial])
+        return HeartbeatResponse(
+            state=trial.record.state,
+            lease_s=self._leases.heartbeat_lease_s,
+            interval_s=self._leases.heartbeat_interval_s,
+        )
+
+    async def _reap(self, transaction: Transaction, job_id: str) -> int:
+        job = await transaction.locked_job(job_id)
+        if job is None:
+            return 0
+        after = await self._abandon_expired(transaction, job, self._clock())
+        await transaction.update_jobs([after])
+        return after.event_count - job.event_count
+
+    async def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
+        """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
+        abandoned = []
+        for expired in await transaction.expired_trials(job.job.job_id, now):
+            message = f"abandoned: not heard of since {expired.reported_at or expired.started_at:%Y-%m-%d %H:%M:%S} UTC"
+            state, reason = TrialState.ABANDONED, EndReason.LEASE_EXPIRED
+            job, trial = moves.ended(job, expired, state, reason, message, now)
+            abandoned.append(trial)
+            logger.info("job %s trial %d: %s", job.job.job_id, trial.record.trial_number, message)
+        await transaction.update_trials(abandoned)
+        return job
 
 
-def _id_of(registration: JobRegistration) -> str:
-    assert registration.job_id is not None  # noqa: S101 - narrows the type; `register` has just made sure
-    return registration.job_id
+class _Page:
+    """The rows that a group of reports has locked, and what becomes of them."""
+
+    def __init__(self, found: dict[TrialKey, tuple[StoredJob, StoredTrial]]) -> None:
+        self._jobs = {job.job.job_id: job for job, _ in found.values()}
+        self._trials = {trial.key: trial for _, trial in found.values()}
+        self._jobs_before, self._trials_before = dict(self._jobs), dict(self._trials)
+        self._epochs: list[dict[str, object]] = []
+
+    def find(self, trial_id: TrialId) -> tuple[StoredJob, StoredTrial]:
+        """The trial's rows.
+
+        Raises:
+            UnknownTrialError: It is not among them.
+            InvalidReportError: It has another batch size.
+        """
+        trial = self._trials.get((trial_id.job_id, trial_id.trial_number))
+        if trial is None:
+            raise UnknownTrialError(trial_id.job_id, trial_id.trial_number)
+        _refuse_other_size(trial, trial_id)
+        return self._jobs[trial.job_id], trial
+
+    def put(self, job: StoredJob, trial: StoredTrial) -> None:
+        """Take note of a report."""
+        self._jobs[trial.job_id] = job
+        self._trials[trial.key] = trial
+        record = trial.record
+        if record.ended_event is None:
+            # The last report of a trial that has ended stands in its own row.
+            self._epochs.append(
+                {
+                    "job_id": trial.job_id,
+                    "trial_number": record.trial_number,
+                    "report_number": record.reports,
+                    "epoch": record.epoch,
+                    "time_s": record.time_s,
+                    "energy_j": record.energy_j,
+                    "metric": record.metric,
+                    "reported_at": trial.reported_at,
+                }
+            )
+
+    async def save(self, transaction: Transaction) -> None:
+        """Write what has changed."""
+        trials = [trial for key, trial in self._trials.items() if trial is not self._trials_before[key]]
+        jobs = [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
+        await transaction.update_trials(trials)
+        await transaction.insert_epochs(self._epochs)
+        await transaction.update_jobs(jobs)
+
+
+async def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:
+    """The summary that decisions rest on, and the arms in it that are newer than those in the database."""
+    job_id = job.job.job_id
+    arms = await transaction.arms(job_id)
+    ended = await transaction.ended_after(job_id, job.folded_event)
+    changed = arms_after(job.job, arms, ended, bandit_entered_at=job.bandit_entered_at)
+    explorations = await transaction.counted_explorations(job_id)
+    history = History(job.job, arms | changed, tuple(explorations), job.cheapest, job.bandit_entered_at)
+    return history, changed
 
 
 def _refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
@@ -243,53 +414,68 @@ def _refuse_difference(existing: JobRegistration, asked: JobRegistration) -> Non
         )
 
 
-async def _history(transaction: Transaction, stored: StoredJob) -> History:
-    trials = await transaction.all_trials(stored.job.job_id)
-    return History(stored.job, tuple(trial.record for trial in trials))
-
-
-def _generator(stored: StoredJob) -> np.random.Generator:
-    rng = np.random.default_rng(stored.job.mab_seed)
-    if stored.rng_state is not None:
-        rng.bit_generator.state = json.loads(stored.rng_state)
+def _generator(job: StoredJob) -> np.random.Generator:
+    rng = np.random.default_rng(job.job.mab_seed)
+    if job.rng_state is not None:
+        rng.bit_generator.state = json.loads(job.rng_state)
     return rng
 
 
+def _dispatch(trial: StoredTrial) -> TrialDispatch:
+    record = trial.record
+    return TrialDispatch(
+        job_id=trial.job_id,
+        batch_size=record.batch_size,
+        trial_number=record.trial_number,
+        origin=record.origin,
+        reason=trial.reason,
+    )
+
+
+def _dispatch_again(trial: StoredTrial) -> TrialDispatch:
+    if trial.record.state not in _ALIVE:
+        raise KeyConflictError(
+            f"the request with this Idempotency-Key started trial {trial.record.trial_number}, which has ended "
+            f"({trial.record.state}): make a new key for a new trial",
+            field="Idempotency-Key",
+        )
+    return _dispatch(trial)
+
+
+def _told(dispatch: TrialDispatch) -> tuple[object, ...]:
+    return dispatch.job_id, dispatch.trial_number, dispatch.batch_size, dispatch.reason
+
+
 async def _locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, StoredTrial]:
-    found = await transaction.locked_trial(trial_id.job_id, trial_id.trial_number)
-    if found is None:
-        raise UnknownTrialError(trial_id.job_id, trial_id.trial_number)
-    dispatched = found[1].record.batch_size
+    key = trial_id.job_id, trial_id.trial_number
+    return _Page(await transaction.locked_trials([key])).find(trial_id)
+
+
+def _refuse_other_size(trial: StoredTrial, trial_id: TrialId) -> None:
+    dispatched = trial.record.batch_size
     if dispatched != trial_id.batch_size:
         raise InvalidReportError(
             f"trial {trial_id.trial_number} of job {trial_id.job_id!r} has batch size {dispatched}, "
             f"not {trial_id.batch_size}",
             field="batch_size",
         )
-    return found
 
 
-_REASON_OF_END = {
-    TrialState.COMPLETED: EndReason.TARGET_REACHED,
-    TrialState.EARLY_STOPPED: EndReason.COST_BOUND_CROSSED,
-    TrialState.EXHAUSTED: EndReason.MAX_EPOCHS_REACHED,
-}
+def _message(message: str, end: TrialEnd) -> str:
+    return message if end.detail is None else f"{message} ({end.detail})"
 
 
 def _answer_again(record: TrialRecord, report: Report) -> ReportResponse:
-    last = Report(time_s=record.time_s, energy_j=record.energy_j, epoch=record.epoch, metric=record.metric or 0.0)
-    if record.state not in _REASON_OF_END or report != last:
+    """The answer that this very report got, from what the trial keeps of it."""
+    if record.last_report != report or record.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
         raise ReportConflictError(
             f"trial {record.trial_number} has ended ({record.state}) and takes no further report",
             field="trial_number",
         )
+    alive = record.state in _ALIVE
     return ReportResponse(
-        stop_train=True,
+        stop_train=not alive,
         converged=record.state is TrialState.COMPLETED,
         message=record.message or "",
-        reason=_REASON_OF_END[record.state],
+        reason=EndReason.KEEP_TRAINING if alive else record.end_reason,
     )
-
-
-def _cost(job: Job, report: Report) -> float:
-    return cost(energy_j=report.energy_j, time_s=report.time_s, max_power_w=job.max_power, eta=job.eta_knob)

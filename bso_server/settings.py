@@ -32,6 +32,8 @@ class Settings(BaseSettings):
         server_port: Port to listen on.
         log_level: What is logged.
         echo_sql: Whether every SQL statement is logged.
+        crash_retries: Crashes after which a batch size that never ran to its end is given up.
+        reap_interval_s: Seconds between two searches for trials whose trainings are no longer heard of.
 
     Raises:
         pydantic.ValidationError: A value does not fit its field; `problems` puts it in words.
@@ -46,6 +48,8 @@ class Settings(BaseSettings):
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"
     echo_sql: bool = False
+    crash_retries: Annotated[int, Field(ge=1)] = 3
+    reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
 
 
 def variable_of(name: str) -> str:

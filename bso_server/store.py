@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import random
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import RowMapping, delete, event, insert, select, update
+from sqlalchemy import (
+    ColumnElement,
+    RowMapping,
+    Select,
+    Table,
+    bindparam,
+    delete,
+    event,
+    func,
+    insert,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from bso_server import migrations
-from bso_server.core.model import Job, TrialRecord
+from bso_server.core.history import Arm, Cheapest
+from bso_server.core.model import OBSERVED, UNCOUNTED, Job, TrialRecord
+from bso_server.core.statistics import Statistics
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.filesystem import network_filesystem
-from bso_server.tables import jobs, trials
-from zeus_plugins.protocol import JobRegistration, Origin, TrialState
+from bso_server.tables import arms, epochs, jobs, trials
+from zeus_plugins.protocol import EndReason, JobRegistration, Origin, TrialState
 
 # Seconds that a SQLite connection waits for another one's transaction before it gives up.
 _SQLITE_BUSY_TIMEOUT_S = 30
@@ -56,8 +73,9 @@ class StoredJob:
         created_at: When it was registered (UTC).
         event_count: The job's logical clock.
         trial_count: Trials dispatched so far.
-        min_cost_j: Lowest cost of a trial that reached the target, joules, or None.
-        min_cost_batch_size: Its batch size.
+        cheapest: The cheapest trial that reached the target, or None.
+        bandit_entered_at: Event at which the bandit stage began, or None.
+        folded_event: Event up to which ends of trials are in the arms.
         rng_state: State of the job's generator as JSON, or None.
     """
 
@@ -66,35 +84,51 @@ class StoredJob:
     created_at: datetime
     event_count: int
     trial_count: int
-    min_cost_j: float | None
-    min_cost_batch_size: int | None
+    cheapest: Cheapest | None
+    bandit_entered_at: int | None
+    folded_event: int
     rng_state: str | None
+
+
+TrialKey = tuple[str, int]
+"""A trial's job_id and number."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTrial:
-    """A row of `trials`: the record that decisions need, and what only people read.
+    """A row of `trials`: the record that decisions need, and what only people and leases need.
 
     Attributes:
+        job_id: Its job.
         record: The record.
         reason: Why its batch size was chosen.
         energy_source: How its energy was measured, or None.
         started_at: When it was dispatched (UTC).
+        reported_at: When its last report was taken (UTC), or None.
         ended_at: When it ended (UTC), or None.
+        lease_expires_at: When it is abandoned if nothing more is heard of it (UTC); None for one that has ended.
     """
 
+    job_id: str
     record: TrialRecord
     reason: str
-    energy_source: str | None
     started_at: datetime
-    ended_at: datetime | None
+    lease_expires_at: datetime | None
+    energy_source: str | None = None
+    reported_at: datetime | None = None
+    ended_at: datetime | None = None
+
+    @property
+    def key(self) -> TrialKey:
+        """Its job_id and number."""
+        return self.job_id, self.record.trial_number
 
 
 class Transaction:
-    """One transaction. Made by `Store.write` and `Store.read` alone; dead once their block is left.
+    """One transaction. Made by `Store` alone; dead once it has ended.
 
-    Methods named ``locked_…`` make other writers of the same job wait until the transaction ends (on SQLite the whole
-    transaction does).
+    Methods named ``locked_…`` make other writers of the same rows wait until the transaction ends (on SQLite the whole
+    transaction does). Rows are locked job before trial and in the order of their keys.
     """
 
     def __init__(self, connection: AsyncConnection) -> None:
@@ -102,22 +136,19 @@ class Transaction:
 
     async def job(self, job_id: str) -> StoredJob | None:
         """The job, or None."""
-        return await self._one_job(job_id, lock=False)
+        return await self._one_job(select(jobs).where(jobs.c.job_id == job_id))
 
     async def locked_job(self, job_id: str) -> StoredJob | None:
         """The job, or None; other writers wait."""
-        return await self._one_job(job_id, lock=True)
+        return await self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
 
-    async def locked_trial(self, job_id: str, trial_number: int) -> tuple[StoredJob, StoredTrial] | None:
-        """The job and one of its trials in one statement, or None; other writers of both wait."""
-        statement = (
-            select(*jobs.c, *(column.label(f"trial_{column.name}") for column in trials.c))
-            .join_from(jobs, trials)
-            .where(trials.c.job_id == job_id, trials.c.trial_number == trial_number)
-            .with_for_update()
-        )
-        row = (await self._connection.execute(statement)).mappings().one_or_none()
-        return None if row is None else (_job_from(row), _trial_from(row, prefix="trial_"))
+    async def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
+        """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
+        rows = await self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)})
+        return {
+            (row["job_id"], row["trial_trial_number"]): (_job_from(row), _trial_from(row, prefix="trial_"))
+            for row in rows.mappings()
+        }
 
     async def all_jobs(self) -> list[StoredJob]:
         """Every job, ordered by id."""
@@ -126,11 +157,54 @@ class Transaction:
 
     async def all_trials(self, job_id: str) -> list[StoredTrial]:
         """Every trial of the job, in order of dispatch."""
-        statement = select(trials).where(trials.c.job_id == job_id).order_by(trials.c.trial_number)
-        return [_trial_from(row) for row in (await self._connection.execute(statement)).mappings()]
+        return await self._trials(trials.c.job_id == job_id)
+
+    async def counted_explorations(self, job_id: str) -> list[TrialRecord]:
+        """The job's exploration trials that count, in order of dispatch."""
+        found = await self._trials(
+            trials.c.job_id == job_id,
+            trials.c.origin == Origin.EXPLORATION.value,
+            trials.c.state.not_in([state.value for state in UNCOUNTED]),
+        )
+        return [trial.record for trial in found]
+
+    async def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
+        """Trials that ended after this event of the job, in order of their ends."""
+        found = await self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
+        return sorted((trial.record for trial in found), key=lambda record: record.ended_event or 0)
+
+    async def expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
+        """The job's trials whose leases have run out, in order of dispatch."""
+        return await self._trials(trials.c.job_id == job_id, *_expired(now))
+
+    async def jobs_with_expired_trials(self, now: datetime) -> list[str]:
+        """Ids of jobs that have such trials, in order."""
+        statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
+        return list((await self._connection.execute(statement)).scalars())
+
+    async def trial_with_key(self, job_id: str, idempotency_key: str) -> StoredTrial | None:
+        """The trial that a request with this key started, or None."""
+        found = await self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
+        return found[0] if found else None
+
+    async def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
+        """How many trials of the size crashed, and whether one was ever measured to its end."""
+        statement = (
+            select(trials.c.state, func.count())
+            .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
+            .group_by(trials.c.state)
+        )
+        counts = {TrialState(state): count for state, count in await self._connection.execute(statement)}
+        return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
+
+    async def arms(self, job_id: str) -> dict[int, Arm]:
+        """What is remembered of each batch size, ascending."""
+        statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
+        rows = await self._connection.execute(statement)
+        return {row["batch_size"]: _arm_from(row) for row in rows.mappings()}
 
     async def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
-        """Add a job.
+        """Add a job with its arms.
 
         Raises:
             JobExistsError: Another one has its id; the transaction is of no more use.
@@ -143,46 +217,86 @@ class Transaction:
             "created_at": created_at,
             "event_count": 0,
             "trial_count": 0,
+            "folded_event": 0,
         }
         try:
             await self._connection.execute(insert(jobs).values(row))
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
+        rows = [{"job_id": registration.job_id, **_arm_row(Arm(size))} for size in registration.batch_sizes]
+        await self._connection.execute(insert(arms), rows)
 
-    async def update_job(self, job_id: str, **columns: Any) -> None:
-        """Change columns of a job whose row this transaction has locked."""
-        await self._connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(columns))
+    async def update_jobs(self, changed: Iterable[StoredJob]) -> None:
+        """Save what may change of jobs whose rows this transaction has locked."""
+        await self._update_many(jobs, [_job_row(job) for job in changed], key=("job_id",))
+
+    async def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
+        """Replace what is remembered of these batch sizes of a locked job."""
+        rows = [{"job_id": job_id, **_arm_row(arm)} for arm in changed]
+        await self._update_many(arms, rows, key=("job_id", "batch_size"))
 
     async def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
         result = await self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
         return bool(result.rowcount)
 
-    async def insert_trial(self, job_id: str, record: TrialRecord, *, reason: str, started_at: datetime) -> None:
+    async def insert_trial(self, trial: StoredTrial, *, idempotency_key: str | None = None) -> None:
         """Add a trial that was just dispatched."""
+        record = trial.record
         row = {
-            "job_id": job_id,
-            "trial_number": record.trial_number,
+            **_trial_row(trial),
             "batch_size": record.batch_size,
-            "state": record.state.value,
             "origin": record.origin.value,
-            "reason": reason,
-            "started_at": started_at,
+            "reason": trial.reason,
+            "started_at": trial.started_at,
             "started_event": record.started_event,
+            "idempotency_key": idempotency_key,
         }
         await self._connection.execute(insert(trials).values(row))
 
-    async def update_trial(self, job_id: str, trial_number: int, **columns: Any) -> None:
-        """Change columns of a trial whose row this transaction has locked."""
-        statement = update(trials).where(trials.c.job_id == job_id, trials.c.trial_number == trial_number)
-        await self._connection.execute(statement.values(columns))
+    async def update_trials(self, changed: Iterable[StoredTrial]) -> None:
+        """Save what may change of trials whose rows this transaction has locked."""
+        await self._update_many(trials, [_trial_row(trial) for trial in changed], key=("job_id", "trial_number"))
 
-    async def _one_job(self, job_id: str, *, lock: bool) -> StoredJob | None:
-        statement = select(jobs).where(jobs.c.job_id == job_id)
-        if lock:
-            statement = statement.with_for_update()
+    async def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add reports to the epochs of their trials."""
+        if rows:
+            await self._connection.execute(insert(epochs), rows)
+
+    async def _one_job(self, statement: Select[Any]) -> StoredJob | None:
         row = (await self._connection.execute(statement)).mappings().one_or_none()
         return None if row is None else _job_from(row)
+
+    async def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
+        statement = select(trials).where(*conditions).order_by(trials.c.trial_number)
+        return [_trial_from(row) for row in (await self._connection.execute(statement)).mappings()]
+
+    async def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
+        if not rows:
+            return
+        # A bound value may not have the name of a column that is set.
+        statement = (
+            update(table)
+            .where(*(table.c[name] == bindparam(f"key_{name}") for name in key))
+            .values({name: bindparam(name) for name in rows[0] if name not in key})
+        )
+        values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
+        await self._connection.execute(statement, values)
+
+
+def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    alive = [TrialState.RUNNING.value, TrialState.SUSPENDED.value]
+    return trials.c.state.in_(alive), trials.c.lease_expires_at < now
+
+
+# Built once: putting it together costs more than running it.
+_LOCKED_TRIALS = (
+    select(*jobs.c, *(column.label(f"trial_{column.name}") for column in trials.c))
+    .join_from(jobs, trials)
+    .where(tuple_(trials.c.job_id, trials.c.trial_number).in_(bindparam("keys", expanding=True)))
+    .order_by(trials.c.job_id, trials.c.trial_number)
+    .with_for_update()
+)
 
 
 class Store:
@@ -377,25 +491,79 @@ def _prepare_sqlite(engine: AsyncEngine) -> None:
 _JOB_FIELDS = [field.name for field in fields(Job)]
 
 
+@lru_cache(maxsize=4096)
+def _specification(spec: str) -> tuple[JobRegistration, Job]:
+    """A job's immutable part. Parsing it for each report would cost more than the report."""
+    registration = JobRegistration.model_validate_json(spec)
+    return registration, Job(**{name: getattr(registration, name) for name in _JOB_FIELDS})
+
+
 def _job_from(row: RowMapping) -> StoredJob:
-    registration = JobRegistration.model_validate_json(row["spec"])
+    registration, job = _specification(row["spec"])
+    cheapest = None
+    if row["min_cost_j"] is not None:
+        cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
     return StoredJob(
         registration=registration,
-        job=Job(**{name: getattr(registration, name) for name in _JOB_FIELDS}),
+        job=job,
         created_at=row["created_at"],
         event_count=row["event_count"],
         trial_count=row["trial_count"],
-        min_cost_j=row["min_cost_j"],
-        min_cost_batch_size=row["min_cost_batch_size"],
+        cheapest=cheapest,
+        bandit_entered_at=row["bandit_entered_event"],
+        folded_event=row["folded_event"],
         rng_state=row["rng_state"],
     )
+
+
+def _job_row(stored: StoredJob) -> dict[str, Any]:
+    """The columns that may change, with the key."""
+    cheapest = stored.cheapest
+    return {
+        "job_id": stored.job.job_id,
+        "event_count": stored.event_count,
+        "trial_count": stored.trial_count,
+        "min_cost_j": None if cheapest is None else cheapest.cost_j,
+        "min_cost_batch_size": None if cheapest is None else cheapest.batch_size,
+        "min_cost_trial_number": None if cheapest is None else cheapest.trial_number,
+        "bandit_entered_event": stored.bandit_entered_at,
+        "folded_event": stored.folded_event,
+        "rng_state": stored.rng_state,
+    }
+
+
+def _trial_row(trial: StoredTrial) -> dict[str, Any]:
+    """The columns that may change, with the key. A trial without reports has no totals, rather than zeros."""
+    record = trial.record
+    reported = record.metric is not None
+    return {
+        "job_id": trial.job_id,
+        "trial_number": record.trial_number,
+        "state": record.state.value,
+        "message": record.message,
+        "end_reason": None if record.end_reason is None else record.end_reason.value,
+        "reported_at": trial.reported_at,
+        "ended_at": trial.ended_at,
+        "ended_event": record.ended_event,
+        "time_s": record.time_s if reported else None,
+        "energy_j": record.energy_j if reported else None,
+        "energy_source": trial.energy_source,
+        "epoch": record.epoch if reported else None,
+        "metric": record.metric,
+        "report_count": record.reports,
+        "longest_gap_s": record.longest_gap_s,
+        "lease_expires_at": trial.lease_expires_at,
+        "heartbeats": record.heartbeats,
+    }
 
 
 def _trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
     def column(name: str) -> Any:
         return row[prefix + name]
 
+    end_reason = column("end_reason")
     return StoredTrial(
+        job_id=column("job_id"),
         record=TrialRecord(
             trial_number=column("trial_number"),
             batch_size=column("batch_size"),
@@ -408,9 +576,45 @@ def _trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
             epoch=column("epoch") or 0.0,
             metric=column("metric"),
             message=column("message"),
+            end_reason=None if end_reason is None else EndReason(end_reason),
+            reports=column("report_count"),
+            longest_gap_s=column("longest_gap_s"),
+            heartbeats=column("heartbeats"),
         ),
         reason=column("reason"),
         energy_source=column("energy_source"),
         started_at=column("started_at"),
+        reported_at=column("reported_at"),
         ended_at=column("ended_at"),
+        lease_expires_at=column("lease_expires_at"),
     )
+
+
+_STATISTICS = ("explored", "observed", "completed")
+_STATISTICS_FIELDS = [field.name for field in fields(Statistics)]
+
+
+def _arm_from(row: RowMapping) -> Arm:
+    infeasible = row["infeasible"]
+    return Arm(
+        batch_size=row["batch_size"],
+        trials=row["trials"],
+        infeasible=None if infeasible is None else EndReason(infeasible),
+        refitted=row["refitted"],
+        window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
+        **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
+    )
+
+
+def _arm_row(arm: Arm) -> dict[str, Any]:
+    row = {
+        "batch_size": arm.batch_size,
+        "trials": arm.trials,
+        "infeasible": None if arm.infeasible is None else arm.infeasible.value,
+        "refitted": arm.refitted,
+        "window": json.dumps(arm.window),
+    }
+    for name in _STATISTICS:
+        statistics = getattr(arm, name)
+        row |= {f"{name}_{field}": getattr(statistics, field) for field in _STATISTICS_FIELDS}
+    return row

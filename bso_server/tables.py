@@ -1,4 +1,7 @@
-"""The tables. `jobs` and `trials` hold facts; columns marked as caches follow from them and save reading history."""
+"""The tables. `jobs`, `trials` and `epochs` hold facts.
+
+`arms` and the columns marked as caches follow from them and save reading history.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
+    Boolean,
     Column,
     DateTime,
     Dialect,
     Double,
     ForeignKey,
+    ForeignKeyConstraint,
+    Index,
     Integer,
     MetaData,
     String,
@@ -70,6 +76,10 @@ jobs = Table(
     Column("trial_count", Integer, nullable=False),
     Column("min_cost_j", Double),
     Column("min_cost_batch_size", Integer),
+    Column("min_cost_trial_number", Integer),
+    Column("bandit_entered_event", Integer),
+    # The arms hold the ends of trials up to this event; later ones are added by the next suggestion.
+    Column("folded_event", Integer, nullable=False),
     **_MYSQL,
 )
 
@@ -83,6 +93,7 @@ trials = Table(
     Column("origin", String(16), nullable=False),
     Column("reason", Text, nullable=False),
     Column("message", Text),
+    Column("end_reason", String(32)),
     Column("started_at", UtcDateTime, nullable=False),
     Column("started_event", Integer, nullable=False),
     Column("reported_at", UtcDateTime),
@@ -94,5 +105,54 @@ trials = Table(
     Column("energy_source", String(255)),
     Column("epoch", Double),
     Column("metric", Double),
+    Column("report_count", Integer, nullable=False),
+    Column("longest_gap_s", Double, nullable=False),
+    # Liveness: a running or suspended trial that is not heard of by then is abandoned.
+    Column("lease_expires_at", UtcDateTime),
+    Column("heartbeats", Boolean, nullable=False),
+    # Made by the client, so that a repeated request finds the trial that the first one started.
+    Column("idempotency_key", String(255)),
+    Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
+    Index("ix_trials_job_id_origin", "job_id", "origin"),
+    Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),
+    Index("ix_trials_state_job_id", "state", "job_id"),
+    **_MYSQL,
+)
+
+epochs = Table(
+    "epochs",
+    metadata,
+    Column("job_id", String(255), primary_key=True),
+    Column("trial_number", Integer, primary_key=True, autoincrement=False),
+    Column("report_number", Integer, primary_key=True, autoincrement=False),
+    Column("epoch", Double, nullable=False),
+    Column("time_s", Double, nullable=False),
+    Column("energy_j", Double, nullable=False),
+    Column("metric", Double, nullable=False),
+    Column("reported_at", UtcDateTime, nullable=False, index=True),
+    ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
+    **_MYSQL,
+)
+
+# A cache as a whole: `core.history.Arm`, one row per batch size of a job.
+arms = Table(
+    "arms",
+    metadata,
+    Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+    Column("batch_size", Integer, primary_key=True, autoincrement=False),
+    Column("trials", Integer, nullable=False),
+    Column("infeasible", String(32)),
+    Column("refitted", Boolean, nullable=False),
+    # (trial number, cost) pairs as JSON.
+    Column("window", Text, nullable=False),
+    *(
+        column
+        for name in ("explored", "observed", "completed")
+        for column in (
+            Column(f"{name}_count", Integer, nullable=False),
+            Column(f"{name}_mean", Double, nullable=False),
+            Column(f"{name}_squared_deviations", Double, nullable=False),
+        )
+    ),
     **_MYSQL,
 )

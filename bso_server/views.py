@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bso_server.core.bandit import Statistics
-from bso_server.core.model import History
+from bso_server.core.history import Arm, History, cost_of
+from bso_server.core.model import Job
 from bso_server.store import StoredJob, StoredTrial
-from zeus_plugins.protocol import ArmView, JobSummary, JobView, TrialState, TrialView
+from zeus_plugins.protocol import ArmView, JobSummary, JobView, TrialView
 
 
 def summary(stored: StoredJob) -> JobSummary:
@@ -18,40 +18,40 @@ def summary(stored: StoredJob) -> JobSummary:
         policy=stored.registration.policy,
         created_at=stored.created_at,
         trials=stored.trial_count,
-        min_cost_j=stored.min_cost_j,
-        min_cost_batch_size=stored.min_cost_batch_size,
+        min_cost_j=None if stored.cheapest is None else stored.cheapest.cost_j,
+        min_cost_batch_size=None if stored.cheapest is None else stored.cheapest.batch_size,
     )
 
 
 def job(stored: StoredJob, trials: Sequence[StoredTrial]) -> JobView:
     """A job with its arms and trials."""
-    history = History(stored.job, tuple(trial.record for trial in trials))
-    arms = tuple(_arm(history, batch_size) for batch_size in stored.job.batch_sizes)
+    history = History.of(stored.job, (trial.record for trial in trials))
+    arms = tuple(_arm(arm) for arm in history.arms.values())
     tried = [arm for arm in arms if arm.mean_cost_j is not None]
     best = min(tried, key=lambda arm: arm.mean_cost_j or 0.0, default=None)
     return JobView(
         job=stored.registration,
         stage=history.stage,
-        min_cost_j=stored.min_cost_j,
+        min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
         best_batch_size=None if best is None else best.batch_size,
         arms=arms,
-        trials=tuple(_trial(history, trial) for trial in trials),
+        trials=tuple(_trial(stored.job, trial) for trial in trials),
     )
 
 
-def _arm(history: History, batch_size: int) -> ArmView:
-    trials = history.of_size(batch_size)
-    costs = Statistics.of(history.cost_of(trial) for trial in trials if trial.state is TrialState.COMPLETED)
+def _arm(arm: Arm) -> ArmView:
+    costs = arm.completed
     return ArmView(
-        batch_size=batch_size,
-        trials=len(trials),
+        batch_size=arm.batch_size,
+        trials=arm.trials,
         n=costs.count,
         mean_cost_j=costs.mean if costs.count else None,
         std_cost_j=costs.variance**0.5 if costs.count > 1 else None,
+        infeasible=arm.infeasible,
     )
 
 
-def _trial(history: History, trial: StoredTrial) -> TrialView:
+def _trial(job: Job, trial: StoredTrial) -> TrialView:
     record = trial.record
     reported = record.metric is not None
     return TrialView(
@@ -63,10 +63,11 @@ def _trial(history: History, trial: StoredTrial) -> TrialView:
         message=record.message,
         started_at=trial.started_at,
         ended_at=trial.ended_at,
+        end_reason=record.end_reason,
         time_s=record.time_s if reported else None,
         energy_j=record.energy_j if reported else None,
         energy_source=trial.energy_source,
-        cost_j=history.cost_of(record) if reported else None,
+        cost_j=cost_of(job, record) if reported else None,
         epochs=record.epoch if reported else None,
         metric=record.metric,
     )

@@ -66,6 +66,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
         "n": 1,
         "mean_cost_j": 500.0,
         "std_cost_j": None,
+        "infeasible": None,
     }
     first, second = shown["trials"]
     assert first["reason"] == "exploring, round 1 of 2: the default"

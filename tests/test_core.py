@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bso_server.core.cost import cost, early_stop_bound
-from bso_server.core.model import TRANSITIONS, History, Job, Report, TrialRecord, check_transition
+from bso_server.core.history import History
+from bso_server.core.model import TRANSITIONS, Job, Report, TrialRecord, check_transition
 from bso_server.core.policy import judge
 from bso_server.errors import IllegalTransitionError, InvalidReportError
 from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
@@ -132,28 +133,33 @@ def _ended(
     number: int, size: int, state: TrialState, cost_j: float, origin: Origin = Origin.EXPLORATION
 ) -> TrialRecord:
     return TrialRecord(
-        trial_number=number, batch_size=size, state=state, origin=origin, energy_j=cost_j, time_s=cost_j / 100
+        trial_number=number,
+        batch_size=size,
+        state=state,
+        origin=origin,
+        energy_j=cost_j,
+        time_s=cost_j / 100,
+        started_event=2 * number,
+        ended_event=2 * number + 1,
     )
 
 
 def test_only_trials_that_reached_the_target_can_be_the_cheapest() -> None:
-    history = History(
-        JOB,
-        (
-            _ended(1, 8, TrialState.EARLY_STOPPED, 10),
-            _ended(2, 8, TrialState.EXHAUSTED, 20),
-            _ended(3, 16, TrialState.COMPLETED, 50),
-            _ended(4, 8, TrialState.COMPLETED, 50),
-            _ended(5, 8, TrialState.FAILED, 1),
-        ),
+    trials = (
+        _ended(1, 8, TrialState.EARLY_STOPPED, 10),
+        _ended(2, 8, TrialState.EXHAUSTED, 20),
+        _ended(3, 16, TrialState.COMPLETED, 50),
+        _ended(4, 8, TrialState.COMPLETED, 50),
+        _ended(5, 8, TrialState.FAILED, 1),
     )
+    history = History.of(JOB, trials)
     assert history.cheapest is not None
     assert history.cheapest.trial_number == 3
-    assert History(JOB, history.trials[:2]).cheapest is None
+    assert History.of(JOB, trials[:2]).cheapest is None
 
 
 def test_stage_follows_from_the_trials() -> None:
     exploring = _ended(1, 8, TrialState.COMPLETED, 10)
     drawn = _ended(2, 8, TrialState.COMPLETED, 10, Origin.BANDIT)
-    assert History(JOB, (exploring,)).stage is Stage.PRUNING
-    assert History(JOB, (exploring, drawn)).stage is Stage.BANDIT
+    assert History.of(JOB, (exploring,)).stage is Stage.PRUNING
+    assert History.of(JOB, (exploring, drawn)).stage is Stage.BANDIT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from sqlalchemy import Connection, event
 from bso_server.core.model import TrialRecord
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service import BatchSizeService
-from bso_server.store import JobExistsError, Store, open_store
+from bso_server.store import JobExistsError, Store, StoredTrial, open_store
 from bso_server.tables import metadata
 from zeus_plugins.protocol import JobRegistration, Origin, TrainingResult, TrialState
 
@@ -88,8 +89,10 @@ def test_what_goes_in_comes_out(database_url: str) -> None:
     async def use(store: Store) -> None:
         async with store.write() as transaction:
             await transaction.insert_job(registration("round-trip"), NOW)
-            await transaction.insert_trial("round-trip", record, reason="first é ✓", started_at=NOW)
-            await transaction.update_trial("round-trip", 1, time_s=123456.789012345, energy_j=0.1 + 0.2, metric=0.0)
+            trial = StoredTrial("round-trip", record, "first é ✓", started_at=NOW, lease_expires_at=NOW)
+            await transaction.insert_trial(trial)
+            measured = replace(record, time_s=123456.789012345, energy_j=0.1 + 0.2, metric=0.0)
+            await transaction.update_trials([replace(trial, record=measured)])
         async with store.read() as transaction:
             found = await transaction.job("round-trip")
             (trial,) = await transaction.all_trials("round-trip")
@@ -138,7 +141,7 @@ def test_rows_come_in_order(database_url: str) -> None:
                 await transaction.insert_job(registration(job_id), NOW)
             for number in (2, 1, 3):
                 record = TrialRecord(trial_number=number, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
-                await transaction.insert_trial("order-a", record, reason="", started_at=NOW)
+                await transaction.insert_trial(StoredTrial("order-a", record, "", NOW, lease_expires_at=None))
         async with store.read() as transaction:
             jobs = [stored.job.job_id for stored in await transaction.all_jobs()]
             numbers = [trial.record.trial_number for trial in await transaction.all_trials("order-a")]
@@ -160,7 +163,7 @@ def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
         def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
             statements.append(statement.split()[0])
 
-        for metric, expected in ((0.5, ["SELECT", "UPDATE"]), (0.95, ["SELECT", "UPDATE", "UPDATE"])):
+        for metric, expected in ((0.5, ["SELECT", "UPDATE", "INSERT"]), (0.95, ["SELECT", "UPDATE", "UPDATE"])):
             statements.clear()
             await service.report(
                 TrainingResult(

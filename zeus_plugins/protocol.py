@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
@@ -31,6 +31,7 @@ __all__ = [
     "ErrorBody",
     "FieldError",
     "GpuConfig",
+    "HeartbeatResponse",
     "JobList",
     "JobRegistration",
     "JobSpec",
@@ -43,6 +44,7 @@ __all__ = [
     "Stage",
     "TrainingResult",
     "TrialDispatch",
+    "TrialEnd",
     "TrialId",
     "TrialState",
     "TrialView",
@@ -62,6 +64,7 @@ class Paths:
     BATCH_SIZE = "/jobs/batch_size"
     REPORT = "/report"
     TRIALS = "/trials"
+    HEARTBEAT = "/trials/heartbeat"
     # Read API
     API_JOBS = "/api/jobs"
     HEALTH = "/health/live"
@@ -103,12 +106,16 @@ class TrialState(StrEnum):
 
 
 class EndReason(StrEnum):
-    """Why a training should stop, or that it should not."""
+    """Why a trial ended, or that it has not."""
 
     KEEP_TRAINING = "keep_training"
     TARGET_REACHED = "target_reached"
     COST_BOUND_CROSSED = "cost_bound_crossed"
     MAX_EPOCHS_REACHED = "max_epochs_reached"
+    CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
+    PREEMPTED = "preempted"
+    LEASE_EXPIRED = "lease_expired"
 
 
 def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -250,6 +257,34 @@ class TrialDispatch(TrialId):
     reason: str | None = None
 
 
+class TrialEnd(TrialId):
+    """Body of ``PATCH /trials``: a training ends before the server told it to.
+
+    Attributes:
+        outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
+            ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware), or
+            ``suspended`` (preempted: the trial may go on later).
+        detail: What happened, in words.
+    """
+
+    outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
+    detail: Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00]*$")] | None = None
+
+
+class HeartbeatResponse(WireMessage):
+    """Answer of ``PATCH /trials/heartbeat``.
+
+    Attributes:
+        state: Where the trial stands; a training whose trial has ended need not send more.
+        lease_s: Seconds after which the trial counts as abandoned if nothing more is heard of it.
+        interval_s: Seconds after which the next heartbeat is due.
+    """
+
+    state: TrialState
+    lease_s: float
+    interval_s: float
+
+
 class TrainingResult(TrialId):
     """Body of ``POST /report``: where a trial stands after an evaluation.
 
@@ -300,6 +335,7 @@ class TrialView(WireMessage):
         message: The last verdict or the way it ended, in words.
         started_at: When it was dispatched (UTC).
         ended_at: When it ended (UTC), or None.
+        end_reason: Why it ended, or None.
         time_s: Seconds since it began, as of its last report.
         energy_j: Joules since it began, as of its last report.
         energy_source: How the energy was measured.
@@ -316,6 +352,7 @@ class TrialView(WireMessage):
     message: str | None
     started_at: datetime
     ended_at: datetime | None
+    end_reason: EndReason | None
     time_s: float | None
     energy_j: float | None
     energy_source: str | None
@@ -335,6 +372,7 @@ class ArmView(WireMessage):
         batch_size: The arm.
         trials: Trials dispatched with it.
         n: How many of them reached the target.
+        infeasible: Why the size cannot run on this hardware, or None.
         mean_cost_j: Mean cost of those in joules, or None.
         std_cost_j: Population standard deviation of those costs in joules; None for fewer than two.
     """
@@ -344,6 +382,7 @@ class ArmView(WireMessage):
     n: int
     mean_cost_j: float | None
     std_cost_j: float | None
+    infeasible: EndReason | None
 
 
 class JobSummary(WireMessage):

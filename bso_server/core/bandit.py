@@ -11,42 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bso_server.core.model import OBSERVED, History, TrialRecord
-from zeus_plugins.protocol import Origin
+from bso_server.core.history import History
+from bso_server.core.statistics import Statistics
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Running count, mean and sum of squared deviations of a sequence (Welford, Technometrics 4(3), 1962).
-
-    Constant in size whatever the length of the sequence, and exact (variance 0) for equal values.
-    """
-
-    count: int = 0
-    mean: float = 0.0
-    squared_deviations: float = 0.0
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Statistics:
-        """Statistics of `values`."""
-        statistics = cls()
-        for value in values:
-            statistics = statistics.including(value)
-        return statistics
-
-    def including(self, value: float) -> Statistics:
-        """These statistics with one more value."""
-        count = self.count + 1
-        mean = self.mean + (value - self.mean) / count
-        return Statistics(count, mean, self.squared_deviations + (value - self.mean) * (value - mean))
-
-    @property
-    def variance(self) -> float:
-        """Population variance; 0 for fewer than two values."""
-        return self.squared_deviations / self.count if self.count else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,39 +63,16 @@ def fit(rewards: Statistics, *, prior_mean: float, prior_precision: float) -> Po
 
 
 def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Posterior]:
-    """Posterior per batch size, in the order given.
-
-    An arm enters the bandit stage fitted on its exploration trials. Once one of its trials has ended within the stage,
-    it is fitted on its last `window_size` (0: all) trials, whatever their origin: the one that ended last, and the
-    others that were dispatched last.
-    """
+    """Posterior per batch size, in the order given, fitted on what `Arm.learned_costs` says."""
     job = history.job
     return {
         batch_size: fit(
-            Statistics.of(-history.cost_of(trial) for trial in _learned_from(history, batch_size)),
+            history.arms[batch_size].learned_costs.negated(),
             prior_mean=job.mab_prior_mean,
             prior_precision=job.mab_prior_precision,
         )
         for batch_size in batch_sizes
     }
-
-
-def _learned_from(history: History, batch_size: int) -> list[TrialRecord]:
-    ended = [trial for trial in history.of_size(batch_size) if trial.state in OBSERVED]
-    entered_at = history.bandit_entered_at
-    refitted = entered_at is not None and any((trial.ended_event or 0) > entered_at for trial in ended)
-    if refitted:
-        return _window(ended, history.job.window_size)
-    return [trial for trial in ended if trial.origin is Origin.EXPLORATION]
-
-
-def _window(ended: list[TrialRecord], window_size: int) -> list[TrialRecord]:
-    if window_size == 0:
-        return ended
-    # A refit learns from the trial that brings it about, even if `window_size` trials dispatched later ended before it.
-    newest = max(ended, key=lambda trial: trial.ended_event or 0)
-    others = [trial for trial in ended if trial is not newest]
-    return [*others[max(0, len(others) - window_size + 1) :], newest]
 
 
 def choose(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-from bso_server.core.cost import cost
 from bso_server.errors import IllegalTransitionError
-from zeus_plugins.protocol import Origin, PolicyName, Stage, TrialState
+from zeus_plugins.protocol import EndReason, Origin, PolicyName, TrialState
 
 # Every legal move between trial states; what is not here raises. RUNNING ends in any way. ABANDONED and SUSPENDED
 # trials come back to life when their training does: nothing that was measured is thrown away.
@@ -78,7 +76,11 @@ class TrialRecord:
         energy_j: Joules since the trial began, as of its last report; 0 before any.
         epoch: Epochs trained as of its last report; 0 before any.
         metric: Validation metric of its last report, or None before any.
-        message: The verdict that ended it, or None.
+        message: The latest verdict, or how it ended; None before any.
+        end_reason: Why it ended, or None.
+        reports: Number of reports taken.
+        longest_gap_s: Longest time that passed between two of its reports, seconds.
+        heartbeats: Whether its training sends heartbeats.
     """
 
     trial_number: int
@@ -92,6 +94,17 @@ class TrialRecord:
     epoch: float = 0.0
     metric: float | None = None
     message: str | None = None
+    end_reason: EndReason | None = None
+    reports: int = 0
+    longest_gap_s: float = 0.0
+    heartbeats: bool = False
+
+    @property
+    def last_report(self) -> Report | None:
+        """The last report, or None before any."""
+        if self.metric is None:
+            return None
+        return Report(time_s=self.time_s, energy_j=self.energy_j, epoch=self.epoch, metric=self.metric)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,47 +137,3 @@ class Suggestion:
     batch_size: int
     origin: Origin
     reason: str
-
-
-@dataclass(frozen=True)
-class History:
-    """All trials of one job, in order of dispatch, and what follows from them."""
-
-    job: Job
-    trials: tuple[TrialRecord, ...] = field(default=())
-
-    def cost_of(self, trial: TrialRecord) -> float:
-        """Cost in joules of what the trial has reported so far."""
-        return cost(
-            energy_j=trial.energy_j,
-            time_s=trial.time_s,
-            max_power_w=self.job.max_power,
-            eta=self.job.eta_knob,
-        )
-
-    def of_size(self, batch_size: int) -> Sequence[TrialRecord]:
-        """Trials of one batch size, in order of dispatch."""
-        return self._by_size.get(batch_size, ())
-
-    @cached_property
-    def _by_size(self) -> Mapping[int, Sequence[TrialRecord]]:
-        by_size: dict[int, list[TrialRecord]] = {}
-        for trial in self.trials:
-            by_size.setdefault(trial.batch_size, []).append(trial)
-        return by_size
-
-    @cached_property
-    def cheapest(self) -> TrialRecord | None:
-        """The cheapest trial that reached the target (the earlier one on ties), or None."""
-        completed = (trial for trial in self.trials if trial.state is TrialState.COMPLETED)
-        return min(completed, key=self.cost_of, default=None)
-
-    @cached_property
-    def bandit_entered_at(self) -> int | None:
-        """Value of the event counter at which the bandit stage began, or None before that."""
-        return next((trial.started_event for trial in self.trials if trial.origin is Origin.BANDIT), None)
-
-    @property
-    def stage(self) -> Stage:
-        """The stage that the last request found the job in."""
-        return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT

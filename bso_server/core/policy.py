@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from bso_server.core import bandit, pruning
 from bso_server.core.cost import cost, early_stop_bound
-from bso_server.core.model import History, Job, Report, Suggestion, TrialRecord
-from bso_server.errors import InvalidReportError
+from bso_server.core.history import History
+from bso_server.core.model import Job, Report, Suggestion, TrialRecord
+from bso_server.errors import InvalidReportError, NoSurvivorError
 from zeus_plugins.protocol import EndReason, Origin, TrialState
 
 if TYPE_CHECKING:
@@ -72,18 +73,23 @@ def _explored(step: pruning.Explore, job: Job) -> Suggestion:
 def _concurrent(history: History, running: TrialRecord) -> Suggestion:
     waiting = f"trial {running.trial_number} is still exploring {running.batch_size}"
     cheapest = history.cheapest
-    if cheapest is None:
-        return Suggestion(
-            history.job.default_batch_size, Origin.CONCURRENT, f"{waiting}; meanwhile the default, nothing being known"
-        )
+    if cheapest is None or cheapest.batch_size not in history.fitting_sizes:
+        start = history.start_size or running.batch_size
+        return Suggestion(start, Origin.CONCURRENT, f"{waiting}; meanwhile {start}, nothing better being known")
     return Suggestion(
         cheapest.batch_size,
         Origin.CONCURRENT,
-        f"{waiting}; meanwhile the cheapest so far, {history.cost_of(cheapest):.4g} J in trial {cheapest.trial_number}",
+        f"{waiting}; meanwhile the cheapest so far, {cheapest.cost_j:.4g} J in trial {cheapest.trial_number}",
     )
 
 
-def _drawn(history: History, batch_sizes: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
+def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
+    batch_sizes = [batch_size for batch_size in survivors if history.arms[batch_size].infeasible is None]
+    if not batch_sizes:
+        raise NoSurvivorError(
+            f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "
+            "anew with others"
+        )
     arms = bandit.posteriors(history, batch_sizes)
     wanted = history.job.mab_num_explorations
     batch_size, draws = bandit.choose(arms, min_observations=wanted, rng=rng)
@@ -158,3 +164,17 @@ def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
                 f"{field} is a total since the trial began and cannot shrink: {now:g} {unit} after {before:g} {unit}",
                 field=field,
             )
+
+
+def outcome_of_crash(*, crashes: int, observed: bool, retries: int) -> tuple[TrialState, EndReason]:
+    """What a trial becomes that crashed: FAILED, to be tried again, or INFEASIBLE when that was tried often enough.
+
+    A size that was ever measured to the end can run; its crashes have other causes and never exclude it.
+
+    Args:
+        crashes: Crashes of trials of the size, this one included.
+        observed: Whether a trial of the size was ever measured to its end.
+        retries: Crashes after which a size counts as infeasible.
+    """
+    hopeless = crashes >= retries and not observed
+    return (TrialState.INFEASIBLE if hopeless else TrialState.FAILED), EndReason.CRASHED

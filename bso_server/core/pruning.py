@@ -7,13 +7,12 @@ sizes that reached the target survive into the next round, which starts at the c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 
-from bso_server.core.model import UNCOUNTED, History, TrialRecord
+from bso_server.core.history import History, cost_of
+from bso_server.core.model import TrialRecord
 from bso_server.errors import NoSurvivorError
-from zeus_plugins.protocol import Origin, TrialState
+from zeus_plugins.protocol import TrialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,20 +41,27 @@ class Survivors:
 def explore(history: History) -> Explore | Wait | Survivors:
     """What exploration needs next, replayed from the job's trials.
 
-    Crashed and abandoned trials do not count: their size is owed another one.
+    Crashed and abandoned trials do not count: their size is owed another one. Sizes that do not fit into memory are as
+    if the job did not have them.
 
     Raises:
-        NoSurvivorError: A round ended without any size that reached the target.
+        NoSurvivorError: A round ended without any size that reached the target, or no size fits into memory.
     """
     job = history.job
-    survivors, start = job.batch_sizes, job.default_batch_size
+    survivors, start = history.fitting_sizes, history.start_size
+    if start is None:
+        raise NoSurvivorError(
+            f"job {job.job_id!r}: even batch size {min(job.batch_sizes)} ran out of memory; register the job anew with "
+            "smaller batch_sizes or larger GPUs"
+        )
     for round_number in range(1, job.num_pruning_rounds + 1):
         reached: list[TrialRecord] = []
         for direction in _directions(survivors, start):
             for batch_size in direction:
-                trial = _nth_exploration(history, batch_size, round_number)
-                if trial is None:
+                explorations = history.explorations_of(batch_size)
+                if len(explorations) < round_number:
                     return Explore(batch_size, round_number, start)
+                trial = explorations[round_number - 1]
                 if trial.state in {TrialState.RUNNING, TrialState.SUSPENDED}:
                     return Wait(trial)
                 if trial.state is not TrialState.COMPLETED:
@@ -68,7 +74,7 @@ def explore(history: History) -> Explore | Wait | Survivors:
                 "with other batch_sizes, a target it can reach, more max_epochs or a larger beta_knob"
             )
         survivors = tuple(sorted(trial.batch_size for trial in reached))
-        start = min(reached, key=history.cost_of).batch_size
+        start = min(reached, key=lambda trial: cost_of(job, trial)).batch_size
     return Survivors(survivors)
 
 
@@ -76,12 +82,3 @@ def _directions(sizes: tuple[int, ...], start: int) -> tuple[list[int], list[int
     downwards = [size for size in reversed(sizes) if size <= start]
     upwards = [size for size in sizes if size > start]
     return downwards, upwards
-
-
-def _nth_exploration(history: History, batch_size: int, n: int) -> TrialRecord | None:
-    counted: Iterator[TrialRecord] = (
-        trial
-        for trial in history.of_size(batch_size)
-        if trial.origin is Origin.EXPLORATION and trial.state not in UNCOUNTED
-    )
-    return next(islice(counted, n - 1, None), None)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from bso_server.routes.read import health, list_jobs, show_job
-from bso_server.routes.wire import delete_job, end_trial, register_job, report, suggest
+from bso_server.routes.wire import delete_job, end_trial, heartbeat, register_job, report, suggest
 
-HANDLERS = [register_job, suggest, report, end_trial, delete_job, list_jobs, show_job, health]
+HANDLERS = [register_job, suggest, report, end_trial, heartbeat, delete_job, list_jobs, show_job, health]

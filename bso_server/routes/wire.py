@@ -1,4 +1,4 @@
-"""The five routes that Zeus 0.16's clients know, with its statuses."""
+"""The five routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ from http import HTTPStatus
 
 from litestar import Response, delete, get, patch, post
 
-from bso_server.routes.parameters import JobId
+from bso_server.routes.parameters import IdempotencyKey, JobId
 from bso_server.service import BatchSizeService
-from zeus_plugins.protocol import JobRegistration, Paths, ReportResponse, TrainingResult, TrialDispatch, TrialId
+from zeus_plugins.protocol import (
+    HeartbeatResponse,
+    JobRegistration,
+    Paths,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialEnd,
+    TrialId,
+)
 
 
 @post(Paths.JOBS)
@@ -19,9 +28,9 @@ async def register_job(data: JobRegistration, service: BatchSizeService) -> Resp
 
 
 @get(Paths.BATCH_SIZE)
-async def suggest(job_id: JobId, service: BatchSizeService) -> TrialDispatch:
-    """Start a trial of the job and name its batch size."""
-    return await service.suggest(job_id)
+async def suggest(job_id: JobId, service: BatchSizeService, idempotency_key: IdempotencyKey = None) -> TrialDispatch:
+    """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
+    return await service.suggest(job_id, idempotency_key)
 
 
 @post(Paths.REPORT, status_code=HTTPStatus.OK)
@@ -31,9 +40,15 @@ async def report(data: TrainingResult, service: BatchSizeService) -> ReportRespo
 
 
 @patch(Paths.TRIALS)
-async def end_trial(data: TrialId, service: BatchSizeService) -> None:
-    """End a trial; one that is still running has failed."""
+async def end_trial(data: TrialEnd, service: BatchSizeService) -> None:
+    """End a trial; one that is still running has failed, unless the body says otherwise."""
     await service.end_trial(data)
+
+
+@patch(Paths.HEARTBEAT)
+async def heartbeat(data: TrialId, service: BatchSizeService) -> HeartbeatResponse:
+    """Keep a trial alive."""
+    return await service.heartbeat(data)
 
 
 @delete(Paths.JOBS, status_code=HTTPStatus.OK)

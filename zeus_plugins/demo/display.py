@@ -102,8 +102,8 @@ class Display:
             f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
             f"This training recurs {self._recurrences} times, each time in a new process.",
             f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. (Its owner "
-            f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of maximum "
-            "power × time, in joules.",
+            f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of "
+            "maximum power × time, in joules.",
             "First the server explores the sizes; one that costs twice the cheapest run is stopped, and the run is "
             "launched again with another size. Then it plays the cheap sizes more and more.",
         ):

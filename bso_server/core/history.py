@@ -1,0 +1,199 @@
+"""What decisions rest on: a summary of a job's trials whose size does not grow with their number.
+
+`History.of` replays all trials. The database keeps the same summary beside the trials and moves it forward by the
+same steps (`Arm.after_dispatch`, `Arm.after_end`), so that a decision costs the same after ten trials and after
+ten thousand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from bso_server.core.cost import cost
+from bso_server.core.model import OBSERVED, UNCOUNTED, Job, TrialRecord
+from bso_server.core.statistics import Statistics
+from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
+
+
+def cost_of(job: Job, trial: TrialRecord) -> float:
+    """Cost in joules of what the trial has reported so far."""
+    return cost(energy_j=trial.energy_j, time_s=trial.time_s, max_power_w=job.max_power, eta=job.eta_knob)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What is remembered of one batch size.
+
+    Attributes:
+        batch_size: The size.
+        trials: Trials dispatched with it.
+        infeasible: Why it cannot run on this hardware, or None.
+        explored: Costs (J) of its exploration trials that were measured to their end.
+        observed: Costs (J) of all trials that were, whatever their origin.
+        completed: Costs (J) of those that reached the target.
+        window: The latest `window_size` of the observed trials, as (trial number, cost in J), in order of dispatch;
+            empty for a window of all.
+        refitted: Whether one of its trials was measured to its end within the bandit stage.
+    """
+
+    batch_size: int
+    trials: int = 0
+    infeasible: EndReason | None = None
+    explored: Statistics = field(default_factory=Statistics)
+    observed: Statistics = field(default_factory=Statistics)
+    completed: Statistics = field(default_factory=Statistics)
+    window: tuple[tuple[int, float], ...] = ()
+    refitted: bool = False
+
+    def after_dispatch(self) -> Arm:
+        """The arm once one more trial was dispatched with it."""
+        return replace(self, trials=self.trials + 1)
+
+    def after_end(self, job: Job, trial: TrialRecord, *, in_bandit: bool) -> Arm:
+        """The arm once `trial` has ended.
+
+        Args:
+            job: The job.
+            trial: One of this arm's, in the state in which it ended.
+            in_bandit: Whether the job was in its bandit stage by then.
+        """
+        if trial.state is TrialState.INFEASIBLE:
+            # Running out of memory speaks of larger sizes too, so nothing replaces it.
+            known = self.infeasible is EndReason.OUT_OF_MEMORY
+            return self if known else replace(self, infeasible=trial.end_reason or EndReason.CRASHED)
+        if trial.state not in OBSERVED:
+            return self
+        cost_j = cost_of(job, trial)
+        window = sorted([*self.window, (trial.trial_number, cost_j)])[-job.window_size :] if job.window_size else []
+        explored, completed = self.explored, self.completed
+        return replace(
+            self,
+            explored=explored.including(cost_j) if trial.origin is Origin.EXPLORATION else explored,
+            observed=self.observed.including(cost_j),
+            completed=completed.including(cost_j) if trial.state is TrialState.COMPLETED else completed,
+            window=tuple(window),
+            refitted=self.refitted or in_bandit,
+        )
+
+    @property
+    def learned_costs(self) -> Statistics:
+        """Costs (J) that the bandit learns from.
+
+        An arm enters the bandit stage with its exploration trials. Once a trial of it has ended within the stage, it is
+        learned anew from the latest `window_size` (0: all) trials of the size, whatever their origin.
+        """
+        if not self.refitted:
+            return self.explored
+        return Statistics.of(cost_j for _, cost_j in self.window) if self.window else self.observed
+
+
+@dataclass(frozen=True, slots=True)
+class Cheapest:
+    """The cheapest trial that reached the target."""
+
+    trial_number: int
+    batch_size: int
+    cost_j: float
+
+    @staticmethod
+    def of_both(known: Cheapest | None, job: Job, trial: TrialRecord) -> Cheapest | None:
+        """The cheaper of the one known so far (kept on ties) and `trial`, which has just ended."""
+        if trial.state is not TrialState.COMPLETED:
+            return known
+        cost_j = cost_of(job, trial)
+        if known is not None and known.cost_j <= cost_j:
+            return known
+        return Cheapest(trial.trial_number, trial.batch_size, cost_j)
+
+
+@dataclass(frozen=True)
+class History:
+    """The summary of a job's trials.
+
+    Attributes:
+        job: The job.
+        arms: Per batch size of the job, ascending.
+        explorations: Exploration trials that count, in order of dispatch; crashed and abandoned ones do not. Their
+            number is bounded by the job's sizes and rounds.
+        cheapest: The cheapest trial that reached the target, or None.
+        bandit_entered_at: Value of the job's event counter at which the bandit stage began, or None before that.
+    """
+
+    job: Job
+    arms: Mapping[int, Arm]
+    explorations: tuple[TrialRecord, ...] = ()
+    cheapest: Cheapest | None = None
+    bandit_entered_at: int | None = None
+
+    @classmethod
+    def of(cls, job: Job, trials: Iterable[TrialRecord]) -> History:
+        """Replay `trials`, in order of dispatch: the summary that the job must have."""
+        trials = tuple(trials)
+        arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
+        for trial in trials:
+            arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
+        entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
+        ended = sorted(
+            (trial for trial in trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
+        )
+        cheapest: Cheapest | None = None
+        for trial in ended:
+            cheapest = Cheapest.of_both(cheapest, job, trial)
+        arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
+        explorations = tuple(trial for trial in trials if is_counted_exploration(trial))
+        return cls(job, arms, explorations, cheapest, entered_at)
+
+    @property
+    def stage(self) -> Stage:
+        """The stage that the last request found the job in."""
+        return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT
+
+    @cached_property
+    def fitting_sizes(self) -> tuple[int, ...]:
+        """Batch sizes that may fit into memory: those below the smallest that did not; ascending."""
+        too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
+        return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
+
+    @property
+    def start_size(self) -> int | None:
+        """Where exploration begins: the default, or the largest size that fits below it; None when none fits."""
+        if self.job.default_batch_size in self.fitting_sizes:
+            return self.job.default_batch_size
+        return max(self.fitting_sizes, default=None)
+
+    def explorations_of(self, batch_size: int) -> Sequence[TrialRecord]:
+        """Counted explorations of one batch size, in order of dispatch."""
+        return self._explorations_by_size.get(batch_size, ())
+
+    @cached_property
+    def _explorations_by_size(self) -> Mapping[int, Sequence[TrialRecord]]:
+        by_size: dict[int, list[TrialRecord]] = {}
+        for trial in self.explorations:
+            by_size.setdefault(trial.batch_size, []).append(trial)
+        return by_size
+
+
+def arms_after(
+    job: Job, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
+) -> dict[int, Arm]:
+    """Arms that change when these trials have ended.
+
+    Args:
+        job: The job.
+        arms: The arms before.
+        ended: The trials, in order of their ends.
+        bandit_entered_at: As in `History`.
+    """
+    changed: dict[int, Arm] = {}
+    for trial in ended:
+        arm = changed.get(trial.batch_size, arms[trial.batch_size])
+        in_bandit = bandit_entered_at is not None and (trial.ended_event or 0) > bandit_entered_at
+        changed[trial.batch_size] = arm.after_end(job, trial, in_bandit=in_bandit)
+    return changed
+
+
+def is_counted_exploration(trial: TrialRecord) -> bool:
+    """Whether the trial is an exploration that its batch size need not repeat."""
+    return trial.origin is Origin.EXPLORATION and trial.state not in UNCOUNTED
