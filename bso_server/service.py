@@ -232,6 +232,7 @@ class BatchSizeService:
             trial_count=record.trial_number,
             folded_event=job.event_count,
             bandit_entered_at=event if drawn and job.bandit_entered_at is None else job.bandit_entered_at,
+            survivors=suggestion.survivors,
             rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
         )
         await transaction.update_jobs([job])
@@ -398,8 +399,9 @@ async def load_history(transaction: Transaction, job: StoredJob) -> tuple[Histor
     arms = await transaction.arms(job_id)
     ended = await transaction.ended_after(job_id, job.folded_event)
     changed = arms_after(job.job, arms, ended, bandit_entered_at=job.bandit_entered_at)
-    explorations = await transaction.counted_explorations(job_id)
-    history = History(job.job, arms | changed, tuple(explorations), job.cheapest, job.bandit_entered_at)
+    # The bandit stage needs them no more.
+    explorations = await transaction.counted_explorations(job_id) if job.survivors is None else ()
+    history = History(job.job, arms | changed, tuple(explorations), job.cheapest, job.bandit_entered_at, job.survivors)
     return history, changed
 
 

@@ -77,6 +77,7 @@ class StoredJob:
         bandit_entered_at: Event at which the bandit stage began, or None.
         folded_event: Event up to which ends of trials are in the arms.
         rng_state: State of the job's generator as JSON, or None.
+        survivors: Batch sizes with which the bandit stage was entered, ascending, or None.
     """
 
     registration: JobRegistration
@@ -88,6 +89,7 @@ class StoredJob:
     bandit_entered_at: int | None
     folded_event: int
     rng_state: str | None
+    survivors: tuple[int, ...] | None
 
 
 TrialKey = tuple[str, int]
@@ -513,6 +515,7 @@ def _job_from(row: RowMapping) -> StoredJob:
         bandit_entered_at=row["bandit_entered_event"],
         folded_event=row["folded_event"],
         rng_state=row["rng_state"],
+        survivors=None if row["survivors"] is None else tuple(json.loads(row["survivors"])),
     )
 
 
@@ -529,6 +532,7 @@ def _job_row(stored: StoredJob) -> dict[str, Any]:
         "bandit_entered_event": stored.bandit_entered_at,
         "folded_event": stored.folded_event,
         "rng_state": stored.rng_state,
+        "survivors": None if stored.survivors is None else json.dumps(stored.survivors),
     }
 
 
@@ -595,13 +599,14 @@ _STATISTICS_FIELDS = [field.name for field in fields(Statistics)]
 
 
 def _arm_from(row: RowMapping) -> Arm:
-    infeasible = row["infeasible"]
+    infeasible, latest = row["infeasible"], json.loads(row["latest"])
     return Arm(
         batch_size=row["batch_size"],
         trials=row["trials"],
         infeasible=None if infeasible is None else EndReason(infeasible),
         refitted=row["refitted"],
         window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
+        latest=None if latest is None else (latest[0], latest[1]),
         **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
     )
 
@@ -613,6 +618,7 @@ def _arm_row(arm: Arm) -> dict[str, Any]:
         "infeasible": None if arm.infeasible is None else arm.infeasible.value,
         "refitted": arm.refitted,
         "window": json.dumps(arm.window),
+        "latest": json.dumps(arm.latest),
     }
     for name in _STATISTICS:
         statistics = getattr(arm, name)

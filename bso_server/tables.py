@@ -72,6 +72,8 @@ jobs = Table(
     Column("event_count", Integer, nullable=False),
     # State of the job's random generator as JSON; null before its first draw and for jobs without a seed.
     Column("rng_state", Text),
+    # Batch sizes with which the bandit stage was entered, as JSON; null before that.
+    Column("survivors", Text),
     # Caches.
     Column("trial_count", Integer, nullable=False),
     Column("min_cost_j", Double),
@@ -145,6 +147,7 @@ arms = Table(
     Column("refitted", Boolean, nullable=False),
     # (trial number, cost) pairs as JSON.
     Column("window", Text, nullable=False),
+    Column("latest", Text, nullable=False),
     *(
         column
         for name in ("explored", "observed", "completed")

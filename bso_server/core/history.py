@@ -33,8 +33,9 @@ class Arm:
         explored: Costs (J) of its exploration trials that were measured to their end.
         observed: Costs (J) of all trials that were, whatever their origin.
         completed: Costs (J) of those that reached the target.
-        window: The latest `window_size` of the observed trials, as (trial number, cost in J), in order of dispatch;
-            empty for a window of all.
+        window: Those `window_size` observed trials that were dispatched last, as (trial number, cost in J), in order
+            of dispatch; empty for a window of all.
+        latest: The observed trial that ended last, in the same form, or None.
         refitted: Whether one of its trials was measured to its end within the bandit stage.
     """
 
@@ -45,6 +46,7 @@ class Arm:
     observed: Statistics = field(default_factory=Statistics)
     completed: Statistics = field(default_factory=Statistics)
     window: tuple[tuple[int, float], ...] = ()
+    latest: tuple[int, float] | None = None
     refitted: bool = False
 
     def after_dispatch(self) -> Arm:
@@ -66,7 +68,8 @@ class Arm:
         if trial.state not in OBSERVED:
             return self
         cost_j = cost_of(job, trial)
-        window = sorted([*self.window, (trial.trial_number, cost_j)])[-job.window_size :] if job.window_size else []
+        latest = (trial.trial_number, cost_j)
+        window = sorted([*self.window, latest])[-job.window_size :] if job.window_size else []
         explored, completed = self.explored, self.completed
         return replace(
             self,
@@ -74,6 +77,7 @@ class Arm:
             observed=self.observed.including(cost_j),
             completed=completed.including(cost_j) if trial.state is TrialState.COMPLETED else completed,
             window=tuple(window),
+            latest=latest,
             refitted=self.refitted or in_bandit,
         )
 
@@ -82,11 +86,16 @@ class Arm:
         """Costs (J) that the bandit learns from.
 
         An arm enters the bandit stage with its exploration trials. Once a trial of it has ended within the stage, it is
-        learned anew from the latest `window_size` (0: all) trials of the size, whatever their origin.
+        learned anew from its last `window_size` (0: all) trials, whatever their origin: the one that ended last, which
+        brings the new learning about, and the others that were dispatched last.
         """
         if not self.refitted:
             return self.explored
-        return Statistics.of(cost_j for _, cost_j in self.window) if self.window else self.observed
+        if self.latest is None or not self.window:
+            return self.observed
+        if self.latest in self.window:
+            return Statistics.of(cost_j for _, cost_j in self.window)
+        return Statistics.of(cost_j for _, cost_j in (self.latest, *self.window[1:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +128,8 @@ class History:
             number is bounded by the job's sizes and rounds.
         cheapest: The cheapest trial that reached the target, or None.
         bandit_entered_at: Value of the job's event counter at which the bandit stage began, or None before that.
+        survivors: The sizes with which that stage was entered, ascending, or None before that. They stay: an abandoned
+            exploration that comes back later must not undo the pruning.
     """
 
     job: Job
@@ -126,10 +137,17 @@ class History:
     explorations: tuple[TrialRecord, ...] = ()
     cheapest: Cheapest | None = None
     bandit_entered_at: int | None = None
+    survivors: tuple[int, ...] | None = None
 
     @classmethod
-    def of(cls, job: Job, trials: Iterable[TrialRecord]) -> History:
-        """Replay `trials`, in order of dispatch: the summary that the job must have."""
+    def of(cls, job: Job, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
+        """Replay `trials`, in order of dispatch: the summary that the job must have.
+
+        Args:
+            job: The job.
+            trials: All of its trials.
+            survivors: The sizes with which the bandit stage was entered, a decision that is kept and not replayed.
+        """
         trials = tuple(trials)
         arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
         for trial in trials:
@@ -143,7 +161,7 @@ class History:
             cheapest = Cheapest.of_both(cheapest, job, trial)
         arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
         explorations = tuple(trial for trial in trials if is_counted_exploration(trial))
-        return cls(job, arms, explorations, cheapest, entered_at)
+        return cls(job, arms, explorations, cheapest, entered_at, survivors)
 
     @property
     def stage(self) -> Stage:

@@ -132,8 +132,10 @@ class Suggestion:
         batch_size: Global batch size.
         origin: The kind of decision.
         reason: The decision in words, with its numbers.
+        survivors: In the bandit stage the sizes that it was entered with, ascending; else None.
     """
 
     batch_size: int
     origin: Origin
     reason: str
+    survivors: tuple[int, ...] | None = None

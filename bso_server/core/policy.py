@@ -51,6 +51,8 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:
     Raises:
         NoSurvivorError: No batch size reached the target in a whole exploration round.
     """
+    if history.survivors is not None:
+        return _drawn(history, history.survivors, rng)
     match pruning.explore(history):
         case pruning.Explore() as step:
             return _explored(step, history.job)
@@ -103,7 +105,7 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
             f"Thompson draw {-draws[batch_size]:.4g} J, the lowest of {len(arms)} sizes; "
             f"expected {-arm.mean:.4g} ± {arm.std:.2g} J from {arm.observations} runs"
         )
-    return Suggestion(batch_size, Origin.BANDIT, reason)
+    return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
 
 
 def judge(job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None) -> Verdict:

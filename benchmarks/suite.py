@@ -1,0 +1,211 @@
+"""The whole run: which servers are started, and what is measured on them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import secrets
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.growth import GrowthFigures, run_growth
+from benchmarks.load import Contestant, EchoLoad, LoadFigures, Shape, TrainingLoad, run_load
+from benchmarks.processes import Target, bso_server, serving
+
+SERVER = "bso-server"
+BARE = "bare route"
+PEER = "peer"
+
+# What the figures depend on; uvicorn takes uvloop and httptools where they are installed, in all servers alike.
+PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "uvicorn", "uvloop", "httptools")
+
+LOAD_LIMIT_S = 40.0
+ONE_CLIENT_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to measure.
+
+    Attributes:
+        shape: The load.
+        growth_sizes: Numbers of trials of one job to measure at; empty: not at all.
+        growth_blocks: Blocks of 10 requests per size.
+        growth_limit_s: When to stop growing.
+    """
+
+    shape: Shape
+    growth_sizes: tuple[int, ...]
+    growth_blocks: int
+    growth_limit_s: float
+
+
+FULL = Plan(Shape(jobs=4, concurrency=4, epochs=100, rounds=5), (10, 100, 1000, 5000), 4, 60.0)
+QUICK = Plan(Shape(jobs=2, concurrency=2, epochs=5, rounds=2), (10, 40), 1, 30.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A case that was not run, and why."""
+
+    skipped: str
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Everything that was measured.
+
+    Attributes:
+        started_at: When, UTC.
+        machine: Where, and with which versions.
+        database: Kind of the database.
+        plan: What was asked.
+        load: The server and the bare route under the whole load.
+        one_client: The same with one client.
+        peer: Another server under the whole load and with one client.
+        growth: Costs as one job grows.
+        workers: One and two workers under the whole load.
+    """
+
+    started_at: str
+    machine: dict[str, str]
+    database: str
+    plan: Plan
+    load: tuple[LoadFigures, ...]
+    one_client: tuple[LoadFigures, ...]
+    peer: tuple[LoadFigures, ...] | Skipped
+    growth: GrowthFigures | Skipped
+    workers: tuple[LoadFigures, ...] | Skipped
+
+    def to_json(self) -> dict[str, object]:
+        """The results as JSON can hold them."""
+        return asdict(self)
+
+
+def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = None) -> Results:
+    """Start the servers, measure, and stop them.
+
+    Args:
+        plan: What to measure.
+        database_url: SQLAlchemy URL of a database for the benchmark; a SQLite file in a temporary directory when None.
+        peer: Another server of the wire contract, already running.
+
+    Raises:
+        BenchmarkError: A server did not start, or did not do what was asked of it.
+    """
+    started_at = datetime.now(UTC).isoformat(timespec="seconds")
+    with tempfile.TemporaryDirectory(prefix="bso-bench-") as temporary:
+        directory = Path(temporary)
+        url = database_url or f"sqlite:///{directory / 'bso.sqlite3'}"
+        bso_server(url, directory, "db", "upgrade")
+        load, one_client, growth = _our_server(plan, url, directory)
+        return Results(
+            started_at=started_at,
+            machine=_machine(),
+            database=_backend(url),
+            plan=plan,
+            load=load,
+            one_client=one_client,
+            peer=_peer(plan.shape, peer),
+            growth=growth,
+            workers=_workers(plan.shape, url, directory),
+        )
+
+
+def _our_server(
+    plan: Plan, url: str, directory: Path
+) -> tuple[tuple[LoadFigures, ...], tuple[LoadFigures, ...], GrowthFigures | Skipped]:
+    with (
+        serving(SERVER, "bso_server", ("serve",), database_url=url, directory=directory) as server,
+        serving(BARE, "benchmarks.bare", (), database_url=url, directory=directory) as bare,
+    ):
+        contestants = [Contestant(server, TrainingLoad), Contestant(bare, EchoLoad)]
+        load = _load("under load", contestants, plan.shape, LOAD_LIMIT_S)
+        one_client = _load("one client", contestants, _with_one_client(plan.shape), ONE_CLIENT_LIMIT_S)
+        return load, one_client, _growth(plan, server)
+
+
+def _load(what: str, contestants: Sequence[Contestant], shape: Shape, limit_s: float) -> tuple[LoadFigures, ...]:
+    names = " and ".join(contestant.target.name for contestant in contestants)
+    _say(f"{what}: {names}, {shape.clients} clients, at most {limit_s:g} s")
+    return asyncio.run(run_load(contestants, shape, prefix=_new_prefix(), limit_s=limit_s))
+
+
+def _with_one_client(shape: Shape) -> Shape:
+    return Shape(jobs=1, concurrency=1, epochs=shape.epochs, rounds=shape.rounds)
+
+
+def _growth(plan: Plan, server: Target) -> GrowthFigures | Skipped:
+    if not plan.growth_sizes:
+        return Skipped("not asked for")
+    _say(f"growth to {plan.growth_sizes[-1]} trials of one job, at most about {plan.growth_limit_s:g} s")
+    return asyncio.run(
+        run_growth(
+            server,
+            plan.growth_sizes,
+            blocks=plan.growth_blocks,
+            prefix=_new_prefix(),
+            limit_s=plan.growth_limit_s,
+        )
+    )
+
+
+def _peer(shape: Shape, peer: Target | None) -> tuple[LoadFigures, ...] | Skipped:
+    """A peer is somebody else's: what it cannot do must not cost us our own figures."""
+    if peer is None:
+        return Skipped("no --peer-url given")
+    contestants = [Contestant(peer, TrainingLoad)]
+    try:
+        return (
+            *_load("under load", contestants, shape, LOAD_LIMIT_S),
+            *_load("one client", contestants, _with_one_client(shape), ONE_CLIENT_LIMIT_S),
+        )
+    except BenchmarkError as error:
+        return Skipped(str(error))
+
+
+def _workers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...] | Skipped:
+    if "--workers" not in bso_server(url, directory, "serve", "--help"):
+        return Skipped("bso-server serve has no --workers")
+    if _backend(url) == "sqlite":
+        return Skipped("SQLite has one writer at a time: give a PostgreSQL --database-url")
+    with (
+        serving("1 worker", "bso_server", ("serve", "--workers", "1"), database_url=url, directory=directory) as one,
+        serving("2 workers", "bso_server", ("serve", "--workers", "2"), database_url=url, directory=directory) as two,
+    ):
+        return _load("workers", [Contestant(one, TrainingLoad), Contestant(two, TrainingLoad)], shape, LOAD_LIMIT_S)
+
+
+def _backend(url: str) -> str:
+    return url.split(":", 1)[0].split("+", 1)[0]
+
+
+def _new_prefix() -> str:
+    return f"bench-{secrets.token_hex(4)}"
+
+
+def _machine() -> dict[str, str]:
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "CPUs": str(os.cpu_count()),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def _say(what: str) -> None:
+    print(f"{what} …", file=sys.stderr, flush=True)

@@ -1,0 +1,110 @@
+"""The results as text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from benchmarks.growth import Cost, GrowthFigures
+from benchmarks.load import LoadFigures
+from benchmarks.marks import Mark
+from benchmarks.suite import Results, Skipped
+
+LOAD_COLUMNS = (
+    *("server", "clients", "request", "n", "answers", "req/s"),
+    *("server CPU ms", "generator CPU ms", "p50 ms", "p95 ms", "p99 ms"),
+)
+GROWTH_COLUMNS = ("trials", "request", "n", "server CPU ms", "/ at 10", "p50 ms", "/ at 10")
+NUMBER = re.compile(r"[\d.]+|–")
+MARK_COLUMNS = ("mark", "limit", "measured", "outcome")
+
+
+def text(results: Results, marks: Sequence[Mark]) -> str:
+    """All tables."""
+    return "\n".join(_lines(results, marks))
+
+
+def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
+    machine, shape = results.machine, results.plan.shape
+    yield f"{results.started_at}, {results.database}, {', '.join(f'{name} {of}' for name, of in machine.items())}"
+    yield ""
+    yield (
+        f"Under load: {shape.jobs} jobs × {shape.concurrency} concurrent trials × {shape.epochs} epochs, "
+        f"{results.load[0].rounds} of {shape.rounds} rounds"
+    )
+    yield from _load_table(results.load)
+    yield f"One client: {shape.epochs} epochs, {results.one_client[0].rounds} of {shape.rounds} rounds"
+    yield from _load_table(results.one_client)
+    yield "Peer: under load, then one client"
+    yield from _load_table(results.peer)
+    yield "Growth of one job, one client"
+    yield from _growth_table(results.growth)
+    yield "One and two workers under load"
+    yield from _load_table(results.workers)
+    yield "Marks"
+    yield from _table(MARK_COLUMNS, [(mark.what, mark.limit, _number(mark.measured), mark.outcome) for mark in marks])
+
+
+def _load_table(servers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
+    if isinstance(servers, Skipped):
+        yield f"  skipped: {servers.skipped}"
+        yield ""
+        return
+    rows = [
+        (
+            server.target,
+            str(server.clients),
+            route.route,
+            str(route.requests),
+            " ".join(f"{n}×{status}" for status, n in route.answers.items()),
+            f"{route.requests_per_s:.0f}",
+            _number(route.server_cpu_ms),
+            *map(_number, (route.generator_cpu_ms, route.p50_ms, route.p95_ms, route.p99_ms)),
+        )
+        for server in servers
+        for route in server.routes
+    ]
+    yield from _table(LOAD_COLUMNS, rows)
+    resident = (f"{server.target} {_mib(server.rss_mib)}" for server in servers)
+    yield f"  resident memory afterwards: {', '.join(resident)}"
+    yield ""
+
+
+def _growth_table(growth: GrowthFigures | Skipped) -> Iterator[str]:
+    if isinstance(growth, Skipped):
+        yield f"  skipped: {growth.skipped}"
+        yield ""
+        return
+    rows = [
+        (str(point.trials), kind, str(point.requests), *_cost_cells(cost))
+        for point in growth.points
+        for kind, cost in (("suggest", point.suggest), ("final report", point.final_report))
+    ]
+    yield from _table(GROWTH_COLUMNS, rows)
+    if growth.note is not None:
+        yield f"  {growth.note}"
+    yield ""
+
+
+def _cost_cells(cost: Cost) -> tuple[str, ...]:
+    return tuple(map(_number, (cost.server_cpu_ms, cost.cpu_ratio, cost.p50_ms, cost.p50_ratio)))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns as wide as their widest cell; numbers to the right."""
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    numeric = [all(map(NUMBER.fullmatch, cells)) for cells in zip(*rows, strict=True)]
+    for row in (columns, *rows):
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        yield f"  {'  '.join(cells)}".rstrip()
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _mib(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.0f} MiB"

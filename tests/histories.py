@@ -1,0 +1,88 @@
+"""The life of a job without a server: trials are dispatched and end, and each such event gets the next number."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from bso_server.core.history import History
+from bso_server.core.model import Job, Report, TrialRecord, check_transition
+from bso_server.core.policy import Verdict, judge, suggest
+from zeus_plugins.protocol import Origin, TrialState
+
+
+def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> Job:
+    """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
+    job = Job(
+        job_id="job",
+        batch_sizes=batch_sizes,
+        default_batch_size=default_batch_size,
+        max_power=100.0,
+        eta_knob=1.0,
+        target_metric=1.0,
+        max_epochs=10,
+    )
+    return replace(job, **fields)  # type: ignore[arg-type]  # the tests' keywords are Job's
+
+
+@dataclass
+class Life:
+    """One job's trials so far, and its generator."""
+
+    job: Job
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    trials: list[TrialRecord] = field(default_factory=list)
+    events: int = 0
+    survivors: tuple[int, ...] | None = None
+
+    @property
+    def history(self) -> History:
+        return History.of(self.job, self.trials, self.survivors)
+
+    def dispatch(self, batch_size: int, origin: Origin = Origin.EXPLORATION) -> TrialRecord:
+        """Start a trial, whatever the policy thinks of it."""
+        self.events += 1
+        trial = TrialRecord(
+            trial_number=len(self.trials) + 1,
+            batch_size=batch_size,
+            state=TrialState.RUNNING,
+            origin=origin,
+            started_event=self.events,
+        )
+        self.trials.append(trial)
+        return trial
+
+    def ask(self) -> TrialRecord:
+        """Start the trial that the policy wants."""
+        suggestion = suggest(self.history, self.rng)
+        self.survivors = suggestion.survivors
+        return self.dispatch(suggestion.batch_size, suggestion.origin)
+
+    def move(self, trial: TrialRecord, state: TrialState, cost_j: float = 0.0) -> TrialRecord:
+        """Put a trial into another state, having cost `cost_j` joules."""
+        check_transition(self.trials[trial.trial_number - 1].state, state)
+        ended_event = None
+        if state not in {TrialState.RUNNING, TrialState.SUSPENDED}:
+            self.events += 1
+            ended_event = self.events
+        moved = replace(trial, state=state, ended_event=ended_event, energy_j=cost_j)
+        self.trials[trial.trial_number - 1] = moved
+        return moved
+
+    def complete(self, trial: TrialRecord, cost_j: float) -> TrialRecord:
+        """Let a trial reach the target."""
+        return self.move(trial, TrialState.COMPLETED, cost_j)
+
+    def run(self, batch_size: int, origin: Origin, state: TrialState, cost_j: float) -> TrialRecord:
+        """Dispatch a trial and let it end at once."""
+        return self.move(self.dispatch(batch_size, origin), state, cost_j)
+
+    def report(self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float) -> Verdict:
+        """Judge a report as the server does, and end the trial where the verdict says so."""
+        cheapest = self.history.cheapest
+        min_cost_j = None if cheapest is None else cheapest.cost_j
+        verdict = judge(self.job, trial, Report(1.0, cost_j, epoch, metric), min_cost_j)
+        if verdict.stop:
+            self.move(trial, verdict.state, cost_j)
+        return verdict

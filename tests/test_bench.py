@@ -1,0 +1,121 @@
+"""The load generator: what was asked is what was sent, and what it says about a process is true. No timings here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.driver import driving, percentile
+from benchmarks.errors import BenchmarkError
+from benchmarks.player import encode, parse_answer
+from benchmarks.processes import Meter, Target
+from tests.conftest import Server, free_port
+
+ROOT = Path(__file__).parent.parent
+
+JOBS, CONCURRENCY, EPOCHS, ROUNDS = 2, 3, 4, 2
+CLIENTS = JOBS * CONCURRENCY
+
+
+def asked(jobs: int, clients: int) -> dict[str, dict[str, int]]:
+    """Answers per status and route that a load must bring about: all of them 2xx."""
+    trials = clients * ROUNDS
+    return {
+        "POST /jobs (new)": {"201": jobs},
+        "POST /jobs (known)": {"200": trials},
+        "GET /jobs/batch_size": {"200": trials + clients},
+        "POST /report (epoch)": {"200": trials * (EPOCHS - 1)},
+        "POST /report (final)": {"200": trials},
+        "PATCH /trials": {"200": clients},
+        "DELETE /jobs": {"200": jobs},
+    }
+
+
+def answers(figures: dict[str, Any]) -> dict[str, dict[str, int]]:
+    return {route["route"]: route["answers"] for route in figures["routes"]}
+
+
+def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path) -> None:
+    shape = f"--jobs {JOBS} --concurrency {CONCURRENCY} --epochs {EPOCHS} --rounds {ROUNDS}".split()
+    nobody = f"http://127.0.0.1:{free_port()}"
+    file = tmp_path / "figures.json"
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--quick", *shape, "--peer-url", nobody, "--json", str(file)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    results = json.loads(file.read_text())
+
+    server, bare = results["load"]
+    assert (server["target"], server["clients"], server["rounds"]) == ("bso-server", CLIENTS, ROUNDS)
+    assert answers(server) == asked(JOBS, CLIENTS)
+    assert answers(bare) == {"POST /report (echo)": {"200": CLIENTS * ROUNDS * (EPOCHS - 1)}}
+    one_client, bare_with_one = results["one_client"]
+    assert answers(one_client) == asked(jobs=1, clients=1)
+    assert answers(bare_with_one) == {"POST /report (echo)": {"200": ROUNDS * (EPOCHS - 1)}}
+    for figures in (*results["load"], *results["one_client"]):
+        for route in figures["routes"]:
+            assert route["requests"] == sum(route["answers"].values())
+            assert 0 < route["p50_ms"] <= route["p95_ms"] <= route["p99_ms"]
+            assert route["requests_per_s"] > 0
+            assert (route["server_cpu_ms"] is not None) == sys.platform.startswith("linux")
+
+    assert results["growth"]["note"] is None
+    assert [(point["trials"], point["requests"]) for point in results["growth"]["points"]] == [(10, 10), (40, 10)]
+    assert results["database"] == "sqlite"
+    assert results["peer"]["skipped"].startswith(f"no server at {nobody.removeprefix('http://')}")
+    assert "SQLite" in results["workers"]["skipped"]
+    assert [mark["limit"] for mark in results["marks"]] == ["≤ 0.2", "≥ 0.5", "≤ 1.2", "≤ 1.2", "≥ 1.5"]
+    assert all(mark["what"] in run.stdout and mark["outcome"] in run.stdout for mark in results["marks"])
+    assert all(mark["outcome"].startswith("not judged") for mark in results["marks"])
+
+
+def test_an_answer_that_is_no_success_ends_the_run(server: Server) -> None:
+    async def ask_for_nothing() -> None:
+        async with driving(Target("server", "127.0.0.1", server.port, Meter(None)), clients=1) as driver:
+            await driver.send([[encode("GET", "/health/live"), encode("GET", "/jobs/batch_size?job_id=nobody")]])
+
+    with pytest.raises(BenchmarkError, match=r"server answered 404 to GET /jobs/batch_size.*nobody"):
+        asyncio.run(ask_for_nothing())
+
+
+def test_an_answer_may_arrive_in_pieces() -> None:
+    answer = b"HTTP/1.1 201 Created\r\nServer: x\r\ncontent-length: 2\r\n\r\n{}"
+    assert [parse_answer(bytearray(answer[:end])) for end in range(len(answer))] == [None] * len(answer)
+    assert parse_answer(bytearray(answer)) == (201, b"{}")
+    assert parse_answer(bytearray(b"HTTP/1.1 204 No Content\r\nServer: x\r\n\r\n")) == (204, b"")
+    with pytest.raises(BenchmarkError, match="without Content-Length"):
+        parse_answer(bytearray(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the figures come from /proc")
+def test_the_meter_counts_a_process_and_its_children() -> None:
+    child = "import time\nwhile time.process_time() < 0.2: pass\nprint(time.process_time(), flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    with subprocess.Popen([sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        used_by_child_s = float(process.stdout.readline())
+        meter = Meter(process.pid)
+        cpu_s, rss_mib = meter.cpu_s(), meter.rss_mib()
+        process.stdin.write(b"\n")
+    assert cpu_s is not None
+    assert cpu_s > used_by_child_s
+    assert rss_mib is not None
+    assert 2 < rss_mib < 1000
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    hundred = list(range(1, 101))
+    assert [percentile(hundred, share) for share in (0.50, 0.95, 0.99)] == [50, 95, 99]
+    assert percentile([7.0], 0.5) == 7.0
+    assert percentile([1.0, 2.0], 0.99) == 2.0
