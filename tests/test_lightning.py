@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests import lightning_models as models
@@ -69,7 +70,7 @@ class Bench:
         return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
 
     def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOCallback:
-        defaults = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
+        defaults: dict[str, Any] = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
         return ZeusBSOCallback(job or self.job(), monitor, **(defaults | options))
 
     def is_registered(self) -> bool:
@@ -192,6 +193,22 @@ def test_reloaded_loaders_get_the_servers_size(bench: Bench) -> None:
     trainer.fit(module)
     assert module.seen_sizes == EPOCH_OF_48 * 2
     assert module.estimated_steps == trainer.global_step
+
+
+class AtTrainStart(Callback):
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._look()
+
+
+def test_attributes_and_hyperparameters_name_the_servers_size_while_training(bench: Bench) -> None:
+    module, data = models.SizedModule(), models.HyperparameterData()
+    seen: list[int] = []
+    look = AtTrainStart(lambda: seen.extend([module.batch_size, data.hparams["batch_size"]]))
+    quiet_trainer(bench.callback(), look).fit(module, data)
+    assert seen == [SERVERS_SIZE, SERVERS_SIZE]
 
 
 def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
@@ -405,6 +422,14 @@ def test_everything_but_a_training_leaves_the_callback_idle(bench: Bench, run: s
     assert loader.batch_size == USERS_SIZE
     with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
         _ = callback.trial
+    assert not bench.is_registered()
+
+
+def test_a_tuner_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+    trainer = quiet_trainer(bench.callback(), default_root_dir=tmp_path)
+    module = models.SizedModule()
+    Tuner(trainer).scale_batch_size(module, max_trials=1, init_val=8, steps_per_trial=1)
+    assert 0 < max(module.seen_sizes) < SERVERS_SIZE
     assert not bench.is_registered()
 
 

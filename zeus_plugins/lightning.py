@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
@@ -49,8 +50,8 @@ class ZeusBSOCallback(Callback):
     `train_dataloader`, or a loader passed to `fit`. Where the data module, the module or their hyperparameters have an
     integer `batch_size`, it is set too. All of that is taken back when `fit` ends.
 
-    A report follows each validation; without a validation loop, each training epoch. Outside `fit`, and in a
-    `fast_dev_run`, the callback does nothing.
+    A report follows each validation; without a validation loop, each training epoch. Outside `fit`, in a
+    `fast_dev_run` and under a `Tuner`, the callback does nothing.
 
     Args:
         job: The recurring job. Its batch sizes are global: samples per optimizer step over all devices and accumulated
@@ -116,7 +117,7 @@ class ZeusBSOCallback(Callback):
     # `setup` is the earliest hook that works: later ones come after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
-        if stage != "fit" or getattr(trainer, "fast_dev_run", False):
+        if stage != "fit" or _is_rehearsal(trainer):
             return
         self._check_epochs(trainer)
         splits = self._splits(trainer)
@@ -161,7 +162,7 @@ class ZeusBSOCallback(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+        if not trainer.sanity_checking:
             self._report(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -298,6 +299,14 @@ class ZeusBSOCallback(Callback):
 
 def _over(verdict: ReportResponse | None) -> bool:
     return verdict is not None and verdict.stop_train
+
+
+def _is_rehearsal(trainer: Trainer) -> bool:
+    """Whether this `fit` is a `fast_dev_run` or a `Tuner`'s trial, and so no recurrence of the job."""
+    # Lightning's connectors set these attributes, out of a type checker's sight.
+    callbacks = getattr(trainer, "callbacks", ())
+    finders = (each for each in callbacks if isinstance(each, (BatchSizeFinder, LearningRateFinder)))
+    return bool(getattr(trainer, "fast_dev_run", False)) or any(finder._early_exit for finder in finders)
 
 
 def _decided_by_rank_zero(trainer: Trainer, decide: Callable[[], T]) -> T:

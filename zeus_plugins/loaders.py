@@ -51,7 +51,7 @@ def split_batch(
         candidates = range(accumulation, per_device_step + 1)
     for steps in candidates:
         per_device, remainder = divmod(per_device_step, steps)
-        if remainder == 0 and per_device > 0 and (max_per_device is None or per_device <= max_per_device):
+        if remainder == 0 and (max_per_device is None or per_device <= max_per_device):
             return BatchSplit(per_device, steps)
     return None
 
