@@ -10,14 +10,25 @@ from importlib.metadata import version
 
 from litestar import Litestar
 from litestar.di import Provide
+from litestar.middleware import DefineMiddleware
+from litestar.middleware.rate_limit import RateLimitConfig
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
+from litestar.stores.memory import MemoryStore
 
+from bso_server.database import open_database
 from bso_server.http_errors import EXCEPTION_HANDLERS
+from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
+from bso_server.routes.access import caller_of, guard_by
+from bso_server.security import Authenticator
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings
-from bso_server.store import Store, open_store
+from bso_server.store import Store
+from bso_server.tokens import Tokens
+
+_REQUEST_COUNTS = "request_counts"
 
 logger = logging.getLogger("bso_server")
 
@@ -34,22 +45,39 @@ def create_app(settings: Settings | None = None) -> Litestar:
     settings = settings or Settings()
     store = store_of(settings)
     service = BatchSizeService(store, crash_retries=settings.crash_retries)
+    tokens = Tokens(store)
+    authenticator = Authenticator(tokens, insecure=settings.insecure)
+    request_counts = MemoryStore()
+
+    reader = JobReader(store)
 
     def provide_service() -> BatchSizeService:
         return service
+
+    def provide_reader() -> JobReader:
+        return reader
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
         await prepare(store)
         logger.info("database: %s", store.description)
-        reaper = asyncio.create_task(_reap_for_ever(service, settings.reap_interval_s))
+        await _say_who_is_served(settings, tokens)
+        reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
         yield
         reaper.cancel()
         await store.close()
 
     return Litestar(
         route_handlers=HANDLERS,
-        dependencies={"service": Provide(provide_service, sync_to_thread=False)},
+        dependencies={
+            "service": Provide(provide_service, sync_to_thread=False),
+            "reader": Provide(provide_reader, sync_to_thread=False),
+            "caller": Provide(caller_of, sync_to_thread=False),
+        },
+        guards=[guard_by(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")])],
+        middleware=[] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)],
+        stores={_REQUEST_COUNTS: request_counts},
+        request_max_body_size=settings.max_body_bytes,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=[lifespan],
         # Logging is the launcher's business; Litestar's own set-up would write request bodies.
@@ -60,6 +88,14 @@ def create_app(settings: Settings | None = None) -> Litestar:
             version=version("zeus-plugins"),
             path="/schema",
             render_plugins=[JsonRenderPlugin(path="/openapi.json")],
+            use_handler_docstrings=True,
+            components=Components(
+                security_schemes={
+                    "bearer": SecurityScheme(type="http", scheme="bearer"),
+                    "basic": SecurityScheme(type="http", scheme="basic", description="the token is the password"),
+                }
+            ),
+            security=[{"bearer": []}, {"basic": []}],
         ),
     )
 
@@ -71,12 +107,13 @@ def store_of(settings: Settings) -> Store:
         ValueError: It cannot be used.
     """
     password = settings.db_password
-    return open_store(
+    database = open_database(
         settings.database_url,
         user=settings.db_user,
         password=None if password is None else password.get_secret_value(),
         echo_sql=settings.echo_sql,
     )
+    return Store(database)
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:
@@ -95,10 +132,28 @@ async def prepare(store: Store, *, migrate: bool = False) -> None:
         await store.check_schema()
 
 
-async def _reap_for_ever(service: BatchSizeService, interval_s: float) -> None:
-    """Abandon trials that nobody hears of, so that the jobs of killed trainings go on; each process does it."""
+async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
+    if settings.insecure:
+        logger.warning(
+            "INSECURE: everybody who reaches this server can read, change and delete every job, because of --insecure "
+            "or ZEUS_BSO_INSECURE"
+        )
+    elif not await tokens.any_valid():
+        logger.info("no tokens yet: only clients of this machine are served; bso-server token create makes a token")
+
+
+def _rate_limit(per_minute: int) -> DefineMiddleware:
+    return RateLimitConfig(rate_limit=("minute", per_minute), exclude="^/health/", store=_REQUEST_COUNTS).middleware
+
+
+async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore, interval_s: float) -> None:
+    """Abandon trials that nobody hears of, so that the jobs of killed trainings go on; each process does it.
+
+    Also forgets the addresses that have not asked for a while.
+    """
     while True:
         await asyncio.sleep(interval_s)
+        await request_counts.delete_expired()
         try:
             await service.reap()
         except Exception:

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import logging.config
 import os
+import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -17,11 +18,18 @@ from pydantic import BaseModel, ValidationError
 
 from bso_server.app import prepare, store_of
 from bso_server.errors import BsoError
-from bso_server.format import job_list_text, job_text
+from bso_server.format import job_list_text, job_text, token_list_json, token_list_text
+from bso_server.security import CACHE_S, Scope, TokenRecord
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.store import Store
+from bso_server.tokens import Tokens
 from zeus_plugins.protocol import ErrorBody, JobList, JobView, Paths
+
+_TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
+
+# User and password in a URL; a token may be the password, and is not to be printed.
+_LOGIN = re.compile("//[^/]*@")
 
 Message = TypeVar("Message", bound=BaseModel)
 T = TypeVar("T")
@@ -55,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="bring the database to this version's schema first (on SQLite that is done in any case)",
     )
+    serve.add_argument(
+        "--insecure", action="store_const", const=True, help="serve everybody who shows no token, on any machine"
+    )
     _add_database_url(serve)
     serve.set_defaults(run=_serve)
 
@@ -69,6 +80,29 @@ def _parser() -> argparse.ArgumentParser:
     current = database.add_parser("current", help="print the revision of the database's schema")
     _add_database_url(current)
     current.set_defaults(run=_db_current)
+
+    token = commands.add_parser("token", help="say who may use it").add_subparsers(required=True, metavar="WHAT")
+    create = token.add_parser("create", help="make a token and print it, this once")
+    create.add_argument("--name", required=True, help="what or whom it is for")
+    create.add_argument(
+        "--scope",
+        dest="scopes",
+        action="extend",
+        nargs="+",
+        choices=list(Scope),
+        type=Scope,
+        help="what it allows: read; report, which includes read (default); admin, which includes all",
+    )
+    _add_database_url(create)
+    create.set_defaults(run=_token_create)
+    token_list = token.add_parser("list", help="all tokens, without their secrets")
+    token_list.add_argument("--json", action="store_true", help="print JSON")
+    _add_database_url(token_list)
+    token_list.set_defaults(run=_token_list)
+    revoke = token.add_parser("revoke", help="make a token worthless for good")
+    revoke.add_argument("token_id", metavar="ID")
+    _add_database_url(revoke)
+    revoke.set_defaults(run=_token_revoke)
 
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     show = config.add_parser("show", help="every setting with its source")
@@ -168,6 +202,38 @@ def _db_current(options: argparse.Namespace) -> None:
     _with_store(options, current)
 
 
+def _token_create(options: argparse.Namespace) -> None:
+    async def create(store: Store) -> None:
+        await prepare(store)
+        token, record = await Tokens(store).create(options.name, options.scopes or [Scope.REPORT])
+        print(token)
+        print(
+            f"token {record.token_id} ({record.name}): {', '.join(sorted(record.scopes))}. It is shown this once; "
+            f"trainings take it from {_TOKEN_VARIABLE}. A server of this database asks every client for a token now.",
+            file=sys.stderr,
+        )
+
+    _with_store(options, create)
+
+
+def _token_list(options: argparse.Namespace) -> None:
+    async def read(store: Store) -> list[TokenRecord]:
+        await store.check_schema()
+        return await Tokens(store).all()
+
+    tokens = _with_store(options, read)
+    print(token_list_json(tokens) if options.json else token_list_text(tokens))
+
+
+def _token_revoke(options: argparse.Namespace) -> None:
+    async def revoke(store: Store) -> None:
+        await store.check_schema()
+        await Tokens(store).revoke(options.token_id)
+        print(f"token {options.token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
+
+    _with_store(options, revoke)
+
+
 def _config_show(options: argparse.Namespace) -> None:
     settings, given = _settings(options), _given(options)
     for name in Settings.model_fields:
@@ -217,12 +283,14 @@ def _with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]
 
 
 def _get(url: str) -> bytes:
+    token = os.environ.get(_TOKEN_VARIABLE, "").strip()
+    shown = _LOGIN.sub("//", url)
     try:
-        response = httpx.get(url)
+        response = httpx.get(url, headers={"Authorization": f"Bearer {token}"} if token else None)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise CommandError(f"no answer from {url}: {error}") from error
+        raise CommandError(f"no answer from {shown}: {error}") from error
     if response.is_error:
-        raise CommandError(f"{url} answered {response.status_code}: {_message_in(response)}")
+        raise CommandError(f"{shown} answered {response.status_code}: {_message_in(response)}")
     return response.content
 
 

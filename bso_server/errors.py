@@ -10,7 +10,12 @@
     ├── KeyConflictError        the trial that this idempotency key started has ended
     ├── IllegalTransitionError  a trial cannot go from its state to that one
     ├── InvalidReportError      a report contradicts itself or what was reported before
+    ├── InvalidImportError      an exported job contradicts itself
     ├── NoSurvivorError         no batch size reached the target in a whole exploration round
+    ├── UnauthenticatedError    the request shows no token, or not a good one
+    ├── ForbiddenError          whoever asks may not do that
+    ├── UntrustedHostError      the request was sent to a host name that this server does not answer to
+    ├── UnknownTokenError       no such token
     └── DatabaseNotReadyError   the database lacks this version's tables
 """
 
@@ -65,8 +70,37 @@ class InvalidReportError(BsoError):
     """A report contradicts itself, its trial, or what the trial reported before."""
 
 
+class InvalidImportError(BsoError):
+    """The facts of an exported job contradict each other."""
+
+
 class NoSurvivorError(BsoError):
     """A whole exploration round passed without one batch size reaching the target."""
+
+
+class UnauthenticatedError(BsoError):
+    """The request needs a token and shows none, or shows one that is not good."""
+
+
+class ForbiddenError(BsoError):
+    """The caller is known, and may not do that."""
+
+
+class UntrustedHostError(BsoError):
+    """The request was sent to a host name that this server does not answer to."""
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"this server does not answer to host {host!r}: use another name for it, or add this one to its setting "
+            "ZEUS_BSO_ALLOWED_HOSTS"
+        )
+
+
+class UnknownTokenError(BsoError):
+    """No token has this id."""
+
+    def __init__(self, token_id: str) -> None:
+        super().__init__(f"unknown token {token_id!r}: bso-server token list shows the ids")
 
 
 class DatabaseNotReadyError(BsoError):

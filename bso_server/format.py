@@ -1,9 +1,12 @@
-"""Jobs as text for a terminal."""
+"""Jobs and tokens as text for a terminal."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from datetime import datetime
 
+from bso_server.security import TokenRecord
 from zeus_plugins.protocol import JobList, JobView
 
 
@@ -52,6 +55,36 @@ def job_text(view: JobView) -> str:
     sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
     energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
     return "\n\n".join([head, arms, trials, energy])
+
+
+def token_list_text(tokens: Sequence[TokenRecord]) -> str:
+    """A table with a line per token."""
+    if not tokens:
+        return "no tokens"
+    rows = [
+        [one.token_id, one.name, " ".join(sorted(one.scopes)), _time(one.created_at), _time(one.revoked_at)]
+        for one in tokens
+    ]
+    return _table(["ID", "NAME", "SCOPES", "CREATED (UTC)", "REVOKED (UTC)"], rows)
+
+
+def token_list_json(tokens: Sequence[TokenRecord]) -> str:
+    """The same for machines: what people may see of tokens, without their hashes."""
+    shown = [
+        {
+            "token_id": token.token_id,
+            "name": token.name,
+            "scopes": sorted(token.scopes),
+            "created_at": token.created_at.isoformat(),
+            "revoked_at": None if token.revoked_at is None else token.revoked_at.isoformat(),
+        }
+        for token in tokens
+    ]
+    return json.dumps({"tokens": shown}, indent=2)
+
+
+def _time(instant: datetime | None) -> str:
+    return "-" if instant is None else f"{instant:%Y-%m-%d %H:%M}"
 
 
 def _number(value: float | None) -> str:

@@ -13,15 +13,21 @@ from litestar.exceptions import HTTPException, ValidationException
 from bso_server.errors import (
     BsoError,
     DatabaseNotReadyError,
+    ForbiddenError,
     IllegalTransitionError,
+    InvalidImportError,
     InvalidReportError,
     JobConflictError,
     KeyConflictError,
     NoSurvivorError,
     ReportConflictError,
+    UnauthenticatedError,
     UnknownJobError,
+    UnknownTokenError,
     UnknownTrialError,
+    UntrustedHostError,
 )
+from bso_server.messages import MAX_IMPORT_BYTES
 from zeus_plugins.protocol import ErrorBody, FieldError
 
 logger = logging.getLogger("bso_server")
@@ -35,7 +41,28 @@ STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     IllegalTransitionError: HTTPStatus.CONFLICT,
     NoSurvivorError: HTTPStatus.CONFLICT,
     InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
+    ForbiddenError: HTTPStatus.FORBIDDEN,
+    UntrustedHostError: HTTPStatus.BAD_REQUEST,
+    UnknownTokenError: HTTPStatus.NOT_FOUND,
     DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+
+HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
+    UnauthenticatedError: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},
+}
+
+# What Litestar refuses in two words of its own.
+_WORDS_OF = {
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (
+        "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit, and "
+        f"{MAX_IMPORT_BYTES} bytes is that of an import; bso-server jobs import --database-url has none"
+    ),
+    HTTPStatus.TOO_MANY_REQUESTS: (
+        "too many requests from this address within a minute: wait as many seconds as the header RateLimit-Reset says; "
+        "the server's setting ZEUS_BSO_RATE_LIMIT_PER_MINUTE says how many it takes"
+    ),
 }
 
 AnyRequest = Request[Any, Any, Any]
@@ -44,7 +71,7 @@ AnyRequest = Request[Any, Any, Any]
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
     """Answer an error of the domain."""
     fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
-    return _answer(STATUS_OF[type(error)], error.message, fields)
+    return _answer(STATUS_OF[type(error)], error.message, fields, HEADERS_OF.get(type(error)))
 
 
 def invalid_request(_request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
@@ -61,7 +88,8 @@ def invalid_request(_request: AnyRequest, error: ValidationException) -> Respons
 
 def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody]:
     """Answer what Litestar refused by itself, such as an unknown route."""
-    return _answer(HTTPStatus(error.status_code), error.detail, headers=error.headers)
+    status = HTTPStatus(error.status_code)
+    return _answer(status, _WORDS_OF.get(status, error.detail), headers=error.headers)
 
 
 def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:

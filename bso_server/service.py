@@ -9,19 +9,20 @@ import json
 import logging
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import numpy as np
 
-from bso_server import moves, views
+from bso_server import moves, transfer, views
 from bso_server.core import policy
 from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.lease import LeasePolicy
 from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import (
     BsoError,
+    ForbiddenError,
     InvalidReportError,
     JobConflictError,
     KeyConflictError,
@@ -30,13 +31,15 @@ from bso_server.errors import (
     UnknownTrialError,
 )
 from bso_server.groups import Groups
+from bso_server.messages import JobExport
+from bso_server.security import UNRESTRICTED, Caller, Scope
 from bso_server.store import JobExistsError, Store, StoredJob, StoredTrial, Transaction, TrialKey
+from bso_server.transfer import ImportedJob
 from zeus_plugins.protocol import (
     EndReason,
     HeartbeatResponse,
-    JobList,
     JobRegistration,
-    JobView,
+    JobSummary,
     Origin,
     ReportResponse,
     TrainingResult,
@@ -50,6 +53,9 @@ logger = logging.getLogger("bso_server")
 
 # A trial in one of these may report and beat; in any other it has ended for good.
 _ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED}
+
+# Reports that one transaction forgets at most.
+_PRUNED_AT_ONCE = 1000
 
 
 def _utc_now() -> datetime:
@@ -78,7 +84,7 @@ class BatchSizeService:
         self._leases = leases or LeasePolicy()
         self._crash_retries = crash_retries
         self._clock = clock
-        self._reports: Groups[TrainingResult, ReportResponse] = Groups(self._take_reports)
+        self._reports: Groups[tuple[TrainingResult, Caller], ReportResponse] = Groups(self._take_reports)
 
     async def register(self, registration: JobRegistration) -> tuple[JobRegistration, bool]:
         """Register a job, or find it registered the same way.
@@ -97,7 +103,7 @@ class BatchSizeService:
         if existing is None:
             now = self._clock()
             try:
-                await self._store.run(lambda transaction: transaction.insert_job(registration, now))
+                await self._store.write(lambda transaction: transaction.insert_job(registration, now))
             except JobExistsError:
                 existing = await self._find(job_id)
             else:
@@ -108,25 +114,31 @@ class BatchSizeService:
         _refuse_difference(existing.registration, registration)
         return existing.registration, False
 
-    async def suggest(self, job_id: str, idempotency_key: str | None = None) -> TrialDispatch:
+    async def suggest(
+        self, job_id: str, idempotency_key: str | None = None, *, caller: Caller = UNRESTRICTED
+    ) -> TrialDispatch:
         """Choose a batch size and start a trial with it.
 
         Args:
             job_id: The job.
             idempotency_key: Made by the client for this request; when the request is repeated with it, the answer is
                 the trial that the first one started.
+            caller: Who asks; the trial is theirs.
 
         Raises:
             UnknownJobError: No such job.
             NoSurvivorError: No batch size reached the target in a whole exploration round.
             KeyConflictError: The key's trial has ended.
+            ForbiddenError: The key's trial is another caller's.
         """
-        dispatch, new = await self._store.run(lambda transaction: self._suggest(transaction, job_id, idempotency_key))
+        dispatch, new = await self._store.write(
+            lambda transaction: self._suggest(transaction, job_id, idempotency_key, caller)
+        )
         if new:
             logger.info("job %s trial %d: batch size %d, %s", *_told(dispatch))
         return dispatch
 
-    async def report(self, result: TrainingResult) -> ReportResponse:
+    async def report(self, result: TrainingResult, *, caller: Caller = UNRESTRICTED) -> ReportResponse:
         """Record where a trial stands and decide whether it goes on.
 
         A report sent again gets the same answer again. A late report brings an abandoned trial back to life.
@@ -135,36 +147,39 @@ class BatchSizeService:
             UnknownTrialError: No such trial.
             InvalidReportError: The report contradicts the trial or what it reported before.
             ReportConflictError: The trial has ended, and not with this report.
+            ForbiddenError: The trial is another caller's.
         """
-        return await self._reports.submit(result)
+        return await self._reports.submit((result, caller))
 
-    async def end_trial(self, end: TrialEnd) -> None:
+    async def end_trial(self, end: TrialEnd, *, caller: Caller = UNRESTRICTED) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is.
 
         Raises:
             UnknownTrialError: No such trial.
             InvalidReportError: The trial has another batch size.
+            ForbiddenError: The trial is another caller's, and this one is no administrator.
         """
-        message = await self._store.run(lambda transaction: self._end_trial(transaction, end))
+        message = await self._store.write(lambda transaction: self._end_trial(transaction, end, caller))
         if message is not None:
             logger.info("job %s trial %d: %s", end.job_id, end.trial_number, message)
 
-    async def heartbeat(self, trial_id: TrialId) -> HeartbeatResponse:
+    async def heartbeat(self, trial_id: TrialId, *, caller: Caller = UNRESTRICTED) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again.
 
         Raises:
             UnknownTrialError: No such trial.
             InvalidReportError: The trial has another batch size.
+            ForbiddenError: The trial is another caller's.
         """
-        return await self._store.run(lambda transaction: self._heartbeat(transaction, trial_id))
+        return await self._store.write(lambda transaction: self._heartbeat(transaction, trial_id, caller))
 
     async def reap(self) -> int:
         """Abandon every trial whose lease has run out; their number."""
-        async with self._store.read() as transaction:
-            job_ids = await transaction.jobs_with_expired_trials(self._clock())
+        now = self._clock()
+        job_ids = await self._store.read(lambda transaction: transaction.jobs_with_expired_trials(now))
         abandoned = 0
         for job_id in job_ids:
-            abandoned += await self._store.run(partial(self._reap, job_id=job_id))
+            abandoned += await self._store.write(partial(self._reap, job_id=job_id))
         return abandoned
 
     async def delete_job(self, job_id: str) -> None:
@@ -173,44 +188,58 @@ class BatchSizeService:
         Raises:
             UnknownJobError: No such job.
         """
-        if not await self._store.run(lambda transaction: transaction.delete_job(job_id)):
+        if not await self._store.write(lambda transaction: transaction.delete_job(job_id)):
             raise UnknownJobError(job_id)
         logger.info("job %s deleted", job_id)
 
-    async def list_jobs(self) -> JobList:
-        """All jobs, ordered by id."""
-        async with self._store.read() as transaction:
-            return JobList(jobs=tuple(views.summary(stored) for stored in await transaction.all_jobs()))
-
-    async def show_job(self, job_id: str) -> JobView:
-        """One job with its arms and trials.
+    async def import_job(self, export: JobExport) -> JobSummary:
+        """Create a job with its trials as another server exported it.
 
         Raises:
-            UnknownJobError: No such job.
+            JobConflictError: Its id is taken.
+            InvalidImportError: Its facts contradict each other.
         """
-        async with self._store.read() as transaction:
-            stored = await transaction.job(job_id)
-            if stored is None:
-                raise UnknownJobError(job_id)
-            return views.job(stored, await transaction.all_trials(job_id))
+        job = transfer.imported(export)
+        job_id = job.stored.job.job_id
+        try:
+            await self._store.write(lambda transaction: _insert_imported(transaction, job))
+        except JobExistsError as error:
+            raise JobConflictError(
+                f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
+            ) from error
+        logger.info("job %s imported with %d trials", job_id, len(job.trials))
+        return views.summary(job.stored)
+
+    async def prune_epochs(self, age: timedelta) -> int:
+        """Forget reports that are older than `age`; each trial keeps its last. Their number.
+
+        Decisions rest on trials and go on as before.
+        """
+        instant, pruned = self._clock() - age, 0
+        while True:
+            # A transaction for each few: between two of them, others get their turn.
+            few = await self._store.write(lambda transaction: transaction.delete_epochs_before(instant, _PRUNED_AT_ONCE))
+            pruned += few
+            if few < _PRUNED_AT_ONCE:
+                return pruned
 
     async def _find(self, job_id: str) -> StoredJob | None:
-        async with self._store.read() as transaction:
-            return await transaction.job(job_id)
+        return await self._store.read(lambda transaction: transaction.job(job_id))
 
-    async def _suggest(
-        self, transaction: Transaction, job_id: str, idempotency_key: str | None
+    def _suggest(
+        self, transaction: Transaction, job_id: str, idempotency_key: str | None, caller: Caller
     ) -> tuple[TrialDispatch, bool]:
         now = self._clock()
-        job = await transaction.locked_job(job_id)
+        job = transaction.locked_job(job_id)
         if job is None:
             raise UnknownJobError(job_id)
         if idempotency_key is not None:
-            started = await transaction.trial_with_key(job_id, idempotency_key)
+            started = transaction.trial_with_key(job_id, idempotency_key)
             if started is not None:
+                _refuse_other_owner(started, caller)
                 return _dispatch_again(started), False
-        job = await self._abandon_expired(transaction, job, now)
-        history, changed = await load_history(transaction, job)
+        job = self._abandon_expired(transaction, job, now)
+        history, changed = load_history(transaction, job)
         rng = _generator(job)
         suggestion = policy.suggest(history, rng)
         drawn = suggestion.origin is Origin.BANDIT
@@ -222,10 +251,10 @@ class BatchSizeService:
             origin=suggestion.origin,
             started_event=event,
         )
-        trial = StoredTrial(job_id, record, suggestion.reason, started_at=now, lease_expires_at=None)
-        await transaction.insert_trial(moves.renewed(trial, now, self._leases), idempotency_key=idempotency_key)
+        trial = StoredTrial(job_id, record, suggestion.reason, now, lease_expires_at=None, owner=caller.token_id)
+        transaction.insert_trial(moves.renewed(trial, now, self._leases), idempotency_key=idempotency_key)
         changed[record.batch_size] = history.arms[record.batch_size].after_dispatch()
-        await transaction.update_arms(job_id, changed.values())
+        transaction.update_arms(job_id, changed.values())
         job = replace(
             job,
             event_count=event,
@@ -235,28 +264,29 @@ class BatchSizeService:
             survivors=suggestion.survivors,
             rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
         )
-        await transaction.update_jobs([job])
+        transaction.update_jobs([job])
         return _dispatch(trial), True
 
-    async def _take_reports(self, results: Sequence[TrainingResult]) -> list[ReportResponse | Exception]:
-        return await self._store.run(lambda transaction: self._report_all(transaction, results))
+    async def _take_reports(self, results: Sequence[tuple[TrainingResult, Caller]]) -> list[ReportResponse | Exception]:
+        return await self._store.write(lambda transaction: self._report_all(transaction, results))
 
-    async def _report_all(
-        self, transaction: Transaction, results: Sequence[TrainingResult]
+    def _report_all(
+        self, transaction: Transaction, results: Sequence[tuple[TrainingResult, Caller]]
     ) -> list[ReportResponse | Exception]:
-        found = await transaction.locked_trials({(result.job_id, result.trial_number) for result in results})
+        found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in results})
         page = _Page(found)
         answers: list[ReportResponse | Exception] = []
-        for result in results:
+        for result, caller in results:
             try:
-                answers.append(self._report(page, result))
+                answers.append(self._report(page, result, caller))
             except BsoError as error:
                 answers.append(error)
-        await page.save(transaction)
+        page.save(transaction)
         return answers
 
-    def _report(self, page: _Page, result: TrainingResult) -> ReportResponse:
+    def _report(self, page: _Page, result: TrainingResult, caller: Caller) -> ReportResponse:
         job, trial = page.find(result)
+        _refuse_other_owner(trial, caller)
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.record.state is TrialState.RUNNING and trial.record.last_report == report
         if repeated or trial.record.state not in _ALIVE:
@@ -279,30 +309,32 @@ class BatchSizeService:
             stop_train=verdict.stop, converged=verdict.converged, message=verdict.message, reason=verdict.reason
         )
 
-    async def _end_trial(self, transaction: Transaction, end: TrialEnd) -> str | None:
+    def _end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller) -> str | None:
         now = self._clock()
-        job, trial = await _locked_trial(transaction, end)
+        job, trial = _locked_trial(transaction, end)
+        if Scope.ADMIN not in caller.scopes:
+            _refuse_other_owner(trial, caller)
         if trial.record.state not in {TrialState.RUNNING, TrialState.SUSPENDED}:
             return None
-        state, reason, message = await self._outcome(transaction, end)
+        state, reason, message = self._outcome(transaction, end)
         if state is TrialState.SUSPENDED:
             if trial.record.state is not TrialState.RUNNING:
                 return None
-            await transaction.update_trials([moves.suspended(trial, message, now, self._leases)])
+            transaction.update_trials([moves.suspended(trial, message, now, self._leases)])
             return message
         job, trial = moves.ended(job, moves.revived(trial), state, reason, message, now)
-        await transaction.update_trials([trial])
-        await transaction.update_jobs([job])
+        transaction.update_trials([trial])
+        transaction.update_jobs([job])
         return message
 
-    async def _outcome(self, transaction: Transaction, end: TrialEnd) -> tuple[TrialState, EndReason, str]:
+    def _outcome(self, transaction: Transaction, end: TrialEnd) -> tuple[TrialState, EndReason, str]:
         """State, reason and message of a trial that its own training ends."""
         if end.outcome is TrialState.SUSPENDED:
             return TrialState.SUSPENDED, EndReason.PREEMPTED, _message("suspended: the training was preempted", end)
         if end.outcome is TrialState.INFEASIBLE:
             message = f"infeasible: {end.batch_size} ran out of memory; neither it nor a larger size is tried again"
             return TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY, _message(message, end)
-        earlier, observed = await transaction.crashes(end.job_id, end.batch_size)
+        earlier, observed = transaction.crashes(end.job_id, end.batch_size)
         state, reason = policy.outcome_of_crash(crashes=earlier + 1, observed=observed, retries=self._crash_retries)
         if state is TrialState.INFEASIBLE:
             message = f"infeasible: {end.batch_size} crashed {earlier + 1} times and is not tried again"
@@ -310,35 +342,36 @@ class BatchSizeService:
             message = "failed: the training ended before the server said so"
         return state, reason, _message(message, end)
 
-    async def _heartbeat(self, transaction: Transaction, trial_id: TrialId) -> HeartbeatResponse:
-        _, trial = await _locked_trial(transaction, trial_id)
+    def _heartbeat(self, transaction: Transaction, trial_id: TrialId, caller: Caller) -> HeartbeatResponse:
+        _, trial = _locked_trial(transaction, trial_id)
+        _refuse_other_owner(trial, caller)
         if trial.record.state in _ALIVE:
             trial = moves.beating(trial, self._clock(), self._leases)
-            await transaction.update_trials([trial])
+            transaction.update_trials([trial])
         return HeartbeatResponse(
             state=trial.record.state,
             lease_s=self._leases.heartbeat_lease_s,
             interval_s=self._leases.heartbeat_interval_s,
         )
 
-    async def _reap(self, transaction: Transaction, job_id: str) -> int:
-        job = await transaction.locked_job(job_id)
+    def _reap(self, transaction: Transaction, job_id: str) -> int:
+        job = transaction.locked_job(job_id)
         if job is None:
             return 0
-        after = await self._abandon_expired(transaction, job, self._clock())
-        await transaction.update_jobs([after])
+        after = self._abandon_expired(transaction, job, self._clock())
+        transaction.update_jobs([after])
         return after.event_count - job.event_count
 
-    async def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
+    def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
         """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
         abandoned = []
-        for expired in await transaction.expired_trials(job.job.job_id, now):
+        for expired in transaction.expired_trials(job.job.job_id, now):
             message = f"abandoned: not heard of since {expired.reported_at or expired.started_at:%Y-%m-%d %H:%M:%S} UTC"
             state, reason = TrialState.ABANDONED, EndReason.LEASE_EXPIRED
             job, trial = moves.ended(job, expired, state, reason, message, now)
             abandoned.append(trial)
             logger.info("job %s trial %d: %s", job.job.job_id, trial.record.trial_number, message)
-        await transaction.update_trials(abandoned)
+        transaction.update_trials(abandoned)
         return job
 
 
@@ -384,25 +417,38 @@ class _Page:
                 }
             )
 
-    async def save(self, transaction: Transaction) -> None:
+    def save(self, transaction: Transaction) -> None:
         """Write what has changed."""
-        trials = [trial for key, trial in self._trials.items() if trial is not self._trials_before[key]]
+        changed = [(self._trials_before[key], trial) for key, trial in self._trials.items()]
+        changed = [(before, after) for before, after in changed if after is not before]
+        progressed = [after for before, after in changed if before.record.state is after.record.state]
+        moved = [after for before, after in changed if before.record.state is not after.record.state]
         jobs = [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
-        await transaction.update_trials(trials)
-        await transaction.insert_epochs(self._epochs)
-        await transaction.update_jobs(jobs)
+        transaction.update_progress(progressed)
+        transaction.update_trials(moved)
+        transaction.insert_epochs(self._epochs)
+        transaction.update_jobs(jobs)
 
 
-async def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:
+def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:
     """The summary that decisions rest on, and the arms in it that are newer than those in the database."""
     job_id = job.job.job_id
-    arms = await transaction.arms(job_id)
-    ended = await transaction.ended_after(job_id, job.folded_event)
+    arms = transaction.arms(job_id)
+    ended = transaction.ended_after(job_id, job.folded_event)
     changed = arms_after(job.job, arms, ended, bandit_entered_at=job.bandit_entered_at)
     # The bandit stage needs them no more.
-    explorations = await transaction.counted_explorations(job_id) if job.survivors is None else ()
+    explorations = transaction.counted_explorations(job_id) if job.survivors is None else ()
     history = History(job.job, arms | changed, tuple(explorations), job.cheapest, job.bandit_entered_at, job.survivors)
     return history, changed
+
+
+def _insert_imported(transaction: Transaction, job: ImportedJob) -> None:
+    job_id = job.stored.job.job_id
+    transaction.insert_job(job.stored.registration, job.stored.created_at)
+    transaction.update_jobs([job.stored])
+    transaction.update_arms(job_id, job.arms)
+    transaction.insert_trials(job.trials)
+    transaction.insert_epochs([asdict(epoch) for epoch in job.epochs])
 
 
 def _refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
@@ -448,9 +494,9 @@ def _told(dispatch: TrialDispatch) -> tuple[object, ...]:
     return dispatch.job_id, dispatch.trial_number, dispatch.batch_size, dispatch.reason
 
 
-async def _locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, StoredTrial]:
+def _locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, StoredTrial]:
     key = trial_id.job_id, trial_id.trial_number
-    return _Page(await transaction.locked_trials([key])).find(trial_id)
+    return _Page(transaction.locked_trials([key])).find(trial_id)
 
 
 def _refuse_other_size(trial: StoredTrial, trial_id: TrialId) -> None:
@@ -460,6 +506,14 @@ def _refuse_other_size(trial: StoredTrial, trial_id: TrialId) -> None:
             f"trial {trial_id.trial_number} of job {trial_id.job_id!r} has batch size {dispatched}, "
             f"not {trial_id.batch_size}",
             field="batch_size",
+        )
+
+
+def _refuse_other_owner(trial: StoredTrial, caller: Caller) -> None:
+    if trial.owner is not None and caller.token_id not in (None, trial.owner):
+        raise ForbiddenError(
+            f"trial {trial.record.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "
+            f"token {caller.token_id} cannot report on it, keep it alive, or end it without scope {Scope.ADMIN}"
         )
 
 

@@ -34,6 +34,11 @@ class Settings(BaseSettings):
         echo_sql: Whether every SQL statement is logged.
         crash_retries: Crashes after which a batch size that never ran to its end is given up.
         reap_interval_s: Seconds between two searches for trials whose trainings are no longer heard of.
+        insecure: Whether everybody is served without a token.
+        allowed_hosts: Host names that requests may be sent to, separated by commas; ``*.example`` stands for all names
+            below ``example``, and ``*`` for every host.
+        max_body_bytes: Size in bytes of the largest request body that is taken.
+        rate_limit_per_minute: Requests that one address may make within a minute, per server process; None: any number.
 
     Raises:
         pydantic.ValidationError: A value does not fit its field; `problems` puts it in words.
@@ -50,6 +55,10 @@ class Settings(BaseSettings):
     echo_sql: bool = False
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
+    insecure: bool = False
+    allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
+    max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
+    rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
 
 
 def variable_of(name: str) -> str:

@@ -6,49 +6,37 @@ import asyncio
 import json
 import logging
 import random
-import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
+    Connection,
     RowMapping,
     Select,
     Table,
     bindparam,
     delete,
-    event,
     func,
     insert,
     select,
     tuple_,
     update,
 )
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from bso_server import migrations
 from bso_server.core.history import Arm, Cheapest
 from bso_server.core.model import OBSERVED, UNCOUNTED, Job, TrialRecord
 from bso_server.core.statistics import Statistics
+from bso_server.database import Database, SqliteDatabase, is_passing
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.filesystem import network_filesystem
-from bso_server.tables import arms, epochs, jobs, trials
+from bso_server.security import Scope, TokenRecord
+from bso_server.tables import arms, epochs, jobs, tokens, trials
 from zeus_plugins.protocol import EndReason, JobRegistration, Origin, TrialState
-
-# Seconds that a SQLite connection waits for another one's transaction before it gives up.
-_SQLITE_BUSY_TIMEOUT_S = 30
-
-# Connections that one server process holds open at most; a request that finds none free waits for one.
-_POOL_SIZE = 10
-
-_READ_ONLY = "bso_read_only"
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
 _ATTEMPTS = 8
@@ -109,6 +97,7 @@ class StoredTrial:
         reported_at: When its last report was taken (UTC), or None.
         ended_at: When it ended (UTC), or None.
         lease_expires_at: When it is abandoned if nothing more is heard of it (UTC); None for one that has ended.
+        owner: Id of the token that dispatched it; None where the server asked for none.
     """
 
     job_id: str
@@ -119,11 +108,37 @@ class StoredTrial:
     energy_source: str | None = None
     reported_at: datetime | None = None
     ended_at: datetime | None = None
+    owner: str | None = None
 
     @property
     def key(self) -> TrialKey:
         """Its job_id and number."""
         return self.job_id, self.record.trial_number
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEpoch:
+    """A row of `epochs`: a report that did not end its trial; totals since the trial began.
+
+    Attributes:
+        job_id: The job.
+        trial_number: Its trial.
+        report_number: Counts from 1 within the trial.
+        epoch: Epochs trained.
+        time_s: Seconds.
+        energy_j: Joules.
+        metric: The validation metric.
+        reported_at: When it was taken (UTC).
+    """
+
+    job_id: str
+    trial_number: int
+    report_number: int
+    epoch: float
+    time_s: float
+    energy_j: float
+    metric: float
+    reported_at: datetime
 
 
 class Transaction:
@@ -133,79 +148,78 @@ class Transaction:
     transaction does). Rows are locked job before trial and in the order of their keys.
     """
 
-    def __init__(self, connection: AsyncConnection) -> None:
+    def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    async def job(self, job_id: str) -> StoredJob | None:
+    def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
+        """What a query that only reads finds; `store_reads` holds those that no decision needs."""
+        return self._connection.execute(statement).mappings().all()
+
+    def job(self, job_id: str) -> StoredJob | None:
         """The job, or None."""
-        return await self._one_job(select(jobs).where(jobs.c.job_id == job_id))
+        return self._one_job(select(jobs).where(jobs.c.job_id == job_id))
 
-    async def locked_job(self, job_id: str) -> StoredJob | None:
+    def locked_job(self, job_id: str) -> StoredJob | None:
         """The job, or None; other writers wait."""
-        return await self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
+        return self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
 
-    async def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
+    def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
-        rows = await self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)})
+        rows = self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)})
         return {
-            (row["job_id"], row["trial_trial_number"]): (_job_from(row), _trial_from(row, prefix="trial_"))
+            (row["job_id"], row["trial_trial_number"]): (job_from(row), trial_from(row, prefix="trial_"))
             for row in rows.mappings()
         }
 
-    async def all_jobs(self) -> list[StoredJob]:
-        """Every job, ordered by id."""
-        rows = await self._connection.execute(select(jobs).order_by(jobs.c.job_id))
-        return [_job_from(row) for row in rows.mappings()]
-
-    async def all_trials(self, job_id: str) -> list[StoredTrial]:
+    def all_trials(self, job_id: str) -> list[StoredTrial]:
         """Every trial of the job, in order of dispatch."""
-        return await self._trials(trials.c.job_id == job_id)
+        return self._trials(trials.c.job_id == job_id)
 
-    async def counted_explorations(self, job_id: str) -> list[TrialRecord]:
+    def counted_explorations(self, job_id: str) -> list[TrialRecord]:
         """The job's exploration trials that count, in order of dispatch."""
-        found = await self._trials(
+        found = self._trials(
             trials.c.job_id == job_id,
             trials.c.origin == Origin.EXPLORATION.value,
             trials.c.state.not_in([state.value for state in UNCOUNTED]),
         )
         return [trial.record for trial in found]
 
-    async def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
+    def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
         """Trials that ended after this event of the job, in order of their ends."""
-        found = await self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
+        found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
         return sorted((trial.record for trial in found), key=lambda record: record.ended_event or 0)
 
-    async def expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
+    def expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
         """The job's trials whose leases have run out, in order of dispatch."""
-        return await self._trials(trials.c.job_id == job_id, *_expired(now))
+        return self._trials(trials.c.job_id == job_id, *_expired(now))
 
-    async def jobs_with_expired_trials(self, now: datetime) -> list[str]:
+    def jobs_with_expired_trials(self, now: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
         statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
-        return list((await self._connection.execute(statement)).scalars())
+        return list((self._connection.execute(statement)).scalars())
 
-    async def trial_with_key(self, job_id: str, idempotency_key: str) -> StoredTrial | None:
+    def trial_with_key(self, job_id: str, idempotency_key: str) -> StoredTrial | None:
         """The trial that a request with this key started, or None."""
-        found = await self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
+        found = self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
         return found[0] if found else None
 
-    async def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
+    def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
         """How many trials of the size crashed, and whether one was ever measured to its end."""
         statement = (
             select(trials.c.state, func.count())
             .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
             .group_by(trials.c.state)
         )
-        counts = {TrialState(state): count for state, count in await self._connection.execute(statement)}
+        counts = {TrialState(state): count for state, count in self._connection.execute(statement)}
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
-    async def arms(self, job_id: str) -> dict[int, Arm]:
+    def arms(self, job_id: str) -> dict[int, Arm]:
         """What is remembered of each batch size, ascending."""
         statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
-        rows = await self._connection.execute(statement)
+        rows = self._connection.execute(statement)
         return {row["batch_size"]: _arm_from(row) for row in rows.mappings()}
 
-    async def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
+    def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
         """Add a job with its arms.
 
         Raises:
@@ -222,58 +236,106 @@ class Transaction:
             "folded_event": 0,
         }
         try:
-            await self._connection.execute(insert(jobs).values(row))
+            self._connection.execute(insert(jobs).values(row))
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
         rows = [{"job_id": registration.job_id, **_arm_row(Arm(size))} for size in registration.batch_sizes]
-        await self._connection.execute(insert(arms), rows)
+        self._connection.execute(insert(arms), rows)
 
-    async def update_jobs(self, changed: Iterable[StoredJob]) -> None:
+    def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save what may change of jobs whose rows this transaction has locked."""
-        await self._update_many(jobs, [_job_row(job) for job in changed], key=("job_id",))
+        self._update_many(jobs, [_job_row(job) for job in changed], key=("job_id",))
 
-    async def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
+    def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Replace what is remembered of these batch sizes of a locked job."""
         rows = [{"job_id": job_id, **_arm_row(arm)} for arm in changed]
-        await self._update_many(arms, rows, key=("job_id", "batch_size"))
+        self._update_many(arms, rows, key=("job_id", "batch_size"))
 
-    async def delete_job(self, job_id: str) -> bool:
+    def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
-        result = await self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
+        result = self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
         return bool(result.rowcount)
 
-    async def insert_trial(self, trial: StoredTrial, *, idempotency_key: str | None = None) -> None:
+    def insert_trial(self, trial: StoredTrial, *, idempotency_key: str | None = None) -> None:
         """Add a trial that was just dispatched."""
-        record = trial.record
-        row = {
-            **_trial_row(trial),
-            "batch_size": record.batch_size,
-            "origin": record.origin.value,
-            "reason": trial.reason,
-            "started_at": trial.started_at,
-            "started_event": record.started_event,
-            "idempotency_key": idempotency_key,
-        }
-        await self._connection.execute(insert(trials).values(row))
+        row = {**_whole_trial_row(trial), "idempotency_key": idempotency_key}
+        self._connection.execute(insert(trials).values(row))
 
-    async def update_trials(self, changed: Iterable[StoredTrial]) -> None:
+    def insert_trials(self, added: Sequence[StoredTrial]) -> None:
+        """Add trials that another database has seen."""
+        if added:
+            self._connection.execute(insert(trials), [_whole_trial_row(trial) for trial in added])
+
+    def update_trials(self, changed: Iterable[StoredTrial]) -> None:
         """Save what may change of trials whose rows this transaction has locked."""
-        await self._update_many(trials, [_trial_row(trial) for trial in changed], key=("job_id", "trial_number"))
+        self._update_many(trials, [_trial_row(trial) for trial in changed], key=("job_id", "trial_number"))
 
-    async def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def update_progress(self, changed: Iterable[StoredTrial]) -> None:
+        """Save what a report changes of locked trials that were running and still are.
+
+        The columns that are left out stand in indexes, which a database would write anew for the same values.
+        """
+        self._update_many(trials, [_progress_row(trial) for trial in changed], key=("job_id", "trial_number"))
+
+    def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add reports to the epochs of their trials."""
         if rows:
-            await self._connection.execute(insert(epochs), rows)
+            self._connection.execute(insert(epochs), rows)
 
-    async def _one_job(self, statement: Select[Any]) -> StoredJob | None:
-        row = (await self._connection.execute(statement)).mappings().one_or_none()
-        return None if row is None else _job_from(row)
+    def delete_epochs_before(self, instant: datetime, limit: int) -> int:
+        """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
+        key = [column.name for column in epochs.primary_key]
+        statement = select(*epochs.primary_key).where(epochs.c.reported_at < instant)
+        rows = self.rows(statement.order_by(epochs.c.reported_at).limit(limit))
+        if rows:
+            # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
+            condition = (epochs.c[name] == bindparam(f"key_{name}") for name in key)
+            values = [{f"key_{name}": row[name] for name in key} for row in rows]
+            self._connection.execute(delete(epochs).where(*condition), values)
+        return len(rows)
 
-    async def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
+    def insert_token(self, token: TokenRecord) -> None:
+        """Add a token."""
+        row = {
+            "token_id": token.token_id,
+            "name": token.name,
+            "scopes": " ".join(sorted(token.scopes)),
+            "token_hash": token.token_hash,
+            "created_at": token.created_at,
+        }
+        self._connection.execute(insert(tokens).values(row))
+
+    def token(self, token_id: str) -> TokenRecord | None:
+        """The token, even if it was revoked, or None."""
+        found = self._tokens(select(tokens).where(tokens.c.token_id == token_id))
+        return found[0] if found else None
+
+    def all_tokens(self) -> list[TokenRecord]:
+        """Every token, oldest first."""
+        return self._tokens(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))
+
+    def any_valid_token(self) -> bool:
+        """Whether there is a token that was not revoked."""
+        statement = select(tokens.c.token_id).where(tokens.c.revoked_at.is_(None)).limit(1)
+        return (self._connection.execute(statement)).first() is not None
+
+    def revoke_token(self, token_id: str, now: datetime) -> None:
+        """Note that a token is good no more; one that was revoked before keeps its date."""
+        statement = update(tokens).where(tokens.c.token_id == token_id, tokens.c.revoked_at.is_(None))
+        self._connection.execute(statement.values(revoked_at=now))
+
+    def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
+        return [_token_from(row) for row in (self._connection.execute(statement)).mappings()]
+
+    def _one_job(self, statement: Select[Any]) -> StoredJob | None:
+        row = (self._connection.execute(statement)).mappings().one_or_none()
+        return None if row is None else job_from(row)
+
+    def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
         statement = select(trials).where(*conditions).order_by(trials.c.trial_number)
-        return [_trial_from(row) for row in (await self._connection.execute(statement)).mappings()]
+        return [trial_from(row) for row in (self._connection.execute(statement)).mappings()]
 
-    async def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
+    def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
             return
         # A bound value may not have the name of a column that is set.
@@ -283,7 +345,7 @@ class Transaction:
             .values({name: bindparam(name) for name in rows[0] if name not in key})
         )
         values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
-        await self._connection.execute(statement, values)
+        self._connection.execute(statement, values)
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -302,27 +364,27 @@ _LOCKED_TRIALS = (
 
 
 class Store:
-    """A database. Commit happens in one place: at the end of a `write` block that raised nothing."""
+    """The project's data in a database. Commit happens in one place: when the work given to `write` has returned."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        # SQLite lets one writer in at a time, and those that wait for its lock poll. Queueing in front of it is fairer
-        # and quicker; what keeps other processes out is SQLite's lock all the same.
-        self._turn: AbstractAsyncContextManager[object] = asyncio.Lock() if self.is_sqlite else nullcontext()
+    def __init__(self, database: Database) -> None:
+        self._database = database
 
     @property
     def is_sqlite(self) -> bool:
         """Whether the database is a SQLite file."""
-        return self._engine.dialect.name == "sqlite"
+        return self._dialect == "sqlite"
 
     @property
     def description(self) -> str:
         """The database's URL as a user would write it, without its password."""
-        url = self._engine.url
-        return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+        return self._database.url.set(drivername=self._dialect).render_as_string(hide_password=True)
 
-    async def run(self, work: Callable[[Transaction], Awaitable[T]]) -> T:
-        """Do `work` in a `write` transaction, and again from the start when the database broke it off.
+    @property
+    def _dialect(self) -> str:
+        return self._database.url.get_backend_name()
+
+    async def write(self, work: Callable[[Transaction], T]) -> T:
+        """Do `work` in a transaction, and again from the start when the database broke it off.
 
         Databases end one of two transactions that wait for each other; the other one's rows are then free.
 
@@ -331,55 +393,39 @@ class Store:
         """
         for attempt in range(1, _ATTEMPTS):
             try:
-                return await self._once(work)
+                return await self._database.run(lambda connection: work(Transaction(connection)))
             except DBAPIError as error:
-                if not _is_passing(error):
+                if not is_passing(error):
                     raise
                 logger.info("transaction broken off by the database, attempt %d: %s", attempt, error.orig)
             # Not all at once again; randomness is what parts them.
             await asyncio.sleep(_BACKOFF_S * attempt * random.random())  # noqa: S311 - no secret
-        return await self._once(work)
+        return await self._database.run(lambda connection: work(Transaction(connection)))
 
-    async def _once(self, work: Callable[[Transaction], Awaitable[T]]) -> T:
-        async with self.write() as transaction:
-            return await work(transaction)
-
-    @asynccontextmanager
-    async def write(self) -> AsyncIterator[Transaction]:
-        """A transaction that is committed when the block ends, and rolled back when it raises."""
-        async with self._turn, self._engine.begin() as connection:
-            yield Transaction(connection)
-
-    @asynccontextmanager
-    async def read(self) -> AsyncIterator[Transaction]:
-        """A transaction for reading, which makes nobody wait."""
-        async with self._engine.connect() as connection:
-            await connection.execution_options(**{_READ_ONLY: True})
-            yield Transaction(connection)
+    async def read(self, work: Callable[[Transaction], T]) -> T:
+        """Do `work`, which only reads, in a transaction that makes nobody wait."""
+        return await self._database.run(lambda connection: work(Transaction(connection)), read_only=True)
 
     async def migrate(self) -> None:
         """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose."""
-        if self.is_sqlite and await self.current_revision() not in (None, migrations.head()):
-            await asyncio.to_thread(self._back_up)
-        async with self._engine.begin() as connection:
-            await connection.run_sync(migrations.upgrade)
+        if isinstance(self._database, SqliteDatabase):
+            if await self.current_revision() not in (None, migrations.head()):
+                copy = await asyncio.to_thread(self._database.back_up)
+                logger.info("the database was copied to %s before its schema is upgraded", copy)
+        await self._database.run(migrations.upgrade)
 
     def migration_sql(self) -> str:
         """The SQL that makes this version's schema in an empty database of this kind."""
-        return migrations.upgrade_sql(self._engine.dialect.name)
+        return migrations.upgrade_sql(self._dialect)
+
+    @property
+    def needed_revision(self) -> str:
+        """The revision of the schema that this version needs."""
+        return migrations.head()
 
     async def current_revision(self) -> str | None:
         """The revision of the database's schema, or None for an empty database."""
-        async with self._engine.connect() as connection:
-            return await connection.run_sync(migrations.current)
-
-    def _back_up(self) -> None:
-        """Copy the SQLite file beside itself, consistently even while others write to it."""
-        database = self._engine.url.database or ""
-        copy = f"{database}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup"
-        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-        logger.info("the database was copied to %s before its schema is upgraded", copy)
+        return await self._database.run(migrations.current, read_only=True)
 
     async def check_schema(self) -> None:
         """Make sure that the database has this version's schema.
@@ -396,98 +442,7 @@ class Store:
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._engine.dispose()
-
-
-def open_store(
-    database_url: str, *, user: str | None = None, password: str | None = None, echo_sql: bool = False
-) -> Store:
-    """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
-
-    Args:
-        database_url: An SQLAlchemy URL. ``sqlite://``, ``postgresql://`` and ``mysql://`` without a driver get the one
-            of this project's extras.
-        user: User, where the URL names none.
-        password: Password, where the URL holds none.
-        echo_sql: Log every statement.
-
-    Raises:
-        ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
-            could open.
-    """
-    url = _async_url(database_url)
-    if url.get_backend_name() == "sqlite":
-        _refuse_network(url)
-        engine = create_async_engine(url, echo=echo_sql)
-        _prepare_sqlite(engine)
-        return Store(engine)
-    url = url.set(username=url.username or user, password=url.password or password)
-    try:
-        # A connection that died while idle is noticed before it is used.
-        engine = create_async_engine(url, echo=echo_sql, pool_pre_ping=True, pool_size=_POOL_SIZE, max_overflow=0)
-    except ModuleNotFoundError as error:
-        extra = {"postgresql": "postgres", "mysql": "mysql"}.get(url.get_backend_name(), "server")
-        raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
-    return Store(engine)
-
-
-def _async_url(database_url: str) -> URL:
-    try:
-        url = make_url(database_url)
-    except ArgumentError:
-        # The URL is not repeated: it may hold a password.
-        raise ValueError(
-            "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
-            "or postgresql://user:password@host/database"
-        ) from None
-    driver = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy"}
-    return url.set(drivername=driver.get(url.drivername, url.drivername))
-
-
-def _refuse_network(url: URL) -> None:
-    if not url.database or url.database == ":memory:":
-        raise ValueError("a SQLite database in memory is lost with its connection: name a file")
-    path = Path(url.database)
-    kind = network_filesystem(path)
-    if kind is not None:
-        raise ValueError(
-            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold: put the file on a local "
-            "disk, or use PostgreSQL or MySQL"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
-# Codes by which databases say that a transaction lost against another one and may simply be tried again.
-_POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
-_MYSQL_PASSING = {1205, 1213}  # lock wait timeout, deadlock
-
-
-def _is_passing(error: DBAPIError) -> bool:
-    cause = error.orig
-    if getattr(cause, "sqlstate", None) in _POSTGRES_PASSING:
-        return True
-    code = cause.args[0] if cause is not None and cause.args else None
-    return code in _MYSQL_PASSING or (isinstance(code, str) and "database is locked" in code)
-
-
-def _prepare_sqlite(engine: AsyncEngine) -> None:
-    @event.listens_for(engine.sync_engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
-        # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
-        # them off, so that `_begin` below says when a transaction starts.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {_SQLITE_BUSY_TIMEOUT_S * 1000}")
-        cursor.execute("PRAGMA journal_mode = WAL")
-        # FULL: a committed report survives a power cut.
-        cursor.execute("PRAGMA synchronous = FULL")
-        cursor.execute("PRAGMA foreign_keys = ON")
-        cursor.close()
-
-    @event.listens_for(engine.sync_engine, "begin")
-    def _begin(connection: Any) -> None:
-        read_only = connection.get_execution_options().get(_READ_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+        await self._database.close()
 
 
 _JOB_FIELDS = [field.name for field in fields(Job)]
@@ -497,10 +452,16 @@ _JOB_FIELDS = [field.name for field in fields(Job)]
 def _specification(spec: str) -> tuple[JobRegistration, Job]:
     """A job's immutable part. Parsing it for each report would cost more than the report."""
     registration = JobRegistration.model_validate_json(spec)
-    return registration, Job(**{name: getattr(registration, name) for name in _JOB_FIELDS})
+    return registration, job_of(registration)
 
 
-def _job_from(row: RowMapping) -> StoredJob:
+def job_of(registration: JobRegistration) -> Job:
+    """The part of a job that decisions need."""
+    return Job(**{name: getattr(registration, name) for name in _JOB_FIELDS})
+
+
+def job_from(row: RowMapping) -> StoredJob:
+    """A job from its row."""
     registration, job = _specification(row["spec"])
     cheapest = None
     if row["min_cost_j"] is not None:
@@ -539,16 +500,37 @@ def _job_row(stored: StoredJob) -> dict[str, Any]:
 def _trial_row(trial: StoredTrial) -> dict[str, Any]:
     """The columns that may change, with the key. A trial without reports has no totals, rather than zeros."""
     record = trial.record
+    return {
+        **_progress_row(trial),
+        "state": record.state.value,
+        "end_reason": None if record.end_reason is None else record.end_reason.value,
+        "ended_at": trial.ended_at,
+        "ended_event": record.ended_event,
+        "heartbeats": record.heartbeats,
+    }
+
+
+def _whole_trial_row(trial: StoredTrial) -> dict[str, Any]:
+    record = trial.record
+    return {
+        **_trial_row(trial),
+        "batch_size": record.batch_size,
+        "origin": record.origin.value,
+        "reason": trial.reason,
+        "started_at": trial.started_at,
+        "started_event": record.started_event,
+        "owner": trial.owner,
+    }
+
+
+def _progress_row(trial: StoredTrial) -> dict[str, Any]:
+    record = trial.record
     reported = record.metric is not None
     return {
         "job_id": trial.job_id,
         "trial_number": record.trial_number,
-        "state": record.state.value,
         "message": record.message,
-        "end_reason": None if record.end_reason is None else record.end_reason.value,
         "reported_at": trial.reported_at,
-        "ended_at": trial.ended_at,
-        "ended_event": record.ended_event,
         "time_s": record.time_s if reported else None,
         "energy_j": record.energy_j if reported else None,
         "energy_source": trial.energy_source,
@@ -557,11 +539,12 @@ def _trial_row(trial: StoredTrial) -> dict[str, Any]:
         "report_count": record.reports,
         "longest_gap_s": record.longest_gap_s,
         "lease_expires_at": trial.lease_expires_at,
-        "heartbeats": record.heartbeats,
     }
 
 
-def _trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
+def trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
+    """A trial from its row, whose columns' names may have a prefix."""
+
     def column(name: str) -> Any:
         return row[prefix + name]
 
@@ -591,6 +574,18 @@ def _trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
         reported_at=column("reported_at"),
         ended_at=column("ended_at"),
         lease_expires_at=column("lease_expires_at"),
+        owner=column("owner"),
+    )
+
+
+def _token_from(row: RowMapping) -> TokenRecord:
+    return TokenRecord(
+        token_id=row["token_id"],
+        name=row["name"],
+        scopes=frozenset(map(Scope, row["scopes"].split())),
+        token_hash=row["token_hash"],
+        created_at=row["created_at"],
+        revoked_at=row["revoked_at"],
     )
 
 

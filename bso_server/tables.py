@@ -1,4 +1,4 @@
-"""The tables. `jobs`, `trials` and `epochs` hold facts.
+"""The tables. `jobs`, `trials`, `epochs` and `tokens` hold facts.
 
 `arms` and the columns marked as caches follow from them and save reading history.
 """
@@ -114,6 +114,8 @@ trials = Table(
     Column("heartbeats", Boolean, nullable=False),
     # Made by the client, so that a repeated request finds the trial that the first one started.
     Column("idempotency_key", String(255)),
+    # The token that dispatched it; null where the server asked for none.
+    Column("owner", String(16)),
     Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     Index("ix_trials_job_id_origin", "job_id", "origin"),
     Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),
@@ -157,5 +159,19 @@ arms = Table(
             Column(f"{name}_squared_deviations", Double, nullable=False),
         )
     ),
+    **_MYSQL,
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("token_id", String(16), primary_key=True),
+    Column("name", String(255), nullable=False),
+    # Separated by blanks.
+    Column("scopes", String(64), nullable=False),
+    # SHA-256 in hex digits.
+    Column("token_hash", String(64), nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("revoked_at", UtcDateTime),
     **_MYSQL,
 )

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from bso_server.database import open_database
 from bso_server.filesystem import network_filesystem
-from bso_server.store import open_store
+from bso_server.store import Store
 from tests.conftest import Server, bso_server, free_port
 
 MOUNTS = """\
@@ -46,7 +47,7 @@ def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
 
 def test_a_database_in_memory_is_refused() -> None:
     with pytest.raises(ValueError, match="name a file"):
-        open_store("sqlite://")
+        open_database("sqlite://")
 
 
 def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Path) -> None:
@@ -126,9 +127,9 @@ def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
 
 
 def test_user_and_password_fill_what_the_url_lacks() -> None:
-    store = open_store("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
-    assert store.description == "postgresql://zeus:***@host/db"
-    assert open_store("postgresql://me@host/db", user="zeus").description == "postgresql://me@host/db"
+    database = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
+    assert Store(database).description == "postgresql://zeus:***@host/db"
+    assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
 
 
 def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,9 +19,10 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event
 
 from bso_server.core.model import TrialRecord
+from bso_server.database import open_database
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service import BatchSizeService
-from bso_server.store import JobExistsError, Store, StoredTrial, open_store
+from bso_server.store import JobExistsError, Store, StoredTrial, Transaction
 from bso_server.tables import metadata
 from zeus_plugins.protocol import JobRegistration, Origin, TrainingResult, TrialState
 
@@ -40,7 +45,7 @@ def registration(job_id: str) -> JobRegistration:
 
 def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = open_store(database_url)
+        store = Store(open_database(database_url))
         try:
             await store.migrate()
             return await use(store)
@@ -63,15 +68,14 @@ def test_the_migrations_make_the_tables_that_the_code_expects(database_url: str)
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
     async def use(store: Store) -> list[Any]:
-        async with store._engine.connect() as connection:
-            return await connection.run_sync(differences)
+        return await store._database.run(differences, read_only=True)
 
     assert in_store(database_url, use) == []
 
 
 def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
     async def check() -> None:
-        store = open_store(f"sqlite:///{tmp_path / 'empty.sqlite3'}")
+        store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}"))
         try:
             await store.check_schema()
         finally:
@@ -85,70 +89,102 @@ def test_what_goes_in_comes_out(database_url: str) -> None:
     record = TrialRecord(
         trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
     )
+    trial = StoredTrial("round-trip", record, "first é ✓", started_at=NOW, lease_expires_at=NOW)
+    measured = replace(record, time_s=123456.789012345, energy_j=0.1 + 0.2, metric=0.0)
+
+    def write(transaction: Transaction) -> None:
+        transaction.insert_job(registration("round-trip"), NOW)
+        transaction.insert_trial(trial)
+        transaction.update_trials([replace(trial, record=measured)])
 
     async def use(store: Store) -> None:
-        async with store.write() as transaction:
-            await transaction.insert_job(registration("round-trip"), NOW)
-            trial = StoredTrial("round-trip", record, "first é ✓", started_at=NOW, lease_expires_at=NOW)
-            await transaction.insert_trial(trial)
-            measured = replace(record, time_s=123456.789012345, energy_j=0.1 + 0.2, metric=0.0)
-            await transaction.update_trials([replace(trial, record=measured)])
-        async with store.read() as transaction:
-            found = await transaction.job("round-trip")
-            (trial,) = await transaction.all_trials("round-trip")
+        await store.write(write)
+        found = await store.read(lambda transaction: transaction.job("round-trip"))
         assert found is not None
         assert found.registration == registration("round-trip")
         assert found.job.target_metric == 0.9
-        assert found.created_at == trial.started_at == NOW
+        assert found.created_at == NOW
         assert found.created_at.tzinfo is UTC
-        assert trial.reason == "first é ✓"
-        assert (trial.record.time_s, trial.record.energy_j) == (123456.789012345, 0.1 + 0.2)
-        assert trial.record.metric == 0.0
+        trials = await store.read(lambda transaction: transaction.all_trials("round-trip"))
+        assert trials == [replace(trial, record=measured)]
 
     in_store(database_url, use)
 
 
-def test_a_block_that_raises_leaves_nothing(database_url: str) -> None:
-    async def crash(store: Store) -> None:
-        async with store.write() as transaction:
-            await transaction.insert_job(registration("undone"), NOW)
-            raise RuntimeError("crash")
+def test_work_that_raises_leaves_nothing(database_url: str) -> None:
+    def crash(transaction: Transaction) -> None:
+        transaction.insert_job(registration("undone"), NOW)
+        raise RuntimeError("crash")
 
     async def use(store: Store) -> None:
         with pytest.raises(RuntimeError, match="crash"):
-            await crash(store)
-        async with store.read() as transaction:
-            assert await transaction.job("undone") is None
+            await store.write(crash)
+        assert await store.read(lambda transaction: transaction.job("undone")) is None
 
     in_store(database_url, use)
 
 
 def test_a_job_id_is_taken_once(database_url: str) -> None:
     async def use(store: Store) -> None:
-        async with store.write() as transaction:
-            await transaction.insert_job(registration("taken"), NOW)
+        await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
         with pytest.raises(JobExistsError):
-            async with store.write() as transaction:
-                await transaction.insert_job(registration("taken"), NOW)
+            await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
 
     in_store(database_url, use)
 
 
 def test_rows_come_in_order(database_url: str) -> None:
+    def write(transaction: Transaction) -> None:
+        for job_id in ("order-b", "order-a", "order-c"):
+            transaction.insert_job(registration(job_id), NOW)
+        for number in (2, 1, 3):
+            record = TrialRecord(trial_number=number, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
+            transaction.insert_trial(StoredTrial("order-a", record, "", NOW, lease_expires_at=None))
+
     async def use(store: Store) -> None:
-        async with store.write() as transaction:
-            for job_id in ("order-b", "order-a", "order-c"):
-                await transaction.insert_job(registration(job_id), NOW)
-            for number in (2, 1, 3):
-                record = TrialRecord(trial_number=number, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
-                await transaction.insert_trial(StoredTrial("order-a", record, "", NOW, lease_expires_at=None))
-        async with store.read() as transaction:
-            jobs = [stored.job.job_id for stored in await transaction.all_jobs()]
-            numbers = [trial.record.trial_number for trial in await transaction.all_trials("order-a")]
+        await store.write(write)
+        jobs = [stored.job.job_id for stored in await store.read(Transaction.all_jobs)]
+        trials = await store.read(lambda transaction: transaction.all_trials("order-a"))
         assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
-        assert numbers == [1, 2, 3]
+        assert [trial.record.trial_number for trial in trials] == [1, 2, 3]
 
     in_store(database_url, use)
+
+
+def test_work_that_lost_against_another_transaction_is_done_again(database_url: str) -> None:
+    """Two transactions lock two jobs in opposite orders; SQLite has no such deadlocks, one waits for the other."""
+    both_hold_one = threading.Barrier(2)
+    tries = Counter[str]()
+
+    def lock(first: str, second: str) -> Callable[[Transaction], None]:
+        def work(transaction: Transaction) -> None:
+            tries[first] += 1
+            transaction.locked_job(first)
+            if tries.total() <= 2 and not database_url.startswith("sqlite"):
+                both_hold_one.wait(30)
+            transaction.locked_job(second)
+
+        return work
+
+    def in_thread(first: str, second: str) -> None:
+        async def run() -> None:
+            store = Store(open_database(database_url))
+            try:
+                await store.write(lock(first, second))
+            finally:
+                await store.close()
+
+        asyncio.run(run())
+
+    async def use(store: Store) -> None:
+        for job_id in ("dead-a", "dead-b"):
+            await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=NOW))
+
+    in_store(database_url, use)
+    with ThreadPoolExecutor(2) as pool:
+        for outcome in [pool.submit(in_thread, "dead-a", "dead-b"), pool.submit(in_thread, "dead-b", "dead-a")]:
+            outcome.result()
+    assert tries.total() == (2 if database_url.startswith("sqlite") else 3)
 
 
 def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
@@ -159,7 +195,10 @@ def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
         await service.register(registration("counted"))
         trial = await service.suggest("counted")
 
-        @event.listens_for(store._engine.sync_engine, "before_cursor_execute")
+        engine: Any = store._database
+        engine = engine._engine
+
+        @event.listens_for(getattr(engine, "sync_engine", engine), "before_cursor_execute")
         def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
             statements.append(statement.split()[0])
 
@@ -185,4 +224,4 @@ def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
 )
 def test_a_url_that_cannot_be_used_says_so(url: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        open_store(url)
+        open_database(url)

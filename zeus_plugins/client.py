@@ -154,8 +154,14 @@ class BsoClient:
         self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}))
 
     def list_jobs(self) -> JobList:
-        """List all jobs. A Zeus server does not offer this."""
-        return self._decode(self._request("GET", Paths.API_JOBS), JobList)
+        """List all jobs, however many pages they fill. A Zeus server does not offer this."""
+        page = self._decode(self._request("GET", Paths.API_JOBS), JobList)
+        jobs = page.jobs
+        while page.next_cursor is not None:
+            params = {"cursor": page.next_cursor}
+            page = self._decode(self._request("GET", Paths.API_JOBS, params=params), JobList)
+            jobs += page.jobs
+        return JobList(jobs=jobs)
 
     def show_job(self, job_id: str) -> JobView:
         """Show a job with its arms and trials. A Zeus server does not offer this.

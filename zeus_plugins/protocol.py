@@ -67,7 +67,10 @@ class Paths:
     HEARTBEAT = "/trials/heartbeat"
     # Read API
     API_JOBS = "/api/jobs"
+    IMPORT = "/api/jobs/import"
     HEALTH = "/health/live"
+    READY = "/health/ready"
+    VERSION = "/version"
 
 
 class PolicyName(StrEnum):
@@ -136,6 +139,11 @@ NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# Far beyond anything real, and small enough that costs, their sums and their squares stay finite.
+Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
+Joules = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Watts = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
 
 
 class WireMessage(BaseModel):
@@ -217,7 +225,7 @@ class GpuConfig(WireMessage):
         gpu_model: The model's name as its driver gives it.
     """
 
-    max_power: PositiveFinite
+    max_power: Watts
     number_of_gpus: PositiveInt
     gpu_model: Annotated[Text, StringConstraints(min_length=1)]
 
@@ -296,10 +304,10 @@ class TrainingResult(TrialId):
         energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
     """
 
-    time: PositiveFinite
-    energy: NonNegativeFinite
+    time: Seconds
+    energy: Joules
     metric: Finite
-    current_epoch: PositiveFinite
+    current_epoch: Epochs
     energy_source: Text | None = None
 
     @field_serializer("current_epoch")
@@ -392,6 +400,7 @@ class JobSummary(WireMessage):
         job_id: The job.
         job_id_prefix: Its group.
         policy: How its batch sizes are chosen.
+        stage: Where it stands.
         created_at: When it was registered (UTC).
         trials: Number of trials dispatched.
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
@@ -401,6 +410,7 @@ class JobSummary(WireMessage):
     job_id: str
     job_id_prefix: str
     policy: PolicyName
+    stage: Stage
     created_at: datetime
     trials: int
     min_cost_j: float | None
@@ -408,9 +418,15 @@ class JobSummary(WireMessage):
 
 
 class JobList(WireMessage):
-    """Answer of ``GET /api/jobs``."""
+    """Answer of ``GET /api/jobs``: a page of jobs, ordered by id.
+
+    Attributes:
+        jobs: The page.
+        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
+    """
 
     jobs: tuple[JobSummary, ...]
+    next_cursor: str | None = None
 
 
 class JobView(WireMessage):

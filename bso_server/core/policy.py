@@ -86,7 +86,11 @@ def _concurrent(history: History, running: TrialRecord) -> Suggestion:
 
 
 def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
-    batch_sizes = [batch_size for batch_size in survivors if history.arms[batch_size].infeasible is None]
+    batch_sizes = [
+        batch_size
+        for batch_size in survivors
+        if batch_size in history.fitting_sizes and history.arms[batch_size].infeasible is None
+    ]
     if not batch_sizes:
         raise NoSurvivorError(
             f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "

@@ -2,7 +2,25 @@
 
 from __future__ import annotations
 
-from bso_server.routes.read import health, list_jobs, show_job
-from bso_server.routes.wire import delete_job, end_trial, heartbeat, register_job, report, suggest
+from bso_server.routes import read, upkeep, wire
 
-HANDLERS = [register_job, suggest, report, end_trial, heartbeat, delete_job, list_jobs, show_job, health]
+HANDLERS = [
+    wire.register_job,
+    wire.suggest,
+    wire.report,
+    wire.end_trial,
+    wire.heartbeat,
+    wire.delete_job,
+    read.list_jobs,
+    read.show_job,
+    read.list_trials,
+    read.list_arms,
+    read.list_epochs,
+    read.list_events,
+    read.export_job,
+    read.trials_csv,
+    upkeep.import_job,
+    upkeep.live,
+    upkeep.ready,
+    upkeep.show_version,
+]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from litestar import Response, delete, get, patch, post
+from litestar.openapi.datastructures import ResponseSpec
 
+from bso_server.routes.access import needs
 from bso_server.routes.parameters import IdempotencyKey, JobId
+from bso_server.routes.responses import errors
+from bso_server.security import Caller, Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import (
     HeartbeatResponse,
@@ -19,39 +23,80 @@ from zeus_plugins.protocol import (
     TrialId,
 )
 
+_BODY = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
 
-@post(Paths.JOBS)
+
+@post(
+    Paths.JOBS,
+    summary="Register a job",
+    opt=needs(Scope.REPORT),
+    responses={
+        HTTPStatus.OK: ResponseSpec(
+            JobRegistration, description="The job exists with the same configuration.", generate_examples=False
+        ),
+        **errors(HTTPStatus.CONFLICT, *_BODY),
+    },
+)
 async def register_job(data: JobRegistration, service: BatchSizeService) -> Response[JobRegistration]:
     """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
     registration, created = await service.register(data)
     return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
 
-@get(Paths.BATCH_SIZE)
-async def suggest(job_id: JobId, service: BatchSizeService, idempotency_key: IdempotencyKey = None) -> TrialDispatch:
+@get(
+    Paths.BATCH_SIZE,
+    summary="Start a trial",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
+async def suggest(
+    job_id: JobId, service: BatchSizeService, caller: Caller, idempotency_key: IdempotencyKey = None
+) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
-    return await service.suggest(job_id, idempotency_key)
+    return await service.suggest(job_id, idempotency_key, caller=caller)
 
 
-@post(Paths.REPORT, status_code=HTTPStatus.OK)
-async def report(data: TrainingResult, service: BatchSizeService) -> ReportResponse:
+@post(
+    Paths.REPORT,
+    summary="Report an evaluation",
+    status_code=HTTPStatus.OK,
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+)
+async def report(data: TrainingResult, service: BatchSizeService, caller: Caller) -> ReportResponse:
     """Take the result of one evaluation and say whether the training goes on."""
-    return await service.report(data)
+    return await service.report(data, caller=caller)
 
 
-@patch(Paths.TRIALS)
-async def end_trial(data: TrialEnd, service: BatchSizeService) -> None:
+@patch(
+    Paths.TRIALS,
+    summary="End a trial",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+)
+async def end_trial(data: TrialEnd, service: BatchSizeService, caller: Caller) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
-    await service.end_trial(data)
+    await service.end_trial(data, caller=caller)
 
 
-@patch(Paths.HEARTBEAT)
-async def heartbeat(data: TrialId, service: BatchSizeService) -> HeartbeatResponse:
+@patch(
+    Paths.HEARTBEAT,
+    summary="Keep a trial alive",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def heartbeat(data: TrialId, service: BatchSizeService, caller: Caller) -> HeartbeatResponse:
     """Keep a trial alive."""
-    return await service.heartbeat(data)
+    return await service.heartbeat(data, caller=caller)
 
 
-@delete(Paths.JOBS, status_code=HTTPStatus.OK)
+@delete(
+    Paths.JOBS,
+    summary="Delete a job",
+    status_code=HTTPStatus.OK,
+    opt=needs(Scope.ADMIN),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
 async def delete_job(job_id: JobId, service: BatchSizeService) -> None:
     """Delete a job with all its trials."""
     await service.delete_job(job_id)

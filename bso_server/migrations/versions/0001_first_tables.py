@@ -1,4 +1,4 @@
-"""Jobs, their trials and epochs, and what is remembered of each batch size."""
+"""Jobs, their trials and epochs, what is remembered of each batch size, and access tokens."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ def upgrade() -> None:
         sa.Column("lease_expires_at", UtcDateTime),
         sa.Column("heartbeats", sa.Boolean, nullable=False),
         sa.Column("idempotency_key", sa.String(255)),
+        sa.Column("owner", sa.String(16)),
         **_MYSQL,
     )
     op.create_index("ix_trials_job_id_idempotency_key", "trials", ["job_id", "idempotency_key"], unique=True)
@@ -99,5 +100,15 @@ def upgrade() -> None:
         sa.Column("completed_count", sa.Integer, nullable=False),
         sa.Column("completed_mean", sa.Double, nullable=False),
         sa.Column("completed_squared_deviations", sa.Double, nullable=False),
+        **_MYSQL,
+    )
+    op.create_table(
+        "tokens",
+        sa.Column("token_id", sa.String(16), primary_key=True),
+        sa.Column("name", sa.String(255), nullable=False),
+        sa.Column("scopes", sa.String(64), nullable=False),
+        sa.Column("token_hash", sa.String(64), nullable=False),
+        sa.Column("created_at", UtcDateTime, nullable=False),
+        sa.Column("revoked_at", UtcDateTime),
         **_MYSQL,
     )

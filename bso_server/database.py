@@ -1,0 +1,224 @@
+"""Connections: how work on a database is run, on each kind of database.
+
+Work is a plain function over a synchronous SQLAlchemy connection. It can wait for nothing but the database, so that no
+transaction stays open because something else is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from bso_server.filesystem import network_filesystem
+
+# Seconds that a SQLite connection waits for another process's transaction before it gives up.
+_SQLITE_BUSY_TIMEOUT_S = 30
+_SQLITE_READERS = 4
+
+# Connections that one server process holds open at most; a request that finds none free waits for one.
+_POOL_SIZE = 10
+
+_READ_ONLY = "bso_read_only"
+
+_DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy"}
+
+T = TypeVar("T")
+
+
+class Database(Protocol):
+    """A database and the way to work on it."""
+
+    @property
+    def url(self) -> URL:
+        """Where it is."""
+        ...
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
+
+        Args:
+            work: Reads and writes through the connection.
+            read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class SqliteDatabase:
+    """A SQLite file, worked on in threads.
+
+    SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
+    queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
+    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
+
+    Args:
+        url: With the path of the file.
+        echo_sql: Log every statement.
+    """
+
+    def __init__(self, url: URL, *, echo_sql: bool) -> None:
+        self._engine = create_engine(url, echo=echo_sql, pool_size=_SQLITE_READERS + 1, max_overflow=0)
+        _configure_sqlite(self._engine)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="bso-writer")
+        self._readers = ThreadPoolExecutor(_SQLITE_READERS, thread_name_prefix="bso-reader")
+
+    @property
+    def url(self) -> URL:
+        """Where the file is."""
+        return self._engine.url
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """See `Database.run`."""
+        thread = self._readers if read_only else self._writer
+        return await asyncio.get_running_loop().run_in_executor(thread, self._run, work, read_only)
+
+    async def close(self) -> None:
+        """Let the work in hand end, and close every connection."""
+        await asyncio.to_thread(self._writer.shutdown)
+        await asyncio.to_thread(self._readers.shutdown)
+        self._engine.dispose()
+
+    def back_up(self) -> Path:
+        """Copy the file beside itself, consistently even while others write to it; the copy."""
+        database = self.url.database or ""
+        copy = Path(f"{database}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        return copy
+
+    def _run(self, work: Callable[[Connection], T], read_only: bool) -> T:
+        options = {_READ_ONLY: read_only}
+        with self._engine.connect().execution_options(**options) as connection, connection.begin():
+            return work(connection)
+
+
+class NetworkDatabase:
+    """PostgreSQL, MySQL or MariaDB, over an asynchronous driver.
+
+    Args:
+        engine: Connections to it.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    @property
+    def url(self) -> URL:
+        """Where the database is."""
+        return self._engine.url
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """See `Database.run`."""
+        async with self._engine.connect() as connection:
+            if read_only:
+                # By default each statement would see what was committed until then.
+                await connection.execution_options(isolation_level="REPEATABLE READ")
+            async with connection.begin():
+                return await connection.run_sync(work)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()
+
+
+def open_database(
+    database_url: str, *, user: str | None = None, password: str | None = None, echo_sql: bool = False
+) -> Database:
+    """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
+
+    Args:
+        database_url: An SQLAlchemy URL. Whatever driver it names, SQLite gets Python's own; ``postgresql://`` and
+            ``mysql://`` without a driver get the one of this project's extras.
+        user: User, where the URL names none.
+        password: Password, where the URL holds none.
+        echo_sql: Log every statement.
+
+    Raises:
+        ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
+            could open.
+    """
+    url = _url(database_url)
+    if url.get_backend_name() == "sqlite":
+        _refuse_network(url)
+        return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
+    url = url.set(username=url.username or user, password=url.password or password)
+    try:
+        # A connection that died while idle is noticed before it is used.
+        engine = create_async_engine(url, echo=echo_sql, pool_pre_ping=True, pool_size=_POOL_SIZE, max_overflow=0)
+    except ModuleNotFoundError as error:
+        extra = {"postgresql": "postgres", "mysql": "mysql"}.get(url.get_backend_name(), "server")
+        raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
+    return NetworkDatabase(engine)
+
+
+# Codes by which databases say that a transaction lost against another one and may simply be tried again.
+_POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
+_MYSQL_PASSING = {1205, 1213}  # lock wait timeout, deadlock
+
+
+def is_passing(error: DBAPIError) -> bool:
+    """Whether the same work, done again, may well succeed."""
+    cause = error.orig
+    if getattr(cause, "sqlstate", None) in _POSTGRES_PASSING:
+        return True
+    code = cause.args[0] if cause is not None and cause.args else None
+    return code in _MYSQL_PASSING or (isinstance(code, str) and "database is locked" in code)
+
+
+def _url(database_url: str) -> URL:
+    try:
+        url = make_url(database_url)
+    except ArgumentError:
+        # The URL is not repeated: it may hold a password.
+        raise ValueError(
+            "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
+            "or postgresql://user:password@host/database"
+        ) from None
+    return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+
+
+def _refuse_network(url: URL) -> None:
+    if not url.database or url.database == ":memory:":
+        raise ValueError("a SQLite database in memory is lost with its connection: name a file")
+    path = Path(url.database)
+    kind = network_filesystem(path)
+    if kind is not None:
+        raise ValueError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold: put the file on a local "
+            "disk, or use PostgreSQL or MySQL"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _configure_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
+        # them off, so that `_begin` below says when a transaction starts.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {_SQLITE_BUSY_TIMEOUT_S * 1000}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        # FULL: a committed report survives a power cut.
+        cursor.execute("PRAGMA synchronous = FULL")
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")

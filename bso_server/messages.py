@@ -1,0 +1,256 @@
+"""What the read API says beyond `zeus_plugins.protocol`: parts of a job, and whole jobs to be moved between servers.
+
+Trainings need none of it.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, AwareDatetime, Field, StringConstraints
+
+from zeus_plugins.protocol import (
+    ArmView,
+    BatchSize,
+    EndReason,
+    Epochs,
+    Finite,
+    JobRegistration,
+    Joules,
+    NonNegativeInt,
+    Origin,
+    PositiveInt,
+    Seconds,
+    Text,
+    TrialState,
+    TrialView,
+    WireMessage,
+)
+
+DEFAULT_PAGE = 100
+MAX_PAGE = 1000
+
+# A job of hundreds of thousands of reports. Larger ones are imported next to the database, without HTTP.
+MAX_IMPORT_BYTES = 256 * 1024 * 1024
+
+
+class TrialPage(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/trials``: a page of trials, in order of dispatch.
+
+    Attributes:
+        trials: The page.
+        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
+    """
+
+    trials: tuple[TrialView, ...]
+    next_cursor: int | None
+
+
+class ArmList(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/arms``.
+
+    Attributes:
+        arms: Every batch size, ascending.
+    """
+
+    arms: tuple[ArmView, ...]
+
+
+class EpochView(WireMessage):
+    """One report of a trial: totals since the trial began.
+
+    Attributes:
+        report_number: Counts from 1 within the trial.
+        epoch: Epochs trained; fractional within an epoch.
+        time_s: Seconds.
+        energy_j: Joules over all GPUs.
+        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules.
+        metric: The validation metric.
+        reported_at: When the report was taken (UTC).
+    """
+
+    report_number: int
+    epoch: float
+    time_s: float
+    energy_j: float
+    cost_j: float
+    metric: float
+    reported_at: datetime
+
+
+class EpochList(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/trials/{trial_number}/epochs``.
+
+    Attributes:
+        epochs: The trial's reports, in order. The last one is always there; of the others those that were not pruned.
+    """
+
+    epochs: tuple[EpochView, ...]
+
+
+class EventKind(StrEnum):
+    """What happened to a trial."""
+
+    DISPATCHED = "dispatched"
+    ENDED = "ended"
+
+
+class EventView(WireMessage):
+    """A trial began or ended.
+
+    Attributes:
+        event: Number of the event in the job, ascending; numbers may be left out.
+        kind: What happened.
+        trial_number: The trial.
+        batch_size: Its batch size.
+        state: Where the trial stands now, which for an end is how it ended.
+        at: When that happened (UTC).
+    """
+
+    event: int
+    kind: EventKind
+    trial_number: int
+    batch_size: int
+    state: TrialState
+    at: datetime
+
+
+class EventPage(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/events``.
+
+    An abandoned trial that comes back to life takes the event of its end back, and gets another one when it ends again.
+
+    Attributes:
+        events: What happened after ``since``, in order; at most ``limit`` events.
+        next: What to ask for as ``since`` to learn what happens after these.
+    """
+
+    events: tuple[EventView, ...]
+    next: int
+
+
+class Liveness(WireMessage):
+    """Answer of ``GET /health/live`` and ``GET /health/ready``."""
+
+    status: Literal["ok"] = "ok"
+
+
+class VersionView(WireMessage):
+    """Answer of ``GET /version``.
+
+    Attributes:
+        version: Version of the server.
+        schema_revision: Revision of the database's schema that this version needs.
+    """
+
+    version: str
+    schema_revision: str
+
+
+def _in_utc(instant: datetime) -> datetime:
+    # What every database can keep; the ends of Python's range cannot even be converted to UTC.
+    if not 1970 <= instant.year <= 9000:
+        raise ValueError("must lie between the years 1970 and 9000")
+    return instant.astimezone(UTC)
+
+
+Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+# Leaves an imported job room for as many events again.
+EventNumber = Annotated[int, Field(gt=0, le=2**30)]
+LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
+
+
+class EpochExport(WireMessage):
+    """One report of a trial, as kept; see `EpochView`."""
+
+    report_number: PositiveInt
+    epoch: Epochs
+    time_s: Seconds
+    energy_j: Joules
+    metric: Finite
+    reported_at: Instant
+
+
+class TrialExport(WireMessage):
+    """Everything that is kept of a trial, but for the client's idempotency key, which means nothing elsewhere.
+
+    Attributes:
+        trial_number: Counts from 1 within the job.
+        batch_size: Global batch size.
+        state: Where the trial stands.
+        origin: Why it was dispatched.
+        reason: Why this batch size was chosen, in words.
+        message: The last verdict or the way it ended, in words, or None.
+        end_reason: Why it ended or was suspended, or None.
+        started_at: When it was dispatched (UTC).
+        started_event: Event of the job at which it was.
+        reported_at: When its last report was taken (UTC), or None.
+        ended_at: When it ended (UTC), or None.
+        ended_event: Event of the job at which it did, or None.
+        time_s: Seconds since it began as of its last report, or None before any.
+        energy_j: Joules since then, or None.
+        energy_source: How its energy was measured, or None.
+        epoch: Epochs trained as of its last report, or None.
+        metric: Validation metric of its last report, or None.
+        report_count: Reports taken.
+        longest_gap_s: Longest time between two of them, seconds.
+        lease_expires_at: When it counts as abandoned if nothing more is heard of it (UTC); None for one that has ended.
+        heartbeats: Whether its training sends heartbeats.
+        epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
+    """
+
+    trial_number: PositiveInt
+    batch_size: BatchSize
+    state: TrialState
+    origin: Origin
+    reason: LongText
+    message: LongText | None
+    end_reason: EndReason | None
+    started_at: Instant
+    started_event: EventNumber
+    reported_at: Instant | None
+    ended_at: Instant | None
+    ended_event: EventNumber | None
+    time_s: Seconds | None
+    energy_j: Joules | None
+    energy_source: Text | None
+    epoch: Epochs | None
+    metric: Finite | None
+    report_count: NonNegativeInt
+    longest_gap_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+    lease_expires_at: Instant | None
+    heartbeats: bool
+    epochs: tuple[EpochExport, ...] = ()
+
+
+class JobExport(WireMessage):
+    """A whole job: answer of ``GET /api/jobs/{job_id}/export``, body of ``POST /api/jobs/import``.
+
+    Attributes:
+        format: Says what this is.
+        version: Version of the format.
+        job: The job as registered; its `job_id` is required.
+        created_at: When it was registered (UTC).
+        survivors: Batch sizes with which the bandit stage was entered, ascending, or None before that.
+        rng_state: State of the job's random generator as JSON, or None for one without a seed or before its first draw.
+        trials: Every trial, in order of dispatch.
+    """
+
+    format: Literal["zeus-bso-job"] = "zeus-bso-job"
+    version: Literal[1] = 1
+    job: JobRegistration
+    created_at: Instant
+    survivors: Annotated[tuple[BatchSize, ...], Field(min_length=1)] | None
+    rng_state: Annotated[str, StringConstraints(max_length=1000)] | None
+    trials: tuple[TrialExport, ...]
+
+    def renamed(self, job_id: str) -> Self:
+        """The same job under another id.
+
+        Raises:
+            pydantic.ValidationError: The id cannot be this job's.
+        """
+        job = JobRegistration.model_validate({**self.job.model_dump(), "job_id": job_id})
+        return self.model_copy(update={"job": job})

@@ -1,0 +1,478 @@
+"""Trials through time: leases, heartbeats, revival, preemption, crashes, out of memory, repeated requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bso_server.core.history import History
+from bso_server.core.lease import LeasePolicy
+from bso_server.database import open_database
+from bso_server.errors import BsoError, KeyConflictError, NoSurvivorError, ReportConflictError, UnknownTrialError
+from bso_server.service import BatchSizeService, load_history
+from bso_server.store import Store, Transaction
+from zeus_plugins.protocol import (
+    EndReason,
+    JobRegistration,
+    JobView,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialEnd,
+    TrialId,
+    TrialState,
+)
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+HOUR_S = 3600.0
+_numbers = count()
+
+
+class Server:
+    """The service on a database with a job of its own, and a clock that stands still until it is moved."""
+
+    def __init__(self, store: Store, **job: object) -> None:
+        self.store = store
+        self.now = START
+        self.service = BatchSizeService(store, clock=lambda: self.now)
+        fields = {
+            "job_id": f"job-{next(_numbers)}",
+            "job_id_prefix": "job",
+            "batch_sizes": (8, 16, 32),
+            "default_batch_size": 16,
+            "target_metric": 0.9,
+            "max_epochs": 10,
+            "num_pruning_rounds": 1,
+            "mab_seed": 1,
+            "max_power": 100.0,
+            "number_of_gpus": 1,
+            "gpu_model": "V100",
+        }
+        self.job = JobRegistration.model_validate({**fields, **job})
+        self.job_id = self.job.job_id or ""
+
+    def wait(self, seconds: float) -> None:
+        self.now += timedelta(seconds=seconds)
+
+    async def suggest(self, key: str | None = None) -> TrialDispatch:
+        return await self.service.suggest(self.job_id, key)
+
+    async def report(self, trial: TrialId, *, cost_j: float, metric: float = 0.5, epoch: float = 1) -> ReportResponse:
+        """Report totals that cost `cost_j`, with η = 0.5 and 100 W."""
+        result = TrainingResult(
+            **trial_id(trial).model_dump(), time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch
+        )
+        return await self.service.report(result)
+
+    async def reach(self, trial: TrialId, cost_j: float = 500.0) -> None:
+        assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5)).converged
+
+    Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
+
+    async def end(self, trial: TrialId, outcome: Outcome = TrialState.FAILED) -> None:
+        await self.service.end_trial(TrialEnd(**trial_id(trial).model_dump(), outcome=outcome))
+
+    async def show(self) -> JobView:
+        return await self.service.show_job(self.job_id)
+
+    async def states(self) -> list[TrialState]:
+        return [trial.state for trial in (await self.show()).trials]
+
+
+def trial_id(trial: TrialId) -> TrialId:
+    return TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
+
+
+def serve(database_url: str, use: Callable[[Server], Awaitable[None]], **job: object) -> None:
+    async def run() -> None:
+        store = Store(open_database(database_url))
+        try:
+            await store.migrate()
+            server = Server(store, **job)
+            await server.service.register(server.job)
+            await use(server)
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
+# --- Leases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heartbeats", "longest_gap_s", "lease_s"),
+    [(True, 5000, 180), (False, 0, 3600), (False, 720, 3600), (False, 800, 4000)],
+)
+def test_lengths_of_leases(heartbeats: bool, longest_gap_s: float, lease_s: float) -> None:
+    assert LeasePolicy().lease_s(heartbeats=heartbeats, longest_gap_s=longest_gap_s) == lease_s
+
+
+def test_a_silent_trial_is_abandoned_and_its_size_explored_again(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        await server.suggest()
+        server.wait(HOUR_S)
+        assert (await server.suggest()).origin == "concurrent"
+        server.wait(1)
+        again = await server.suggest()
+
+        assert (again.batch_size, again.origin) == (16, "exploration")
+        view = await server.show()
+        assert view.trials[0].state is TrialState.ABANDONED
+        assert view.trials[0].end_reason is EndReason.LEASE_EXPIRED
+        assert "not heard of since 2026-01-01 00:00:00 UTC" in (view.trials[0].message or "")
+
+    serve(database_url, use)
+
+
+def test_the_reaper_finds_silent_trials_without_a_request(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        await server.suggest()
+        assert await server.service.reap() == 0
+        server.wait(HOUR_S + 1)
+        assert await server.service.reap() == 1
+        assert await server.states() == [TrialState.ABANDONED]
+        assert await server.service.reap() == 0
+
+    serve(database_url, use)
+
+
+def test_reports_renew_the_lease_for_as_long_as_epochs_take(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        server.wait(HOUR_S)
+        await server.report(trial, cost_j=200_000)  # 2,000 s of training: the next lease is 10,000 s
+        server.wait(10_000)
+        await server.service.reap()
+        assert await server.states() == [TrialState.RUNNING]
+        server.wait(1)
+        await server.service.reap()
+        assert await server.states() == [TrialState.ABANDONED]
+
+    serve(database_url, use)
+
+
+def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        for _ in range(3):
+            server.wait(179)
+            beat = await server.service.heartbeat(trial_id(trial))
+            assert (beat.state, beat.lease_s, beat.interval_s) == (TrialState.RUNNING, 180, 30)
+        server.wait(181)
+        assert (await server.suggest()).origin == "exploration"
+        assert (await server.states())[0] is TrialState.ABANDONED
+
+    serve(database_url, use)
+
+
+def test_a_late_report_brings_an_abandoned_trial_back(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        late = await server.suggest()
+        server.wait(HOUR_S + 1)
+        replacement = await server.suggest()
+        await server.reach(replacement, 600)
+
+        await server.report(late, cost_j=100)
+        assert (await server.states())[0] is TrialState.RUNNING
+        await server.reach(late, 500)
+        view = await server.show()
+        assert [trial.state for trial in view.trials] == [TrialState.COMPLETED] * 2
+        assert view.min_cost_j == 500
+        assert view.trials[0].end_reason is EndReason.TARGET_REACHED
+
+    serve(database_url, use)
+
+
+def test_an_exploration_that_comes_back_late_does_not_undo_the_pruning(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        late = await server.suggest()
+        server.wait(HOUR_S + 1)
+        while (trial := await server.suggest()).origin == "exploration":
+            await server.reach(trial)
+        await server.report(late, cost_j=100)
+        assert (await server.suggest()).origin == "bandit"
+        assert not (await server.report(late, cost_j=200, epoch=10)).converged
+        assert (await server.suggest()).origin == "bandit"
+
+    serve(database_url, use)
+
+
+def test_nothing_is_heard_of_trials_that_never_were(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        nobody = TrialId(job_id=server.job_id, batch_size=16, trial_number=1)
+        with pytest.raises(UnknownTrialError):
+            await server.service.heartbeat(nobody)
+        with pytest.raises(UnknownTrialError):
+            await server.end(nobody)
+
+    serve(database_url, use)
+
+
+# --- Preemption -------------------------------------------------------------------------------------------------------
+
+
+def test_a_preempted_trial_goes_on(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        await server.report(trial, cost_j=100)
+        await server.end(trial, TrialState.SUSPENDED)
+        server.wait(20 * HOUR_S)
+        assert (await server.suggest()).origin == "concurrent"  # its exploration is still to come
+        assert (await server.service.heartbeat(trial_id(trial))).state is TrialState.RUNNING
+        await server.reach(trial, 200)
+        assert (await server.states())[0] is TrialState.COMPLETED
+
+    serve(database_url, use)
+
+
+def test_a_preempted_trial_that_does_not_come_back_is_abandoned(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        await server.end(trial, TrialState.SUSPENDED)
+        await server.end(trial, TrialState.SUSPENDED)
+        assert await server.states() == [TrialState.SUSPENDED]
+        server.wait(24 * HOUR_S + 1)
+        assert (await server.suggest()).origin == "exploration"
+        assert (await server.states())[0] is TrialState.ABANDONED
+
+    serve(database_url, use)
+
+
+# --- Crashes and memory -----------------------------------------------------------------------------------------------
+
+
+def test_a_size_that_always_crashes_is_given_up(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        for expected in (TrialState.FAILED, TrialState.FAILED, TrialState.INFEASIBLE):
+            trial = await server.suggest()
+            assert trial.batch_size == 16
+            await server.end(trial)
+            assert (await server.states())[-1] is expected
+        # It did not reach the target: the way down ends, and larger sizes are tried.
+        assert (await server.suggest()).batch_size == 32
+        (arm,) = [arm for arm in (await server.show()).arms if arm.batch_size == 16]
+        assert arm.infeasible is EndReason.CRASHED
+
+    serve(database_url, use)
+
+
+def test_crashes_of_a_size_that_has_run_do_not_exclude_it(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        await server.reach(await server.suggest())
+        while len(await server.states()) < 8:
+            await server.end(await server.suggest())
+        of_16 = [trial.state for trial in (await server.show()).trials if trial.batch_size == 16]
+        assert set(of_16[1:]) <= {TrialState.FAILED}
+
+    serve(database_url, use)
+
+
+def test_out_of_memory_excludes_the_size_and_larger_ones(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        too_large = await server.suggest()
+        assert too_large.batch_size == 32
+        await server.end(too_large, TrialState.INFEASIBLE)
+        sizes = []
+        for _ in range(8):
+            trial = await server.suggest()
+            sizes.append(trial.batch_size)
+            await server.reach(trial, 100.0 * trial.batch_size)
+        assert sizes[:3] == [16, 8, 4]
+        assert 32 not in sizes
+        assert 64 not in sizes
+
+    serve(database_url, use, batch_sizes=(4, 8, 16, 32, 64), default_batch_size=32)
+
+
+def test_out_of_memory_in_the_bandit_stage_leaves_the_smaller_survivors(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        while (trial := await server.suggest()).origin == "exploration":
+            await server.reach(trial, 1000 - trial.batch_size)  # 32 is the cheapest
+        while trial.batch_size != 16:
+            await server.reach(trial, 1000 - trial.batch_size)
+            trial = await server.suggest()
+        await server.end(trial, TrialState.INFEASIBLE)
+        for _ in range(6):
+            trial = await server.suggest()
+            assert trial.batch_size == 8
+            await server.reach(trial, 992)
+
+    serve(database_url, use)
+
+
+def test_when_nothing_fits_the_error_says_so(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        for expected in (16, 8):
+            trial = await server.suggest()
+            assert trial.batch_size == expected
+            await server.end(trial, TrialState.INFEASIBLE)
+        with pytest.raises(NoSurvivorError, match="even batch size 8 ran out of memory"):
+            await server.suggest()
+
+    serve(database_url, use)
+
+
+# --- Repeated requests ------------------------------------------------------------------------------------------------
+
+
+def test_a_repeated_request_finds_the_trial_it_started(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        first = await server.suggest("key-1")
+        assert await server.suggest("key-1") == first
+        assert (await server.suggest("key-2")).trial_number == 2
+        await server.reach(first)
+        with pytest.raises(KeyConflictError, match="trial 1, which has ended"):
+            await server.suggest("key-1")
+
+    serve(database_url, use)
+
+
+def test_a_key_is_its_jobs_own(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        other = Server(server.store)
+        await other.service.register(other.job)
+        assert (await server.suggest("key")).job_id != (await other.suggest("key")).job_id
+
+    serve(database_url, use)
+
+
+def test_the_same_key_at_the_same_time_starts_one_trial(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        answers = await asyncio.gather(*(server.suggest("key") for _ in range(10)))
+        assert {answer.trial_number for answer in answers} == {1}
+
+    serve(database_url, use)
+
+
+def test_a_repeated_report_changes_nothing(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        first = await server.report(trial, cost_j=100)
+        before = await server.show()
+        assert await server.report(trial, cost_j=100) == first
+        assert await server.show() == before
+        assert await epochs_of(server, trial) == [1]
+
+    serve(database_url, use)
+
+
+def test_one_bad_report_in_a_group_hurts_no_other(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trials = [await server.suggest() for _ in range(3)]
+        await server.reach(trials[1])
+        answers = await asyncio.gather(
+            *(server.report(trial, cost_j=100, epoch=epoch) for trial in trials for epoch in (1, 2)),
+            return_exceptions=True,
+        )
+        assert [type(answer) for answer in answers] == [ReportResponse] * 2 + [ReportConflictError] * 2 + [
+            ReportResponse
+        ] * 2
+        assert [trial.epochs for trial in (await server.show()).trials] == [2, 5, 2]
+
+    serve(database_url, use)
+
+
+async def epochs_of(server: Server, trial: TrialId) -> list[float]:
+    def read(transaction: Transaction) -> list[float]:
+        rows = transaction._connection.exec_driver_sql(
+            f"SELECT epoch FROM epochs WHERE job_id = '{trial.job_id}' "  # noqa: S608 - the test's own id
+            f"AND trial_number = {trial.trial_number} ORDER BY report_number"
+        )
+        return [row[0] for row in rows]
+
+    return await server.store.read(read)
+
+
+def test_every_epoch_is_kept(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        for epoch in (0.5, 1, 1.5):
+            await server.report(trial, cost_j=100 * epoch, epoch=epoch)
+        assert await epochs_of(server, trial) == [0.5, 1, 1.5]
+
+    serve(database_url, use)
+
+
+# --- Caches -----------------------------------------------------------------------------------------------------------
+
+
+async def live(server: Server, random_source: random.Random, steps: int) -> None:
+    """Anything that may happen to a job, in any order."""
+    open_trials: list[TrialDispatch] = []
+    for _ in range(steps):
+        try:
+            match random_source.choice(
+                ["suggest", "suggest", "epoch", "reach", "reach", "miss", "end", "beat", "wait"]
+            ):
+                case "suggest":
+                    open_trials.append(await server.suggest())
+                case "wait":
+                    server.wait(random_source.choice([100.0, HOUR_S + 1, 25 * HOUR_S]))
+                    await server.service.reap()
+                case action if open_trials:
+                    await act(server, random_source, action, random_source.choice(open_trials))
+        except BsoError:
+            continue  # a refusal, which must change nothing
+
+
+async def act(server: Server, random_source: random.Random, action: str, trial: TrialDispatch) -> None:
+    cost_j = float(random_source.randint(1, 50) * trial.batch_size)
+    match action:
+        case "epoch":
+            await server.report(trial, cost_j=cost_j)
+        case "reach":
+            await server.report(trial, cost_j=cost_j, metric=0.95, epoch=5)
+        case "miss":
+            await server.report(trial, cost_j=cost_j, epoch=10)
+        case "beat":
+            await server.service.heartbeat(trial_id(trial))
+        case "end":
+            outcomes: tuple[Server.Outcome, ...] = (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED)
+            await server.end(trial, random_source.choices(outcomes, (6, 1, 3))[0])
+
+
+def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
+    job = transaction.job(job_id)
+    assert job is not None
+    trials = [trial.record for trial in transaction.all_trials(job_id)]
+    replayed = History.of(job.job, trials, job.survivors)
+    remembered, _ = load_history(transaction, job)
+    assert remembered.arms == replayed.arms
+    assert remembered.cheapest == replayed.cheapest
+    assert remembered.bandit_entered_at == replayed.bandit_entered_at
+    if job.survivors is None:
+        assert remembered.explorations == replayed.explorations
+    assert job.trial_count == len(trials)
+    events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
+    assert len(events) == len(set(events))
+    assert max(events, default=0) <= job.event_count
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    window_size=st.sampled_from([0, 1, 3]),
+    rounds=st.sampled_from([0, 1, 2]),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_caches_equal_a_replay_of_the_trials(database_url: str, seed: int, window_size: int, rounds: int) -> None:
+    async def use(server: Server) -> None:
+        await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+        await server.store.read(lambda transaction: assert_caches_equal_a_replay(transaction, server.job_id))
+
+    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Hundreds of lines per example would only slow the examples down."""
+    with caplog.at_level("WARNING", logger="bso_server"):
+        yield

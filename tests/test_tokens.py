@@ -1,0 +1,380 @@
+"""Tokens: their making, how they are told from others, where they are kept, and how long they are remembered."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from bso_server.database import open_database
+from bso_server.errors import ForbiddenError, UnauthenticatedError, UnknownTokenError, UntrustedHostError
+from bso_server.security import (
+    CACHE_S,
+    UNRESTRICTED,
+    Authenticator,
+    Scope,
+    TokenRecord,
+    is_loopback,
+    new_token,
+    require_allowed_host,
+    token_in,
+)
+from bso_server.store import Store
+from bso_server.tokens import Tokens
+from tests.conftest import bso_server
+
+T = TypeVar("T")
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+TOKEN, RECORD = new_token("a training", {Scope.REPORT}, NOW)
+LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Book:
+    """Tokens in memory; counts how often somebody looks."""
+
+    def __init__(self, *records: TokenRecord) -> None:
+        self.records = {record.token_id: record for record in records}
+        self.looks = 0
+
+    async def find(self, token_id: str) -> TokenRecord | None:
+        self.looks += 1
+        return self.records.get(token_id)
+
+    async def any_valid(self) -> bool:
+        self.looks += 1
+        return any(record.revoked_at is None for record in self.records.values())
+
+    def revoke(self, token_id: str) -> None:
+        self.records[token_id] = replace(self.records[token_id], revoked_at=NOW)
+
+
+class TestMaking:
+    def test_a_token_holds_its_id_and_256_random_bits(self) -> None:
+        token, record = new_token("a training", {Scope.READ}, NOW)
+
+        assert re.fullmatch(rf"zbso_{record.token_id}_[A-Za-z0-9_-]{{43}}", token)
+        assert re.fullmatch("[0-9a-f]{8}", record.token_id)
+        assert new_token("a training", {Scope.READ}, NOW)[0] != token
+
+    def test_a_record_does_not_hold_the_secret(self) -> None:
+        secret = TOKEN.split("_", 2)[2]
+        assert secret not in repr(RECORD)
+        assert len(RECORD.token_hash) == 64
+
+    @pytest.mark.parametrize(
+        ("scope", "implied"),
+        [
+            (Scope.READ, {Scope.READ}),
+            (Scope.REPORT, {Scope.READ, Scope.REPORT}),
+            (Scope.ADMIN, {Scope.READ, Scope.REPORT, Scope.ADMIN}),
+        ],
+    )
+    def test_wider_scopes_imply_narrower_ones(self, scope: Scope, implied: set[Scope]) -> None:
+        assert replace(RECORD, scopes=frozenset({scope})).caller().scopes == implied
+
+    def test_a_missing_scope_is_named(self) -> None:
+        caller = RECORD.caller()
+        caller.require(Scope.READ)
+        with pytest.raises(ForbiddenError, match=f"{RECORD.token_id} has no scope admin"):
+            caller.require(Scope.ADMIN)
+
+
+class TestReadingHeaders:
+    @pytest.mark.parametrize(
+        "header", [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")]
+    )
+    def test_the_token_is_found(self, header: str) -> None:
+        assert token_in(header) == TOKEN
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            "",
+            "Bearer",
+            TOKEN,
+            f"Digest {TOKEN}",
+            f"Bearer {TOKEN[:-1]}",
+            f"Bearer {TOKEN}x",
+            f"Bearer {TOKEN}\n{TOKEN}",
+            "Bearer zbso_0123abcd_",
+            basic("me:"),
+            basic(TOKEN),
+            basic(f"{TOKEN}:me"),
+            "Basic %",
+            "Basic /w==",
+            "Basic é",
+        ],
+    )
+    def test_anything_else_is_refused_without_repeating_it(self, header: str) -> None:
+        with pytest.raises(UnauthenticatedError) as caught:
+            token_in(header)
+        assert TOKEN[:-1] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:203.0.113.9", False),
+        ("203.0.113.9", False),
+        ("128.0.0.1", False),
+        ("0.0.0.0", False),  # noqa: S104 - nothing is bound to it
+        ("localhost", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_loopback_addresses(address: str | None, local: bool) -> None:
+    assert is_loopback(address) is local
+
+
+@pytest.mark.parametrize(
+    "host", ["bso.example", "BSO.example:8000", "bso.example:", "a.corp.example", "a.b.corp.example:1", "[::1]:8000"]
+)
+def test_allowed_hosts(host: str) -> None:
+    require_allowed_host(host, ["Bso.example", "*.corp.example", "[::1]"])
+    require_allowed_host(host, ["*"])
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "bso.example.evil", "corp.example", "xcorp.example", "bso!example"]
+)
+def test_other_hosts(host: str) -> None:
+    with pytest.raises(UntrustedHostError, match="ZEUS_BSO_ALLOWED_HOSTS"):
+        require_allowed_host(host, ["bso.example", "*.corp.example"])
+
+
+class TestAuthenticating:
+    """With tokens in memory and a clock that is set by hand."""
+
+    def identify(
+        self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN
+    ) -> str | None | type[Exception]:
+        """The caller's token id, or the kind of refusal."""
+        try:
+            return asyncio.run(authenticator.identify(authorization, address)).token_id
+        except (ForbiddenError, UnauthenticatedError) as error:
+            return type(error)
+
+    def test_without_tokens_only_local_clients_are_served(self) -> None:
+        authenticator = Authenticator(Book())
+        assert asyncio.run(authenticator.identify(None, LOCAL)) == UNRESTRICTED
+        assert self.identify(authenticator, None, FOREIGN) is ForbiddenError
+
+    def test_with_tokens_each_client_needs_one(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+        assert self.identify(authenticator, None, FOREIGN) is UnauthenticatedError
+        assert self.identify(authenticator, f"Bearer {TOKEN}", FOREIGN) == RECORD.token_id
+
+    def test_when_all_tokens_are_revoked_only_local_clients_are_served(self) -> None:
+        authenticator = Authenticator(Book(replace(RECORD, revoked_at=NOW)))
+        assert self.identify(authenticator, None, LOCAL) is None
+        assert self.identify(authenticator, None, FOREIGN) is ForbiddenError
+
+    @pytest.mark.parametrize("book", [Book(), Book(RECORD)], ids=["no tokens", "tokens"])
+    def test_an_insecure_server_serves_everybody(self, book: Book) -> None:
+        assert self.identify(Authenticator(book, insecure=True), None, FOREIGN) is None
+
+    @pytest.mark.parametrize("insecure", [False, True])
+    @pytest.mark.parametrize("book", [Book(), Book(replace(RECORD, revoked_at=NOW))], ids=["unknown", "revoked"])
+    def test_a_bad_token_is_refused_everywhere(self, book: Book, insecure: bool) -> None:
+        authenticator = Authenticator(book, insecure=insecure)
+        assert self.identify(authenticator, f"Bearer {TOKEN}", LOCAL) is UnauthenticatedError
+
+    def test_the_id_alone_is_not_enough(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        forged = f"Bearer zbso_{RECORD.token_id}_{'x' * 43}"
+        assert self.identify(authenticator, forged) is UnauthenticatedError
+        assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert self.identify(authenticator, forged) is UnauthenticatedError
+
+    def test_a_known_token_is_not_looked_up_again(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        for _ in range(3):
+            assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+            clock.now_s += CACHE_S / 4
+        assert book.looks == 1
+
+    def test_a_revocation_takes_effect_when_the_memory_expires(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        self.identify(authenticator, f"Bearer {TOKEN}")
+        book.revoke(RECORD.token_id)
+
+        clock.now_s += CACHE_S - 0.001
+        assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        clock.now_s += 0.001
+        assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert self.identify(authenticator, None, LOCAL) is None
+
+    def test_a_new_token_works_at_once_and_closes_the_server(self) -> None:
+        book = Book()
+        authenticator = Authenticator(book, clock=Clock())
+        assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert self.identify(authenticator, None, LOCAL) is None
+
+        book.records[RECORD.token_id] = RECORD
+        assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+
+    def test_the_first_token_closes_the_server_though_nobody_shows_it(self) -> None:
+        book, clock = Book(), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        assert self.identify(authenticator, None, LOCAL) is None
+
+        book.records[RECORD.token_id] = RECORD
+        clock.now_s += CACHE_S
+        assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+
+    def test_a_local_client_of_an_open_server_costs_no_look_each_time(self) -> None:
+        book = Book()
+        authenticator = Authenticator(book, clock=Clock())
+        for _ in range(3):
+            self.identify(authenticator, None, LOCAL)
+        assert book.looks == 1
+
+    def test_unknown_tokens_leave_nothing_in_memory(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        for number in range(100):
+            self.identify(authenticator, f"Bearer zbso_{number:08x}_{'x' * 43}")
+        assert len(authenticator._known) == 0
+
+    def test_memory_for_known_tokens_is_bounded(self) -> None:
+        made = [new_token(f"training {number}", {Scope.READ}, NOW) for number in range(1030)]
+        authenticator = Authenticator(Book(*(record for _, record in made)))
+
+        async def show_all() -> None:
+            for token, _ in made:
+                await authenticator.identify(f"Bearer {token}", FOREIGN)
+
+        asyncio.run(show_all())
+        assert len(authenticator._known) == 1024
+
+
+class TestKeeping:
+    """In each kind of database."""
+
+    @pytest.fixture
+    def in_tokens(self, database_url: str) -> Iterator[Callable[[Callable[[Tokens], Awaitable[None]]], None]]:
+        def run(use: Callable[[Tokens], Awaitable[None]]) -> None:
+            async def opened() -> None:
+                store = Store(open_database(database_url))
+                try:
+                    await store.migrate()
+                    await use(Tokens(store, clock=lambda: NOW))
+                finally:
+                    await store.close()
+
+            asyncio.run(opened())
+
+        yield run
+
+    def test_what_goes_in_comes_out(self, in_tokens: Callable[[Callable[[Tokens], Awaitable[None]]], None]) -> None:
+        async def use(tokens: Tokens) -> None:
+            assert not await tokens.any_valid()
+            token, record = await tokens.create("é ✓", [Scope.READ, Scope.REPORT])
+            assert await tokens.find(record.token_id) == record
+            assert record in await tokens.all()
+            assert await tokens.any_valid()
+            assert await tokens.find("00000000") is None
+            assert token_in(f"Bearer {token}") == token
+            await tokens.revoke(record.token_id)
+            assert not await tokens.any_valid()
+
+        in_tokens(use)
+
+    def test_revoking(self, in_tokens: Callable[[Callable[[Tokens], Awaitable[None]]], None]) -> None:
+        async def use(tokens: Tokens) -> None:
+            clock = Clock()
+            authenticator = Authenticator(tokens, clock=clock)
+            _, other = await tokens.create("stays", [Scope.ADMIN])
+            token, record = await tokens.create("goes", [Scope.ADMIN])
+            assert (await authenticator.identify(f"Bearer {token}", FOREIGN)).token_id == record.token_id
+
+            await tokens.revoke(record.token_id)
+            await tokens.revoke(record.token_id)
+            clock.now_s += CACHE_S
+            with pytest.raises(UnauthenticatedError, match="revoked"):
+                await authenticator.identify(f"Bearer {token}", FOREIGN)
+            assert await tokens.find(record.token_id) == replace(record, revoked_at=NOW)
+            assert await tokens.find(other.token_id) == other
+            with pytest.raises(UnknownTokenError, match="'00000000'"):
+                await tokens.revoke("00000000")
+
+        in_tokens(use)
+
+    @pytest.mark.parametrize("name", ["", " ", "x" * 256, "two\nlines"])
+    def test_a_name_must_be_printable(self, tmp_path: Path, name: str) -> None:
+        async def create() -> None:
+            store = Store(open_database(f"sqlite:///{tmp_path / 'bso.sqlite3'}"))
+            try:
+                await Tokens(store).create(name, [Scope.READ])
+            finally:
+                await store.close()
+
+        with pytest.raises(ValueError, match="printable"):
+            asyncio.run(create())
+
+
+class TestCommands:
+    def test_a_token_is_printed_once_and_alone(self, database_url: str) -> None:
+        source = ["--database-url", database_url]
+        bso_server("db", "upgrade", *source)
+        created = bso_server("token", "create", "--name", "nightly", "--scope", "read", "report", *source)
+        listed = bso_server("token", "list", "--json", *source)
+
+        assert created.returncode == 0, created.stderr
+        token = created.stdout.removesuffix("\n")
+        assert token_in(f"Bearer {token}") == token
+        assert token not in created.stderr
+        (shown,) = [one for one in json.loads(listed.stdout)["tokens"] if one["name"] == "nightly"]
+        assert shown["token_id"] == token.split("_")[1]
+        assert shown["scopes"] == ["read", "report"]
+        assert shown["revoked_at"] is None
+        assert set(shown) == {"token_id", "name", "scopes", "created_at", "revoked_at"}
+
+        assert bso_server("token", "revoke", shown["token_id"], *source).returncode == 0
+        listed = bso_server("token", "list", "--json", *source)
+        (shown,) = [one for one in json.loads(listed.stdout)["tokens"] if one["name"] == "nightly"]
+        assert shown["revoked_at"] is not None
+
+    def test_a_token_may_come_before_the_servers_first_start(self, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+        created = bso_server("token", "create", "--name", "first", *source)
+        assert created.returncode == 0, created.stderr
+        assert bso_server("token", "list", *source).stdout.splitlines()[1].split()[1:3] == ["first", "report"]
+
+    def test_no_tokens(self, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+        bso_server("db", "upgrade", *source)
+        assert bso_server("token", "list", *source).stdout == "no tokens\n"
+        answer = bso_server("token", "revoke", "00000000", *source)
+        assert answer.returncode == 1
+        assert answer.stderr == "bso-server: unknown token '00000000': bso-server token list shows the ids\n"
