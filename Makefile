@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: .venv demo test lint bench clean
+.PHONY: .venv demo test test-long lint bench clean
 
 .venv: $(STAMP)
 
@@ -23,6 +23,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	@$(BIN)/pytest
+
+test-long: $(STAMP)
+	@$(BIN)/pytest -m "chaos or fuzz or zeus_peer"
 
 lint: $(STAMP)
 	@$(BIN)/ruff format --check .

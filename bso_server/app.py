@@ -13,15 +13,15 @@ from litestar.di import Provide
 from litestar.middleware import DefineMiddleware
 from litestar.middleware.rate_limit import RateLimitConfig
 from litestar.openapi import OpenAPIConfig
-from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
 from bso_server.database import open_database
-from bso_server.http_errors import EXCEPTION_HANDLERS
+from bso_server.http_errors import EXCEPTION_HANDLERS, BodyRequest
 from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
 from bso_server.routes.access import caller_of, guard_by
+from bso_server.routes.openapi import OpenApiDocument
 from bso_server.security import Authenticator
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings
@@ -77,6 +77,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         guards=[guard_by(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")])],
         middleware=[] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)],
         stores={_REQUEST_COUNTS: request_counts},
+        request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=[lifespan],
@@ -87,7 +88,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             title="Batch size optimization server",
             version=version("zeus-plugins"),
             path="/schema",
-            render_plugins=[JsonRenderPlugin(path="/openapi.json")],
+            render_plugins=[OpenApiDocument(path="/openapi.json")],
             use_handler_docstrings=True,
             components=Components(
                 security_schemes={

@@ -31,7 +31,12 @@ _POOL_SIZE = 10
 
 _READ_ONLY = "bso_read_only"
 
-_DRIVERS = {"sqlite": "sqlite", "postgresql": "postgresql+asyncpg", "mysql": "mysql+asyncmy"}
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+asyncpg",
+    "mysql": "mysql+asyncmy",
+    "mariadb": "mariadb+asyncmy",
+}
 
 T = TypeVar("T")
 
@@ -160,7 +165,7 @@ def open_database(
         # A connection that died while idle is noticed before it is used.
         engine = create_async_engine(url, echo=echo_sql, pool_pre_ping=True, pool_size=_POOL_SIZE, max_overflow=0)
     except ModuleNotFoundError as error:
-        extra = {"postgresql": "postgres", "mysql": "mysql"}.get(url.get_backend_name(), "server")
+        extra = "postgres" if url.get_backend_name() == "postgresql" else "mysql"
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
     return NetworkDatabase(engine)
 
@@ -188,6 +193,10 @@ def _url(database_url: str) -> URL:
             "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
             "or postgresql://user:password@host/database"
         ) from None
+    if url.get_backend_name() not in _DRIVERS:
+        raise ValueError(
+            f"{url.get_backend_name()} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB"
+        )
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from litestar import Request, Response
-from litestar.exceptions import HTTPException, ValidationException
+from litestar.exceptions import ClientException, HTTPException, ValidationException
 
 from bso_server.errors import (
     BsoError,
@@ -68,17 +68,32 @@ _WORDS_OF = {
 AnyRequest = Request[Any, Any, Any]
 
 
+class BodyRequest(Request[Any, Any, Any]):
+    """A request whose body, where it cannot be JSON at all, is the client's fault."""
+
+    async def json(self) -> Any:
+        """The body, decoded.
+
+        Raises:
+            ClientException: It is no UTF-8, or nested deeper than anything here.
+        """
+        try:
+            return await super().json()
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise ClientException(f"JSON cannot be read: {error}") from error
+
+
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
     """Answer an error of the domain."""
     fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
     return _answer(STATUS_OF[type(error)], error.message, fields, HEADERS_OF.get(type(error)))
 
 
-def invalid_request(_request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
+def invalid_request(request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
     """Answer a request whose body or query does not fit: 422, naming each field."""
     details = error.extra if isinstance(error.extra, list) else []
     fields = [
-        FieldError(field=str(detail.get("key") or "body"), message=_without_prefix(str(detail.get("message", ""))))
+        FieldError(field=_name_of(request, detail), message=_without_prefix(str(detail.get("message", ""))))
         for detail in details
         if isinstance(detail, dict)
     ]
@@ -96,6 +111,14 @@ def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBod
     """Answer a fault of the server: 500, with the details in its log alone."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _answer(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed at this request; its log says why")
+
+
+def _name_of(request: AnyRequest, detail: dict[str, Any]) -> str:
+    """What the client calls a field; a handler may have another name for a parameter."""
+    key = str(detail.get("key") or "body")
+    parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
+    names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
+    return getattr(names, "query", None) or getattr(names, "header", None) or key
 
 
 def _without_prefix(message: str) -> str:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from bso_server.core.history import Cheapest
 from bso_server.core.lease import LeasePolicy
-from bso_server.core.model import Report, check_transition
+from bso_server.core.model import Report, TrialRecord, check_transition
 from bso_server.core.policy import Verdict
 from bso_server.store import StoredJob, StoredTrial
 from zeus_plugins.protocol import EndReason, TrialState
@@ -18,9 +18,12 @@ from zeus_plugins.protocol import EndReason, TrialState
 
 def renewed(trial: StoredTrial, now: datetime, leases: LeasePolicy) -> StoredTrial:
     """A running trial that was just heard of."""
-    record = trial.record
+    return replace(trial, lease_expires_at=_lease_end(trial.record, now, leases))
+
+
+def _lease_end(record: TrialRecord, now: datetime, leases: LeasePolicy) -> datetime:
     lease_s = leases.lease_s(heartbeats=record.heartbeats, longest_gap_s=record.longest_gap_s)
-    return replace(trial, lease_expires_at=now + timedelta(seconds=lease_s))
+    return now + timedelta(seconds=lease_s)
 
 
 def revived(trial: StoredTrial) -> StoredTrial:
@@ -90,7 +93,13 @@ def reported(
         reports=before.reports + 1,
         longest_gap_s=max(before.longest_gap_s, report.time_s - before.time_s),
     )
-    trial = replace(trial, record=record, reported_at=now, energy_source=energy_source)
+    trial = replace(
+        trial,
+        record=record,
+        reported_at=now,
+        energy_source=energy_source,
+        lease_expires_at=_lease_end(record, now, leases),
+    )
     if verdict.stop:
         return ended(job, trial, verdict.state, verdict.reason, verdict.message, now)
-    return job, renewed(trial, now, leases)
+    return job, trial

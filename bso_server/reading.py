@@ -24,19 +24,18 @@ from zeus_plugins.protocol import JobList, JobSummary, JobView, Stage, TrialStat
 
 logger = logging.getLogger("bso_server")
 
-# Seconds after which a database that says nothing counts as not answering.
-_PATIENCE_S = 5.0
-
 
 class JobReader:
     """Everything that can be looked at.
 
     Args:
         store: The database.
+        patience_s: Seconds after which a database that says nothing counts as not answering.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, patience_s: float = 5.0) -> None:
         self._store = store
+        self._patience_s = patience_s
 
     async def list_jobs(
         self,
@@ -184,7 +183,7 @@ class JobReader:
             DatabaseNotReadyError: The database does not answer, or has another schema.
         """
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(self._patience_s):
                 await self._store.check_schema()
         except DatabaseNotReadyError as error:
             logger.warning("not ready: %s", error)

@@ -173,8 +173,9 @@ class TokenSource(Protocol):
 class Authenticator:
     """Finds out who makes a request.
 
-    What is known of a token is remembered for `CACHE_S` seconds, so that most requests cost no look at the database; so
-    long, at most, a revoked token still works. Only tokens that exist are remembered.
+    What is known of tokens is remembered for `CACHE_S` seconds, so that most requests cost no look at the database. For
+    that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
+    A new token works at once. Only tokens that exist are remembered.
 
     Args:
         tokens: Where tokens are kept.

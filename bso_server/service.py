@@ -218,9 +218,11 @@ class BatchSizeService:
         instant, pruned = self._clock() - age, 0
         while True:
             # A transaction for each few: between two of them, others get their turn.
-            few = await self._store.write(lambda transaction: transaction.delete_epochs_before(instant, _PRUNED_AT_ONCE))
-            pruned += few
-            if few < _PRUNED_AT_ONCE:
+            deleted = await self._store.write(
+                lambda transaction: transaction.delete_epochs_before(instant, limit=_PRUNED_AT_ONCE)
+            )
+            pruned += deleted
+            if deleted < _PRUNED_AT_ONCE:
                 return pruned
 
     async def _find(self, job_id: str) -> StoredJob | None:
@@ -314,15 +316,17 @@ class BatchSizeService:
         job, trial = _locked_trial(transaction, end)
         if Scope.ADMIN not in caller.scopes:
             _refuse_other_owner(trial, caller)
-        if trial.record.state not in {TrialState.RUNNING, TrialState.SUSPENDED}:
+        # What the end says of the batch size counts, even if the trial was given up before.
+        if trial.record.state not in _ALIVE:
             return None
         state, reason, message = self._outcome(transaction, end)
+        if state is trial.record.state:
+            return None
+        trial = moves.revived(trial)
         if state is TrialState.SUSPENDED:
-            if trial.record.state is not TrialState.RUNNING:
-                return None
             transaction.update_trials([moves.suspended(trial, message, now, self._leases)])
             return message
-        job, trial = moves.ended(job, moves.revived(trial), state, reason, message, now)
+        job, trial = moves.ended(job, trial, state, reason, message, now)
         transaction.update_trials([trial])
         transaction.update_jobs([job])
         return message

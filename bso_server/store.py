@@ -44,6 +44,9 @@ _BACKOFF_S = 0.05
 
 T = TypeVar("T")
 
+Row = RowMapping | Mapping[str, Any]
+"""A table's row by the names of its columns."""
+
 logger = logging.getLogger("bso_server")
 
 
@@ -165,11 +168,12 @@ class Transaction:
 
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
-        rows = self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)})
-        return {
-            (row["job_id"], row["trial_trial_number"]): (job_from(row), trial_from(row, prefix="trial_"))
-            for row in rows.mappings()
-        }
+        found = {}
+        for row in self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)}):
+            job = job_from(dict(zip(_JOB_COLUMNS, row, strict=False)))
+            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row[len(_JOB_COLUMNS) :], strict=True)))
+            found[trial.key] = job, trial
+        return found
 
     def all_trials(self, job_id: str) -> list[StoredTrial]:
         """Every trial of the job, in order of dispatch."""
@@ -282,7 +286,7 @@ class Transaction:
         if rows:
             self._connection.execute(insert(epochs), rows)
 
-    def delete_epochs_before(self, instant: datetime, limit: int) -> int:
+    def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
         key = [column.name for column in epochs.primary_key]
         statement = select(*epochs.primary_key).where(epochs.c.reported_at < instant)
@@ -353,9 +357,12 @@ def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return trials.c.state.in_(alive), trials.c.lease_expires_at < now
 
 
+_JOB_COLUMNS = [column.name for column in jobs.c]
+_TRIAL_COLUMNS = [column.name for column in trials.c]
+
 # Built once: putting it together costs more than running it.
 _LOCKED_TRIALS = (
-    select(*jobs.c, *(column.label(f"trial_{column.name}") for column in trials.c))
+    select(jobs, trials)
     .join_from(jobs, trials)
     .where(tuple_(trials.c.job_id, trials.c.trial_number).in_(bindparam("keys", expanding=True)))
     .order_by(trials.c.job_id, trials.c.trial_number)
@@ -408,10 +415,10 @@ class Store:
 
     async def migrate(self) -> None:
         """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose."""
-        if isinstance(self._database, SqliteDatabase):
-            if await self.current_revision() not in (None, migrations.head()):
-                copy = await asyncio.to_thread(self._database.back_up)
-                logger.info("the database was copied to %s before its schema is upgraded", copy)
+        database = self._database
+        if isinstance(database, SqliteDatabase) and await self.current_revision() not in (None, migrations.head()):
+            copy = await asyncio.to_thread(database.back_up)
+            logger.info("the database was copied to %s before its schema is upgraded", copy)
         await self._database.run(migrations.upgrade)
 
     def migration_sql(self) -> str:
@@ -460,7 +467,7 @@ def job_of(registration: JobRegistration) -> Job:
     return Job(**{name: getattr(registration, name) for name in _JOB_FIELDS})
 
 
-def job_from(row: RowMapping) -> StoredJob:
+def job_from(row: Row) -> StoredJob:
     """A job from its row."""
     registration, job = _specification(row["spec"])
     cheapest = None
@@ -542,39 +549,35 @@ def _progress_row(trial: StoredTrial) -> dict[str, Any]:
     }
 
 
-def trial_from(row: RowMapping, *, prefix: str = "") -> StoredTrial:
-    """A trial from its row, whose columns' names may have a prefix."""
-
-    def column(name: str) -> Any:
-        return row[prefix + name]
-
-    end_reason = column("end_reason")
+def trial_from(row: Row) -> StoredTrial:
+    """A trial from its row."""
+    end_reason = row["end_reason"]
     return StoredTrial(
-        job_id=column("job_id"),
+        job_id=row["job_id"],
         record=TrialRecord(
-            trial_number=column("trial_number"),
-            batch_size=column("batch_size"),
-            state=TrialState(column("state")),
-            origin=Origin(column("origin")),
-            started_event=column("started_event"),
-            ended_event=column("ended_event"),
-            time_s=column("time_s") or 0.0,
-            energy_j=column("energy_j") or 0.0,
-            epoch=column("epoch") or 0.0,
-            metric=column("metric"),
-            message=column("message"),
+            trial_number=row["trial_number"],
+            batch_size=row["batch_size"],
+            state=TrialState(row["state"]),
+            origin=Origin(row["origin"]),
+            started_event=row["started_event"],
+            ended_event=row["ended_event"],
+            time_s=row["time_s"] or 0.0,
+            energy_j=row["energy_j"] or 0.0,
+            epoch=row["epoch"] or 0.0,
+            metric=row["metric"],
+            message=row["message"],
             end_reason=None if end_reason is None else EndReason(end_reason),
-            reports=column("report_count"),
-            longest_gap_s=column("longest_gap_s"),
-            heartbeats=column("heartbeats"),
+            reports=row["report_count"],
+            longest_gap_s=row["longest_gap_s"],
+            heartbeats=row["heartbeats"],
         ),
-        reason=column("reason"),
-        energy_source=column("energy_source"),
-        started_at=column("started_at"),
-        reported_at=column("reported_at"),
-        ended_at=column("ended_at"),
-        lease_expires_at=column("lease_expires_at"),
-        owner=column("owner"),
+        reason=row["reason"],
+        energy_source=row["energy_source"],
+        started_at=row["started_at"],
+        reported_at=row["reported_at"],
+        ended_at=row["ended_at"],
+        lease_expires_at=row["lease_expires_at"],
+        owner=row["owner"],
     )
 
 

@@ -110,7 +110,8 @@ def _check_order(trials: Sequence[TrialExport]) -> None:
             raise InvalidImportError(
                 f"event {trial.ended_event} is another trial's too", field=f"trials.{index}.ended_event"
             )
-        taken |= {trial.ended_event} - {None}
+        if trial.ended_event is not None:
+            taken.add(trial.ended_event)
 
 
 def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
@@ -132,11 +133,11 @@ def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
         yield "report_count", f"a trial becomes {trial.state} by a report"
     if trial.state is TrialState.COMPLETED and cost_of(job, _record(trial)) <= 0:
         yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
-    numbers = [0, *(epoch.report_number for epoch in trial.epochs), trial.report_count + 1]
-    for index, (before, after) in enumerate(pairwise(numbers)):
-        if after <= before:
-            position = min(index, len(trial.epochs) - 1)
-            yield f"epochs.{position}.report_number", f"reports are in order, and there are {trial.report_count}"
+    # The report that ended a trial is not kept beside it.
+    kept = trial.report_count - (trial.state in OBSERVED)
+    numbers = [epoch.report_number for epoch in trial.epochs]
+    if numbers != sorted(set(numbers)) or numbers[-1:] > [kept]:
+        yield "epochs", f"there are {kept} of them at most, each with its own report_number, ascending"
 
 
 def _check_survivors(export: JobExport) -> None:

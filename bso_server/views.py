@@ -143,9 +143,7 @@ def _epoch(of_job: Job, kept: StoredEpoch) -> EpochView:
         epoch=kept.epoch,
         time_s=kept.time_s,
         energy_j=kept.energy_j,
-        cost_j=cost(
-            energy_j=kept.energy_j, time_s=kept.time_s, max_power_w=of_job.max_power, eta=of_job.eta_knob
-        ),
+        cost_j=cost(energy_j=kept.energy_j, time_s=kept.time_s, max_power_w=of_job.max_power, eta=of_job.eta_knob),
         metric=kept.metric,
         reported_at=kept.reported_at,
     )

@@ -179,7 +179,7 @@ def test_uvicorn_can_launch_the_application(clean_environment: dict[str, str], t
         )
     try:
         wait_until_up(process, f"http://127.0.0.1:{port}", log)
-        assert httpx.get(f"http://127.0.0.1:{port}/api/jobs").json() == {"jobs": []}
+        assert httpx.get(f"http://127.0.0.1:{port}/api/jobs").json()["jobs"] == []
     finally:
         process.terminate()
         process.wait()

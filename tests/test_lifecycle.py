@@ -17,6 +17,7 @@ from bso_server.core.history import History
 from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
 from bso_server.errors import BsoError, KeyConflictError, NoSurvivorError, ReportConflictError, UnknownTrialError
+from bso_server.reading import JobReader
 from bso_server.service import BatchSizeService, load_history
 from bso_server.store import Store, Transaction
 from zeus_plugins.protocol import (
@@ -81,7 +82,7 @@ class Server:
         await self.service.end_trial(TrialEnd(**trial_id(trial).model_dump(), outcome=outcome))
 
     async def show(self) -> JobView:
-        return await self.service.show_job(self.job_id)
+        return await JobReader(self.store).show_job(self.job_id)
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
@@ -285,7 +286,7 @@ def test_out_of_memory_excludes_the_size_and_larger_ones(database_url: str) -> N
         for _ in range(8):
             trial = await server.suggest()
             sizes.append(trial.batch_size)
-            await server.reach(trial, 100.0 * trial.batch_size)
+            await server.reach(trial, 1000.0 + trial.batch_size)
         assert sizes[:3] == [16, 8, 4]
         assert 32 not in sizes
         assert 64 not in sizes

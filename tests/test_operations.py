@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import pytest
 from bso_server.database import open_database
 from bso_server.filesystem import network_filesystem
 from bso_server.store import Store
-from tests.conftest import Server, bso_server, free_port
+from tests.conftest import SERVER_START_S, Server, bso_server, free_port
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -150,6 +151,9 @@ def test_several_workers_serve_one_database(tmp_path: Path) -> None:
     server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
     server.start("--workers", "2")
     try:
-        assert server.log.read_text().count("Started server process") == 2
+        deadline = time.monotonic() + SERVER_START_S
+        while server.log.read_text().count("Started server process") < 2:
+            assert time.monotonic() < deadline, server.log.read_text()
+            time.sleep(0.05)
     finally:
         server.stop()

@@ -6,11 +6,11 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -31,7 +31,6 @@ from bso_server.store import Store
 from bso_server.tokens import Tokens
 from tests.conftest import bso_server
 
-T = TypeVar("T")
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TOKEN, RECORD = new_token("a training", {Scope.REPORT}, NOW)
 LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
@@ -174,7 +173,7 @@ class TestAuthenticating:
 
     def identify(
         self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN
-    ) -> str | None | type[Exception]:
+    ) -> str | type[Exception] | None:
         """The caller's token id, or the kind of refusal."""
         try:
             return asyncio.run(authenticator.identify(authorization, address)).token_id
@@ -278,26 +277,28 @@ class TestAuthenticating:
         assert len(authenticator._known) == 1024
 
 
+def in_tokens(database_url: str, use: Callable[[Tokens], Awaitable[None]]) -> None:
+    """Use the tokens of a database, with a clock that goes on by a second each time that somebody looks."""
+    ticks = count()
+
+    async def run() -> None:
+        store = Store(open_database(database_url))
+        try:
+            await store.migrate()
+            await use(Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks))))
+        finally:
+            await store.close()
+
+    asyncio.run(run())
+
+
 class TestKeeping:
     """In each kind of database."""
 
-    @pytest.fixture
-    def in_tokens(self, database_url: str) -> Iterator[Callable[[Callable[[Tokens], Awaitable[None]]], None]]:
-        def run(use: Callable[[Tokens], Awaitable[None]]) -> None:
-            async def opened() -> None:
-                store = Store(open_database(database_url))
-                try:
-                    await store.migrate()
-                    await use(Tokens(store, clock=lambda: NOW))
-                finally:
-                    await store.close()
-
-            asyncio.run(opened())
-
-        yield run
-
-    def test_what_goes_in_comes_out(self, in_tokens: Callable[[Callable[[Tokens], Awaitable[None]]], None]) -> None:
+    def test_what_goes_in_comes_out(self, database_url: str) -> None:
         async def use(tokens: Tokens) -> None:
+            for existing in await tokens.all():
+                await tokens.revoke(existing.token_id)
             assert not await tokens.any_valid()
             token, record = await tokens.create("é ✓", [Scope.READ, Scope.REPORT])
             assert await tokens.find(record.token_id) == record
@@ -308,9 +309,9 @@ class TestKeeping:
             await tokens.revoke(record.token_id)
             assert not await tokens.any_valid()
 
-        in_tokens(use)
+        in_tokens(database_url, use)
 
-    def test_revoking(self, in_tokens: Callable[[Callable[[Tokens], Awaitable[None]]], None]) -> None:
+    def test_revoking(self, database_url: str) -> None:
         async def use(tokens: Tokens) -> None:
             clock = Clock()
             authenticator = Authenticator(tokens, clock=clock)
@@ -319,28 +320,26 @@ class TestKeeping:
             assert (await authenticator.identify(f"Bearer {token}", FOREIGN)).token_id == record.token_id
 
             await tokens.revoke(record.token_id)
+            revoked = await tokens.find(record.token_id)
             await tokens.revoke(record.token_id)
             clock.now_s += CACHE_S
             with pytest.raises(UnauthenticatedError, match="revoked"):
                 await authenticator.identify(f"Bearer {token}", FOREIGN)
-            assert await tokens.find(record.token_id) == replace(record, revoked_at=NOW)
+            assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
+            assert await tokens.find(record.token_id) == revoked
             assert await tokens.find(other.token_id) == other
             with pytest.raises(UnknownTokenError, match="'00000000'"):
                 await tokens.revoke("00000000")
 
-        in_tokens(use)
+        in_tokens(database_url, use)
 
     @pytest.mark.parametrize("name", ["", " ", "x" * 256, "two\nlines"])
     def test_a_name_must_be_printable(self, tmp_path: Path, name: str) -> None:
-        async def create() -> None:
-            store = Store(open_database(f"sqlite:///{tmp_path / 'bso.sqlite3'}"))
-            try:
-                await Tokens(store).create(name, [Scope.READ])
-            finally:
-                await store.close()
+        async def create(tokens: Tokens) -> None:
+            with pytest.raises(ValueError, match="printable"):
+                await tokens.create(name, [Scope.READ])
 
-        with pytest.raises(ValueError, match="printable"):
-            asyncio.run(create())
+        in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}", create)
 
 
 class TestCommands:

@@ -75,9 +75,15 @@ def test_the_core_is_pure(module: str) -> None:
     )
 
 
+def test_security_decides_without_knowing_where_tokens_are_kept() -> None:
+    names = imports("bso_server/security.py")
+    assert own(names) == offenders(names, {"bso_server.errors"})
+
+
 @pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
 def test_only_the_store_knows_sql(module: str) -> None:
-    knows = module in {"bso_server/store.py", "bso_server/tables.py"} or module.startswith("bso_server/migrations/")
+    rooms = {f"bso_server/{room}.py" for room in ("database", "store", "store_reads", "tables")}
+    knows = module in rooms or module.startswith("bso_server/migrations/")
     assert knows or not offenders(imports(module), {"alembic", "sqlalchemy"})
 
 
@@ -90,7 +96,10 @@ def test_only_the_outermost_modules_know_http(module: str) -> None:
 @pytest.mark.parametrize("module", modules("bso_server/routes/*.py"))
 def test_routes_only_call_the_service(module: str) -> None:
     names = imports(module)
-    assert own(names) == offenders(names, {"bso_server.routes", "bso_server.service", "zeus_plugins.protocol"})
+    messages = {"bso_server.messages", "zeus_plugins.protocol"}
+    assert own(names) == offenders(
+        names, {"bso_server.routes", "bso_server.security", "bso_server.service", "bso_server.reading", *messages}
+    )
     assert not any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
 
 

@@ -13,6 +13,7 @@ HANDLERS = [
     wire.delete_job,
     read.list_jobs,
     read.show_job,
+    read.show_job_named_import,
     read.list_trials,
     read.list_arms,
     read.list_epochs,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
+from litestar import Request
 from litestar.connection import ASGIConnection
 from litestar.handlers.base import BaseRouteHandler
 from litestar.handlers.http_handlers import HTTPRouteHandler
-from litestar.types import HTTPScope
 
 from bso_server.security import Authenticator, Caller, Scope, require_allowed_host
 
@@ -59,10 +59,9 @@ def guard_by(
     return guard
 
 
-def caller_of(scope: HTTPScope) -> Caller:
+def caller_of(request: Request[Caller, Any, Any]) -> Caller:
     """Whom the guard let through."""
-    caller: Caller = scope["user"]
-    return caller
+    return request.user
 
 
 def _address_of(connection: AnyConnection) -> str | None:

@@ -44,16 +44,22 @@ async def show_job(job_id: JobId, reader: JobReader) -> JobView:
     return await reader.show_job(job_id)
 
 
+@get(Paths.IMPORT, include_in_schema=False)
+async def show_job_named_import(reader: JobReader) -> JobView:
+    """The job of that name, whose path is also another route's."""
+    return await reader.show_job("import")
+
+
 @get(_JOB + "/trials", summary="List trials", responses=_ERRORS)
 async def list_trials(
     job_id: JobId,
     reader: JobReader,
-    state: StateFilter = None,
+    in_state: StateFilter = None,
     limit: Limit = DEFAULT_PAGE,
     cursor: TrialCursor = 0,
 ) -> TrialPage:
     """A page of the job's trials, in order of dispatch."""
-    return await reader.list_trials(job_id, state=state, limit=limit, cursor=cursor)
+    return await reader.list_trials(job_id, state=in_state, limit=limit, cursor=cursor)
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)

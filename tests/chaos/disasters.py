@@ -1,0 +1,232 @@
+"""A server and its clients, and what can happen to them. Only processes that were started here are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from bso_server.database import open_database
+from bso_server.service import BatchSizeService
+from bso_server.store import Store
+from tests.conftest import SERVER_START_S, Server
+
+CLIENTS = 4
+PATIENCE_S = 120.0
+WORKERS = ("--workers", "2")
+ROOT = Path(__file__).parent.parent.parent
+
+# Longer than any lease of a running trial: those of trainings that send no heartbeats last an hour.
+HOURS_LATER = timedelta(hours=2)
+
+# What finds the connections of a database's other users, and what ends one.
+_CONNECTIONS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
+}
+_END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
+
+
+@dataclass(frozen=True)
+class RunningClient:
+    """A client process.
+
+    Attributes:
+        process: The process.
+        log: Where it writes what was acknowledged.
+        errors: Where its last words stand if it ends of itself.
+    """
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    errors: Path
+
+    @property
+    def acknowledgements(self) -> int:
+        """How many it has written."""
+        return self.log.read_bytes().count(b"\n")
+
+
+class Scene:
+    """A server with two workers, and the clients that it serves.
+
+    Args:
+        database_url: A database with the server's schema.
+        directory: For logs.
+        rng: Chooses victims, and seeds the clients.
+    """
+
+    def __init__(self, database_url: str, directory: Path, rng: random.Random) -> None:
+        self._server = Server(database_url, directory / "server.log")
+        self._directory = directory
+        self._rng = rng
+        self._clients: list[RunningClient] = []
+        self.logs: list[Path] = []
+
+    def start(self) -> None:
+        """Start the server and all clients."""
+        self._server.start(*WORKERS)
+        for _ in range(CLIENTS):
+            self._start_client()
+
+    def stop(self) -> None:
+        """Kill everything, amid whatever it does."""
+        self._kill_server()
+        while self._clients:
+            self._kill_a_client()
+
+    def wait_for(self, acknowledgements: int) -> None:
+        """Wait until the clients were told so many more things, and make sure that nothing has ended of itself."""
+        deadline = time.monotonic() + PATIENCE_S
+        before = self._acknowledgements
+        while True:
+            self._check()
+            if self._acknowledgements >= before + acknowledgements:
+                return
+            assert time.monotonic() < deadline, f"the clients get no answers: {self._server.log.read_text()}"
+            time.sleep(0.02)
+
+    def disasters(self) -> list[Callable[[], None]]:
+        """What can happen; the frequent stands here more than once."""
+        cut = [] if self._backend == "sqlite" else [self.cut_connections] * 2
+        return [*[self.replace_client] * 3, *[self.kill_worker] * 2, *[self.expire_leases] * 2, *cut, self.kill_server]
+
+    def replace_client(self) -> None:
+        """Kill a client; another one takes its place."""
+        self._kill_a_client()
+        self._start_client()
+
+    def kill_worker(self) -> None:
+        """Kill a worker process of the server, which starts another one."""
+        assert self._server.process is not None
+        workers = [child for child in _children(self._server.process.pid) if _is_worker(child)]
+        if workers:
+            _kill(self._rng.choice(workers))
+
+    def kill_server(self) -> None:
+        """Kill the server with its workers, and start it again."""
+        self._kill_server()
+        self._server.start(*WORKERS)
+
+    def expire_leases(self) -> None:
+        """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
+
+        async def reap() -> None:
+            store = Store(open_database(self._server.database_url))
+            try:
+                await BatchSizeService(store, clock=lambda: datetime.now(UTC) + HOURS_LATER).reap()
+            finally:
+                await store.close()
+
+        asyncio.run(reap())
+
+    def cut_connections(self) -> None:
+        """End some of the server's connections to its database, from the database's side."""
+
+        async def cut() -> None:
+            engine = create_async_engine(self._server.database_url, isolation_level="AUTOCOMMIT")
+            try:
+                async with engine.connect() as connection:
+                    for number in (await connection.execute(text(_CONNECTIONS[self._backend]))).scalars().all():
+                        if self._rng.random() < 0.7:
+                            # It may have ended meanwhile.
+                            with suppress(DBAPIError):
+                                await connection.execute(text(_END[self._backend].format(number)))
+            finally:
+                await engine.dispose()
+
+        asyncio.run(cut())
+
+    @property
+    def _acknowledgements(self) -> int:
+        return sum(client.acknowledgements for client in self._clients)
+
+    def _check(self) -> None:
+        process = self._server.process
+        assert process is not None
+        assert process.poll() is None, f"the server ended of itself: {self._server.log.read_text()}"
+        for client in self._clients:
+            assert client.process.poll() is None, f"a client ended of itself: {client.errors.read_text()}"
+
+    @property
+    def _backend(self) -> str:
+        return make_url(self._server.database_url).get_backend_name()
+
+    def _start_client(self) -> None:
+        log = self._directory / f"client-{len(self.logs) + 1}.jsonl"
+        log.touch()
+        self.logs.append(log)
+        arguments = [self._server.url, str(log), str(self._rng.getrandbits(32))]
+        errors = log.with_suffix(".err")
+        with errors.open("w") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.client", *arguments], cwd=ROOT, stdout=output, stderr=output
+            )
+        self._clients.append(RunningClient(process, log, errors))
+
+    def _kill_a_client(self) -> None:
+        # One that is still starting would not miss anything.
+        candidates = [client for client in self._clients if client.acknowledgements] or self._clients
+        client = self._rng.choice(candidates)
+        self._clients.remove(client)
+        client.process.kill()
+        client.process.wait()
+
+    def _kill_server(self) -> None:
+        process = self._server.process
+        if process is None:
+            return
+        # Stopped, it starts no further worker while those that it has are looked up.
+        process.send_signal(signal.SIGSTOP)
+        children = _children(process.pid)
+        self._server.kill()
+        for child in children:
+            _kill(child)
+        # They hold the port that the next one needs.
+        _wait_for_ends(children)
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _is_worker(pid: int) -> bool:
+    # The other child of a server with several workers looks after shared memory.
+    with suppress(OSError):
+        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def _kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _wait_for_ends(pids: list[int]) -> None:
+    deadline = time.monotonic() + SERVER_START_S
+    while any(_is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"of {pids} some do not end"
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        # After the name, which may hold anything, in brackets.
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"

@@ -1,0 +1,132 @@
+"""What the clients of the chaos test were told, held against what the database has kept."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bso_server.core.history import History
+from bso_server.core.model import OBSERVED
+from bso_server.service import load_history
+from bso_server.store import StoredJob, StoredTrial, Transaction
+from bso_server.store_reads import epochs_of
+from zeus_plugins.protocol import EndReason, TrialState
+
+Acknowledgement = dict[str, Any]
+TrialKey = tuple[str, int]
+
+ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
+# By what each state may have come about; None: it has not ended.
+REASONS: dict[TrialState, set[EndReason | None]] = {
+    TrialState.RUNNING: {None},
+    TrialState.COMPLETED: {EndReason.TARGET_REACHED},
+    TrialState.EARLY_STOPPED: {EndReason.COST_BOUND_CROSSED},
+    TrialState.EXHAUSTED: {EndReason.MAX_EPOCHS_REACHED},
+    TrialState.FAILED: {EndReason.CRASHED},
+    TrialState.INFEASIBLE: {EndReason.CRASHED, EndReason.OUT_OF_MEMORY},
+    TrialState.SUSPENDED: {EndReason.PREEMPTED},
+    TrialState.ABANDONED: {EndReason.LEASE_EXPIRED},
+}
+# What a trial may have become that its client ended so.
+OUTCOMES = {
+    "failed": {TrialState.FAILED, TrialState.INFEASIBLE},
+    "infeasible": {TrialState.INFEASIBLE},
+    # It may have gone on, or have been given up; its client was killed before it was told.
+    "suspended": set(TrialState),
+}
+
+
+def read_logs(logs: Iterable[Path]) -> list[Acknowledgement]:
+    """All that was acknowledged, of each client in order. A line that a SIGKILL broke off was never finished."""
+    return [json.loads(line) for log in logs for line in _finished_lines(log)]
+
+
+def _finished_lines(log: Path) -> Iterator[str]:
+    for line in log.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield line
+
+
+def check_numbers(acknowledged: Iterable[Acknowledgement]) -> None:
+    """No two clients were given the same trial."""
+    dispatched = Counter(key_of(line) for line in acknowledged if line["kind"] == "dispatched")
+    assert [key for key, times in dispatched.items() if times > 1] == []
+
+
+def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Acknowledgement]) -> None:
+    """One job's rows hold together, and hold all that was acknowledged about it."""
+    job = transaction.job(job_id)
+    assert job is not None
+    trials = transaction.all_trials(job_id)
+    assert [trial.record.trial_number for trial in trials] == list(range(1, job.trial_count + 1))
+    for trial in trials:
+        _check_state(trial)
+    _check_events(job, trials)
+    _check_cache(transaction, job, trials)
+    _check_acknowledged(transaction, trials, [line for line in acknowledged if line.get("job_id") == job_id])
+
+
+def _check_state(trial: StoredTrial) -> None:
+    record = trial.record
+    assert record.end_reason in REASONS[record.state], trial
+    assert (record.ended_event is None) == (trial.ended_at is None) == (record.state in ALIVE), trial
+    assert (trial.lease_expires_at is not None) == (record.state in ALIVE), trial
+    if record.state in OBSERVED:
+        assert record.reports > 0, trial
+
+
+def _check_events(job: StoredJob, trials: Iterable[StoredTrial]) -> None:
+    """No two things happened to a job at once."""
+    records = [trial.record for trial in trials]
+    events = [event for record in records for event in (record.started_event, record.ended_event) if event is not None]
+    assert len(set(events)) == len(events)
+    assert max(events) <= job.event_count
+
+
+def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[StoredTrial]) -> None:
+    """What decisions rest on is what a replay of all trials yields."""
+    kept, _ = load_history(transaction, job)
+    replayed = History.of(job.job, [trial.record for trial in trials], job.survivors)
+    assert kept.arms == replayed.arms
+    assert kept.cheapest == replayed.cheapest
+    assert kept.bandit_entered_at == replayed.bandit_entered_at
+    if job.survivors is None:
+        assert kept.explorations == replayed.explorations
+
+
+def _check_acknowledged(
+    transaction: Transaction, trials: Iterable[StoredTrial], acknowledged: Iterable[Acknowledgement]
+) -> None:
+    by_key = {trial.key: trial for trial in trials}
+    going_on: dict[TrialKey, list[tuple[float, ...]]] = {key: [] for key in by_key}
+    for epoch in epochs_of(transaction, next(iter(by_key))[0]):
+        going_on[epoch.job_id, epoch.trial_number].append((epoch.time_s, epoch.energy_j, epoch.epoch, epoch.metric))
+    for totals in going_on.values():
+        assert totals == sorted(set(totals)), "a report is there twice"
+    for line in acknowledged:
+        trial = by_key[key_of(line)]
+        assert trial.record.batch_size == line["batch_size"]
+        if line["kind"] == "ended":
+            assert trial.record.state in OUTCOMES[line["outcome"]], (trial, line)
+        elif line["kind"] == "reported":
+            _check_report(trial, going_on[trial.key], line)
+
+
+def _check_report(trial: StoredTrial, going_on: list[tuple[float, ...]], line: Acknowledgement) -> None:
+    record, answer = trial.record, line["answer"]
+    reported = tuple(line["result"][name] for name in ("time", "energy", "current_epoch", "metric"))
+    if not answer["stop_train"]:
+        assert reported in going_on, (trial, line)
+        assert record.epoch >= line["result"]["current_epoch"], (trial, line)
+        return
+    assert (record.time_s, record.energy_j, record.epoch, record.metric) == reported, (trial, line)
+    assert (record.state is TrialState.COMPLETED) == answer["converged"], (trial, line)
+    assert (record.end_reason, record.message) == (answer["reason"], answer["message"]), (trial, line)
+
+
+def key_of(line: Acknowledgement) -> TrialKey:
+    """The trial that an acknowledgement is about."""
+    return line["job_id"], line["trial_number"]

@@ -1,0 +1,53 @@
+"""What the clients of the chaos test train: jobs, and how each of their batch sizes behaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+EPOCH_J = 100.0
+# Epochs that a batch size needs to reach the target. The default, 16, always reaches it and at 32 costs are lowest, not
+# far below: so no job can run out of batch sizes, whatever happens to its trials. 8 costs more than twice 32.
+EPOCHS = {8: 5, 16: 3, 32: 2, 64: 4}
+DEFAULT = 16
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job.
+
+    Attributes:
+        body: As a client registers it.
+        out_of_memory: The batch size that does not fit into memory, or None.
+    """
+
+    body: dict[str, Any]
+    out_of_memory: int | None = None
+
+    @property
+    def job_id(self) -> str:
+        job_id: str = self.body["job_id"]
+        return job_id
+
+
+def _job(name: str, *, out_of_memory: int | None = None, **fields: Any) -> Job:
+    body = {
+        "job_id_prefix": "chaos",
+        "job_id": f"chaos-{name}",
+        "batch_sizes": sorted(EPOCHS),
+        "default_batch_size": DEFAULT,
+        "eta_knob": 1.0,
+        "target_metric": 0.9,
+        "max_epochs": 10,
+        "max_power": 300.0,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+    return Job(body | fields, out_of_memory)
+
+
+JOBS = (
+    _job("bounded", out_of_memory=64, num_pruning_rounds=2, beta_knob=2.0, window_size=3, mab_seed=1),
+    _job("unbounded", num_pruning_rounds=1, beta_knob=None),
+    _job("without-exploration", num_pruning_rounds=0, mab_seed=2),
+)

@@ -1,0 +1,178 @@
+"""The OpenAPI document is complete, and the server does what it says: requests made up from it, on each database."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation, BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.conftest import Server
+
+ROUTES = [
+    ("POST", "/jobs"),
+    ("DELETE", "/jobs"),
+    ("GET", "/jobs/batch_size"),
+    ("POST", "/report"),
+    ("PATCH", "/trials"),
+    ("PATCH", "/trials/heartbeat"),
+    ("GET", "/api/jobs"),
+    ("GET", "/api/jobs/{job_id}"),
+    ("GET", "/api/jobs/{job_id}/trials"),
+    ("GET", "/api/jobs/{job_id}/trials.csv"),
+    ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
+    ("GET", "/api/jobs/{job_id}/arms"),
+    ("GET", "/api/jobs/{job_id}/events"),
+    ("GET", "/api/jobs/{job_id}/export"),
+    ("POST", "/api/jobs/import"),
+    ("GET", "/health/live"),
+    ("GET", "/health/ready"),
+    ("GET", "/version"),
+]
+WITHOUT_PARAMETERS = {"/health/live", "/health/ready", "/version"}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+EXAMPLES = {GenerationMode.POSITIVE: 20, GenerationMode.NEGATIVE: 10}
+# Whole jobs take long to make up, and test_transfer.py knows better what could be wrong with them.
+IMPORTS = 5
+
+JOB = {
+    "job_id_prefix": "fuzz",
+    "batch_sizes": [8, 16],
+    "default_batch_size": 16,
+    "target_metric": 0.9,
+    "max_power": 100,
+    "number_of_gpus": 1,
+    "gpu_model": "V100",
+}
+
+
+@pytest.fixture(scope="module")
+def document(any_server: Server) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{any_server.url}/schema/openapi.json")
+
+
+@pytest.fixture
+def open_trial(any_server: Server) -> dict[str, Any]:
+    """A trial that has reported once, of a job with another one that has ended."""
+    job_id = f"fuzz-{uuid.uuid4().hex[:8]}"
+    with httpx.Client(base_url=any_server.url) as http:
+        http.post("/jobs", json={**JOB, "job_id": job_id}).raise_for_status()
+        for metric in (0.95, 0.5):
+            trial = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+            result = {"time": 5, "energy": 500, "metric": metric, "current_epoch": 3}
+            http.post("/report", json={**trial, **result}).raise_for_status()
+    return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+
+def strategy(operation: APIOperation, mode: GenerationMode, job_id: str) -> Any:
+    """Requests of one route; where it has a place for it, half of them are about this job."""
+    wanted: dict[str, Any] = {}
+    if any(parameter.name == "job_id" for parameter in operation.path_parameters):
+        wanted["path_parameters"] = {"job_id": job_id}
+    if any(parameter.name == "job_id" for parameter in operation.query):
+        wanted["query"] = {"job_id": job_id}
+    cases = operation.as_strategy(mode)
+    return cases | operation.as_strategy(mode, **wanted) if wanted else cases
+
+
+def aimed(case: Case, trial: dict[str, Any], aim: bool) -> Case:
+    """The same request, made up tokens aside, whose body is about this trial where that is wanted."""
+    case.headers = {name: value for name, value in case.headers.items() if name.lower() != "authorization"}
+    if aim and isinstance(case.body, dict):
+        case.body |= trial
+    return case
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_made_up_requests(
+    any_server: Server, document: BaseSchema, open_trial: dict[str, Any], method: str, path: str, mode: GenerationMode
+) -> None:
+    if mode is GenerationMode.NEGATIVE and path in WITHOUT_PARAMETERS:
+        pytest.skip("nothing about this request can be wrong")
+    with requests.Session() as session:
+
+        @settings(
+            max_examples=IMPORTS if path == "/api/jobs/import" else EXAMPLES[mode],
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=strategy(document[path][method], mode, open_trial["job_id"]), aim=st.booleans())
+        def check(case: Case, aim: bool) -> None:
+            answer = aimed(case, open_trial, aim).call(base_url=any_server.url, session=session)
+            case.validate_response(answer, checks=CHECKS)
+
+        check()
+
+
+def test_the_document_names_every_route(document: BaseSchema) -> None:
+    described = {
+        (method.upper(), path) for path, operations in document.raw_schema["paths"].items() for method in operations
+    }
+    assert described == set(ROUTES)
+
+
+def test_every_route_says_what_it_does_and_how_it_fails(document: BaseSchema) -> None:
+    for method, path in ROUTES:
+        route = document.raw_schema["paths"][path][method.lower()]
+        assert route["summary"], path
+        assert route["description"], path
+        for status, answer in route["responses"].items():
+            if int(status) >= 400:
+                assert set(answer["content"]) == {"application/problem+json"}, (path, status)
+
+
+def test_constraints_inside_of_unions_are_told(document: BaseSchema) -> None:
+    schemas = document.raw_schema["components"]["schemas"]
+    assert schemas["JobRegistration"]["properties"]["batch_sizes"]["items"] == {
+        "type": "integer",
+        "exclusiveMinimum": 0,
+        "maximum": 2**31 - 1,
+    }
+    seed = schemas["JobRegistration"]["properties"]["mab_seed"]["anyOf"]
+    assert {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63} in seed
+
+
+def test_nothing_in_the_document_comes_from_elsewhere(any_server: Server) -> None:
+    assert "://" not in httpx.get(f"{any_server.url}/schema/openapi.json").text.replace("http://user", "")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"gpu_model": "\xff"}',
+        b'{"gpu_model": "\\ud800"}',
+        b"[" * 100_000,
+        b'{"max_power": NaN}',
+        b'{"max_power": 1e999}',
+        b'{"mab_seed": ' + b"9" * 5000 + b"}",
+    ],
+    ids=["no UTF-8", "half a surrogate pair", "deep", "NaN", "beyond floats", "beyond integers"],
+)
+def test_bodies_that_are_no_json(any_server: Server, body: bytes) -> None:
+    answer = httpx.post(f"{any_server.url}/jobs", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in {400, 422}
+    assert answer.headers["content-type"] == "application/problem+json"

@@ -1,0 +1,468 @@
+"""Who may do what: real servers on each kind of database, and applications that hear from other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from litestar import get, post
+from sqlalchemy import Engine, event
+
+from bso_server.app import create_app
+from bso_server.routes.access import needed_scope
+from bso_server.settings import Settings
+from tests.conftest import Server, bso_server
+from zeus_plugins.client import BsoClient
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import TrialId
+
+T = TypeVar("T")
+LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
+UNKNOWN = f"zbso_00000000_{'x' * 43}"
+
+
+def spec() -> dict[str, Any]:
+    return {
+        "job_id": f"job-{uuid.uuid4().hex[:8]}",
+        "job_id_prefix": "job",
+        "batch_sizes": [8, 16],
+        "default_batch_size": 16,
+        "max_power": 100.0,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def make_token(database_url: str, *scopes: str) -> str:
+    made = bso_server("token", "create", "--name", "test", "--scope", *scopes, "--database-url", database_url)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+def assert_refused(answer: httpx.Response, status: int, *words: str) -> None:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    body = answer.json()
+    assert body["status"] == status
+    assert body["message"] == body["detail"]
+    for word in words:
+        assert word in body["message"]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One for each scope, and a second one that may report."""
+
+    read: str
+    report: str
+    other: str
+    admin: str
+
+
+@pytest.fixture(scope="module")
+def tokens(any_server: Server) -> Tokens:
+    scopes = {"read": "read", "report": "report", "other": "report", "admin": "admin"}
+    return Tokens(**{name: make_token(any_server.database_url, scope) for name, scope in scopes.items()})
+
+
+@dataclass(frozen=True)
+class Http:
+    """Requests to a server, each with one of the tokens."""
+
+    url: str
+
+    def ask(self, method: str, path: str, token: str, **request: Any) -> httpx.Response:
+        return httpx.request(method, self.url + path, headers=bearer(token), **request)
+
+    def begin(self, token: str, job_id: str | None = None) -> dict[str, Any]:
+        """A trial, of a job of its own unless one is named."""
+        if job_id is None:
+            job_id = self.ask("POST", "/jobs", token, json=spec()).json()["job_id"]
+        trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()
+        return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+    def report(self, token: str, trial: dict[str, Any]) -> httpx.Response:
+        return self.ask("POST", "/report", token, json={**trial, **RESULT})
+
+
+RESULT = {"time": 1, "energy": 1, "metric": 0.1, "current_epoch": 1}
+
+
+@pytest.fixture
+def http(any_server: Server) -> Http:
+    return Http(any_server.url)
+
+
+class TestTokens:
+    def test_without_a_token_nothing_but_open_routes_answers(self, http: Http, tokens: Tokens) -> None:
+        # Shown once, so that the server has certainly noticed that there are tokens.
+        assert http.ask("GET", "/api/jobs", tokens.read).status_code == 200
+
+        refused = httpx.get(f"{http.url}/api/jobs")
+        assert_refused(refused, 401, "bso-server token create", "ZEUS_BSO_TOKEN")
+        assert refused.headers["WWW-Authenticate"].startswith("Bearer ")
+        assert_refused(httpx.post(f"{http.url}/jobs", content="{"), 401)
+        for path in ("/health/live", "/health/ready", "/version"):
+            assert httpx.get(http.url + path).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/api/jobs", "/schema/openapi.json"])
+    def test_a_bad_token_is_refused(self, http: Http, path: str) -> None:
+        refused = http.ask("GET", path, UNKNOWN)
+        assert_refused(refused, 401, "unknown or was revoked")
+        assert "WWW-Authenticate" in refused.headers
+
+    def test_a_token_is_taken_as_a_password_too(self, http: Http, tokens: Tokens) -> None:
+        assert httpx.get(f"{http.url}/api/jobs", auth=("whoever", tokens.read)).status_code == 200
+        assert_refused(httpx.get(f"{http.url}/api/jobs", auth=("whoever", "")), 401, "Bearer TOKEN")
+
+    def test_the_training_side_needs_nothing_but_the_token(self, http: Http, tokens: Tokens) -> None:
+        with BsoClient(http.url, token=tokens.report) as client:
+            assert client.list_jobs() is not None
+        with BsoClient(http.url.replace("//", f"//zeus:{tokens.report}@")) as client:
+            assert client.list_jobs() is not None
+        with BsoClient(http.url, token=UNKNOWN) as client, pytest.raises(ZeusBSOConfigError, match="token"):
+            client.list_jobs()
+
+    def test_a_revoked_token_is_refused(self, any_server: Server, http: Http) -> None:
+        token = make_token(any_server.database_url, "admin")
+        revoke = bso_server("token", "revoke", token.split("_")[1], "--database-url", any_server.database_url)
+        assert revoke.returncode == 0, revoke.stderr
+        assert_refused(http.ask("GET", "/api/jobs", token), 401, "revoked")
+
+    @pytest.mark.parametrize(
+        ("method", "path", "needed"),
+        [
+            ("GET", "/api/jobs", {"read", "report", "admin"}),
+            ("GET", "/api/jobs/none", {"read", "report", "admin"}),
+            ("GET", "/schema/openapi.json", {"read", "report", "admin"}),
+            ("POST", "/jobs", {"report", "admin"}),
+            ("GET", "/jobs/batch_size?job_id=none", {"report", "admin"}),
+            ("POST", "/report", {"report", "admin"}),
+            ("PATCH", "/trials", {"report", "admin"}),
+            ("PATCH", "/trials/heartbeat", {"report", "admin"}),
+            ("DELETE", "/jobs?job_id=none", {"admin"}),
+            ("POST", "/api/jobs/import", {"admin"}),
+        ],
+    )
+    def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:
+        for scope in ("read", "report", "admin"):
+            answer = http.ask(method, path, getattr(tokens, scope))
+            if scope in needed:
+                assert answer.status_code not in {401, 403}, answer.text
+            else:
+                assert_refused(answer, 403, "has no scope")
+
+
+def test_a_route_that_somebody_forgets_to_protect_is_protected() -> None:
+    async def forgotten() -> None: ...
+
+    assert needed_scope(get("/forgotten")(forgotten)) == "read"
+    assert needed_scope(post("/forgotten")(forgotten)) == "admin"
+
+
+def test_what_each_route_asks_for(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'bso.sqlite3'}"))
+    needed: dict[str | None, set[str]] = {None: set(), "report": set(), "read": set(), "admin": set()}
+    for route in app.routes:
+        for handler in route.route_handlers:
+            for method in handler.http_methods - {"OPTIONS"}:
+                needed[needed_scope(handler)].add(f"{method} {route.path}")
+
+    assert needed[None] == {"GET /health/live", "GET /health/ready", "GET /version"}
+    assert needed["report"] == {
+        "POST /jobs",
+        "GET /jobs/batch_size",
+        "POST /report",
+        "PATCH /trials",
+        "PATCH /trials/heartbeat",
+    }
+    assert all(route.startswith("GET ") for route in needed["read"])
+    assert {"GET /api/jobs", "GET /api/jobs/{job_id:str}", "GET /schema/openapi.json"} <= needed["read"]
+    assert {"DELETE /jobs", "POST /api/jobs/import"} <= needed["admin"]
+
+
+class TestOwners:
+    def test_only_the_token_that_began_a_trial_reports_on_it(self, http: Http, tokens: Tokens) -> None:
+        trial = http.begin(tokens.report)
+        for stranger in (tokens.other, tokens.admin):
+            assert_refused(http.report(stranger, trial), 403, "was dispatched to token", tokens.report.split("_")[1])
+            assert_refused(http.ask("PATCH", "/trials/heartbeat", stranger, json=trial), 403)
+
+        assert http.report(tokens.report, trial).status_code == 200
+        assert http.ask("PATCH", "/trials/heartbeat", tokens.report, json=trial).status_code == 200
+
+    def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
+        for ending in (tokens.report, tokens.admin):
+            trial = http.begin(tokens.report)
+            assert_refused(http.ask("PATCH", "/trials", tokens.other, json=trial), 403)
+            assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "running"
+            assert http.ask("PATCH", "/trials", ending, json=trial).status_code == 200
+            assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "failed"
+
+    def test_a_job_is_everybodys_but_each_trial_has_an_owner(self, http: Http, tokens: Tokens) -> None:
+        first = http.begin(tokens.report)
+        second = http.begin(tokens.other, first["job_id"])
+        assert http.report(tokens.report, first).status_code == 200
+        assert http.report(tokens.other, second).status_code == 200
+
+    def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
+        job_id = http.ask("POST", "/jobs", tokens.report, json=spec()).json()["job_id"]
+
+        def suggest(token: str) -> httpx.Response:
+            headers = {**bearer(token), "Idempotency-Key": "the-same"}
+            return httpx.get(f"{http.url}/jobs/batch_size", params={"job_id": job_id}, headers=headers)
+
+        first = suggest(tokens.report)
+        assert_refused(suggest(tokens.other), 403, "was dispatched to token")
+        assert suggest(tokens.report).json() == first.json()
+
+    def test_a_refused_report_spoils_no_other_of_its_group(self, http: Http, tokens: Tokens) -> None:
+        trials = [http.begin(tokens.report) for _ in range(8)]
+
+        async def all_at_once() -> list[int]:
+            async with httpx.AsyncClient(base_url=http.url) as client:
+                asked = [
+                    client.post("/report", json={**trial, **RESULT}, headers=bearer(token))
+                    for trial in trials
+                    for token in (tokens.other, tokens.report)
+                ]
+                return [answer.status_code for answer in await asyncio.gather(*asked)]
+
+        assert asyncio.run(all_at_once()) == [403, 200] * 8
+
+
+class TestFirstTokens:
+    """On a server of its own, which has no tokens to begin with."""
+
+    def test_the_first_token_closes_the_server_and_the_last_revocation_opens_it(self, server: Server) -> None:
+        assert "no tokens yet" in server.log.read_text()
+        trial = {name: value for name, value in begin_openly(server.url).items() if name in TrialId.model_fields}
+        token = make_token(server.database_url, "report")
+
+        # The trial was dispatched to nobody: every token that may report may go on with it.
+        assert httpx.post(f"{server.url}/report", json={**trial, **RESULT}, headers=bearer(token)).status_code == 200
+        assert_refused(httpx.get(f"{server.url}/api/jobs"), 401)
+
+        owned = httpx.get(
+            f"{server.url}/jobs/batch_size", params={"job_id": trial["job_id"]}, headers=bearer(token)
+        ).json()
+        bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
+        server.kill()
+        server.start()
+        assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(token)), 401)
+        assert httpx.get(f"{server.url}/api/jobs").status_code == 200
+        # Nobody has the token that began this one any more.
+        assert httpx.post(f"{server.url}/report", json={**owned, **RESULT}).status_code == 200
+
+    def test_an_insecure_server_says_so_loudly_and_asks_nobody(self, server: Server) -> None:
+        token = make_token(server.database_url, "read")
+        server.kill()
+        server.start("--insecure")
+
+        assert "WARNING bso_server: INSECURE" in server.log.read_text()
+        assert httpx.get(f"{server.url}/api/jobs").status_code == 200
+        assert httpx.get(f"{server.url}/api/jobs", headers=bearer(token)).status_code == 200
+        assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(UNKNOWN)), 401)
+
+    def test_the_commands_show_a_token_to_a_server(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+        token = make_token(server.database_url, "read")
+        monkeypatch.setenv("ZEUS_BSO_TOKEN", token)
+        assert bso_server("jobs", "list", "--server-url", server.url).stdout == "no jobs\n"
+        monkeypatch.delenv("ZEUS_BSO_TOKEN")
+        refused = bso_server("jobs", "list", "--server-url", server.url)
+        assert "needs a token" in refused.stderr
+        as_password = server.url.replace("//", f"//me:{UNKNOWN}@")
+        refused = bso_server("jobs", "list", "--server-url", as_password)
+        assert "answered 401" in refused.stderr
+        assert UNKNOWN not in refused.stderr
+
+    def test_secrets_are_never_logged(self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        bso_server("db", "upgrade", "--database-url", database_url)
+        token = make_token(database_url, "report")
+        monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL", "DEBUG")
+        monkeypatch.setenv("ZEUS_BSO_ECHO_SQL", "1")
+        server = Server(database_url, tmp_path / "server.log")
+        server.start()
+        try:
+            Http(server.url).begin(token)
+            assert httpx.get(f"{server.url}/api/jobs", auth=("me", token)).status_code == 200
+            assert Http(server.url).ask("POST", "/report", token, content="{").status_code == 400
+            assert Http(server.url).ask("DELETE", "/jobs?job_id=none", token).status_code == 403
+            assert Http(server.url).ask("GET", "/api/jobs", UNKNOWN).status_code == 401
+            assert httpx.get(f"{server.url}/api/jobs", headers={"Authorization": token}).status_code == 401
+        finally:
+            server.stop()
+        log = server.log.read_text()
+        assert "FROM tokens" in log, "the log is not as detailed as this test means it to be"
+        for secret in (token[14:], UNKNOWN[14:], base64.b64encode(f"me:{token}".encode()).decode()):
+            assert secret not in log
+        assert "authorization" not in log.lower()
+
+
+def begin_openly(url: str) -> dict[str, Any]:
+    job_id = httpx.post(f"{url}/jobs", json=spec()).json()["job_id"]
+    trial: dict[str, Any] = httpx.get(f"{url}/jobs/batch_size", params={"job_id": job_id}).json()
+    return trial
+
+
+def in_app(
+    settings: Settings,
+    use: Callable[[Callable[[str], httpx.AsyncClient]], Awaitable[T]],
+) -> T:
+    """Run an application in this process; `use` gets a function that makes a client at a given address."""
+
+    async def run() -> T:
+        app = create_app(settings)
+
+        def client(address: str) -> httpx.AsyncClient:
+            transport = httpx.ASGITransport(app, client=(address, 1234))
+            return httpx.AsyncClient(transport=transport, base_url="http://bso.example:8000")
+
+        async with app.lifespan():
+            return await use(client)
+
+    return asyncio.run(run())
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+
+class TestFromOtherMachines:
+    """However it was launched: only the application itself knows where a request comes from."""
+
+    @staticmethod
+    def statuses(settings: Settings, headers: dict[str, str] | None = None) -> dict[str, int]:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> dict[str, int]:
+            addresses = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "203.0.113.9"]
+            return {it: (await client(it).get("/api/jobs", headers=headers)).status_code for it in addresses}
+
+        return in_app(settings, use)
+
+    def test_without_tokens_only_this_machine_is_served(self, sqlite_url: str) -> None:
+        assert self.statuses(Settings(database_url=sqlite_url)) == {
+            "127.0.0.1": 200,
+            "::1": 200,
+            "::ffff:127.0.0.1": 200,
+            "203.0.113.9": 403,
+        }
+
+    def test_the_refusal_says_what_to_do(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            refused = await client(FOREIGN).post("/jobs", json=spec())
+            assert_refused(refused, 403, "bso-server token create", "--insecure")
+            assert (await client(FOREIGN).get("/health/live")).status_code == 200
+            assert (await client(LOCAL).get("/api/jobs")).json()["jobs"] == []
+
+        in_app(Settings(database_url=sqlite_url), use)
+
+    @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+    def test_an_address_that_somebody_wrote_into_a_header_proves_nothing(self, sqlite_url: str, header: str) -> None:
+        # What a server sees that trusts every proxy: the address is what the header says.
+        headers = {header: "127.0.0.1"}
+        assert set(self.statuses(Settings(database_url=sqlite_url), headers).values()) == {403}
+
+    def test_an_insecure_server_serves_all(self, sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ZEUS_BSO_INSECURE", "1")
+        assert set(self.statuses(Settings(database_url=sqlite_url)).values()) == {200}
+
+    def test_with_a_token_any_machine_is_served(self, sqlite_url: str) -> None:
+        token = make_token(sqlite_url, "read")
+        assert set(self.statuses(Settings(database_url=sqlite_url), bearer(token)).values()) == {200}
+        assert set(self.statuses(Settings(database_url=sqlite_url)).values()) == {401}
+
+
+def test_a_report_with_a_token_takes_three_statements(database_url: str) -> None:
+    bso_server("db", "upgrade", "--database-url", database_url)
+    token = make_token(database_url, "report")
+    statements: list[str] = []
+
+    async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+        async with client(FOREIGN) as http:
+            http.headers.update(bearer(token))
+            job_id = (await http.post("/jobs", json=spec())).json()["job_id"]
+            trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
+            statements.clear()
+            answer = await http.post("/report", json={**trial, **RESULT})
+            assert answer.status_code == 200, answer.text
+
+    def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        statements.append(statement.split()[0])
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        in_app(Settings(database_url=database_url), use)
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert [word for word in statements if word != "BEGIN"] == ["SELECT", "UPDATE", "INSERT"]
+
+
+class TestLimits:
+    def test_other_hosts_are_refused(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            here = client(LOCAL)
+            for host in ("bso.example", "bso.example:1", "a.corp.example"):
+                assert (await here.get("/api/jobs", headers={"Host": host})).status_code == 200
+            refused = await here.get("/api/jobs", headers={"Host": "evil.example"})
+            assert_refused(refused, 400, "'evil.example'", "ZEUS_BSO_ALLOWED_HOSTS")
+            # Probes address the machine, not its name.
+            assert (await here.get("/health/live", headers={"Host": "10.0.0.7"})).status_code == 200
+
+        in_app(Settings(database_url=sqlite_url, allowed_hosts="bso.example, *.corp.example"), use)
+
+    @pytest.mark.parametrize("announced", [True, False])
+    def test_a_large_body_is_refused_before_it_is_read(self, sqlite_url: str, announced: bool) -> None:
+        size, piece = 100 * 1024 * 1024, b"x" * 65536
+        taken = 0
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal taken
+            for _ in range(size // len(piece)):
+                taken += len(piece)
+                yield piece
+
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            headers = {"content-type": "application/json", **({"content-length": str(size)} if announced else {})}
+            refused = await client(LOCAL).post("/jobs", content=body(), headers=headers)
+            assert_refused(refused, 413, "ZEUS_BSO_MAX_BODY_BYTES")
+
+        in_app(Settings(database_url=sqlite_url), use)
+        assert taken <= (0 if announced else 1024 * 1024 + len(piece))
+
+    def test_a_large_body_is_refused_over_a_socket(self, any_server: Server, tokens: Tokens) -> None:
+        answer = Http(any_server.url).ask("POST", "/report", tokens.report, content=bytes(2 * 1024 * 1024))
+        assert_refused(answer, 413)
+        assert Http(any_server.url).ask("GET", "/api/jobs", tokens.report).status_code == 200
+
+    def test_an_address_that_asks_too_often_has_to_wait(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            here, there = client(LOCAL), client("127.0.0.2")
+            for _ in range(3):
+                assert (await here.get("/api/jobs")).status_code == 200
+            refused = await here.get("/api/jobs")
+            assert_refused(refused, 429, "ZEUS_BSO_RATE_LIMIT_PER_MINUTE")
+            assert 0 < int(refused.headers["RateLimit-Reset"]) <= 60
+            assert (await here.get("/health/live")).status_code == 200
+            assert (await there.get("/api/jobs")).status_code == 200
+            forged = await here.get("/api/jobs", headers={"X-Forwarded-For": "127.0.0.3"})
+            assert forged.status_code == 429
+
+        in_app(Settings(database_url=sqlite_url, rate_limit_per_minute=3), use)
+
+    def test_requests_are_not_counted_unless_asked_for(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            assert "RateLimit-Limit" not in (await client(LOCAL).get("/api/jobs")).headers
+
+        in_app(Settings(database_url=sqlite_url), use)

@@ -1,0 +1,379 @@
+"""Jobs exported and imported again: the same job under another id, on each kind of database; pruning of reports."""
+
+from __future__ import annotations
+
+import json
+import random
+import uuid
+from collections.abc import Awaitable, Callable, Iterator
+from copy import deepcopy
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bso_server import transfer
+from bso_server.core.history import History
+from bso_server.errors import BsoError, InvalidImportError, JobConflictError
+from bso_server.messages import JobExport
+from bso_server.reading import JobReader
+from bso_server.service import load_history
+from bso_server.store import Transaction
+from tests.conftest import Server as ServerProcess
+from tests.test_lifecycle import HOUR_S, Server, live, serve
+from tests.test_wire import assert_refused, begin, reached, report
+from zeus_plugins.protocol import TrialDispatch, TrialState
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
+
+
+def lived(http: httpx.Client) -> str:
+    """A job in its bandit stage: trials that completed, one that failed, and one that runs and has an epoch."""
+    job_id = f"move-{uuid.uuid4().hex[:8]}"
+    job = {
+        "job_id": job_id,
+        "job_id_prefix": "move",
+        "batch_sizes": [8, 16],
+        "default_batch_size": 16,
+        "target_metric": 0.9,
+        "num_pruning_rounds": 1,
+        "mab_seed": 1,
+        "max_power": 100,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+    http.post("/jobs", json=job).raise_for_status()
+    for cost_j in (500, 400, 450):
+        trial = begin(http, job_id)
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
+        reached(http, trial, cost_j)
+    http.patch("/trials", json=begin(http, job_id)).raise_for_status()
+    report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=0.5)
+    return job_id
+
+
+@pytest.fixture(scope="module")
+def export(http: httpx.Client) -> dict[str, Any]:
+    """Such a job, which no test changes, exported."""
+    found: dict[str, Any] = http.get(f"/api/jobs/{lived(http)}/export").raise_for_status().json()
+    return found
+
+
+def renamed(export: dict[str, Any]) -> dict[str, Any]:
+    copy = deepcopy(export)
+    copy["job"]["job_id"] = f"move-{uuid.uuid4().hex[:8]}"
+    return copy
+
+
+def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
+    """Everything that can be seen of a job, but for its id."""
+    path = f"/api/jobs/{job_id}"
+    job = http.get(path).raise_for_status().json()
+    assert job["job"].pop("job_id") == job_id
+    (summary,) = [
+        one for one in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"] if one["job_id"] == job_id
+    ]
+    parts = {part: http.get(f"{path}/{part}").raise_for_status().text for part in ("arms", "events", "trials.csv")}
+    epochs = [http.get(f"{path}/trials/{trial['trial_number']}/epochs").json() for trial in job["trials"]]
+    export = http.get(f"{path}/export").json()
+    return {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, **parts, "trials": export["trials"]}
+
+
+class TestOverHttp:
+    def test_the_imported_job_looks_and_goes_on_like_the_first(self, http: httpx.Client) -> None:
+        first = lived(http)
+        copy = renamed(http.get(f"/api/jobs/{first}/export").json())
+        second = copy["job"]["job_id"]
+        answer = http.post("/api/jobs/import", json=copy)
+
+        assert answer.status_code == 201, answer.text
+        assert (answer.json()["job_id"], answer.json()["trials"]) == (second, 5)
+        assert view(http, first)["job"]["stage"] == "bandit"
+        assert view(http, second) == view(http, first)
+        for cost_j in (420, 430, 390, 440):
+            trials = [http.get("/jobs/batch_size", params={"job_id": job_id}).json() for job_id in (first, second)]
+            assert {**trials[0], "job_id": second} == trials[1]
+            for trial in trials:
+                reached(http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}, cost_j)
+
+    def test_a_running_trial_goes_on_in_the_imported_job(self, http: httpx.Client, export: dict[str, Any]) -> None:
+        copy = renamed(export)
+        http.post("/api/jobs/import", json=copy).raise_for_status()
+        trial = {"job_id": copy["job"]["job_id"], "batch_size": export["trials"][4]["batch_size"], "trial_number": 5}
+        assert reached(http, trial, cost_j=500)["converged"]
+
+    def test_a_job_that_exists_is_left_alone(self, http: httpx.Client, export: dict[str, Any]) -> None:
+        before = view(http, export["job"]["job_id"])
+        assert_refused(http.post("/api/jobs/import", json=export), 409, "job.job_id", "exists")
+        assert view(http, export["job"]["job_id"]) == before
+
+    def test_a_job_without_trials(self, http: httpx.Client, export: dict[str, Any]) -> None:
+        copy = renamed({**export, "trials": [], "survivors": None, "rng_state": None})
+        http.post("/api/jobs/import", json=copy).raise_for_status()
+        assert begin(http, copy["job"]["job_id"])["trial_number"] == 1
+
+
+WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
+    ("another format", lambda job: job.update(format="other"), "format"),
+    ("a later version", lambda job: job.update(version=2), "version"),
+    ("no registration", lambda job: job.pop("job"), "job"),
+    ("no id", lambda job: job["job"].update(job_id=None), "job.job_id"),
+    ("a wrong registration", lambda job: job["job"].update(max_power=0), "job.max_power"),
+    ("a gap", lambda job: job["trials"].pop(1), "trials.1.trial_number"),
+    ("another size", lambda job: job["trials"][0].update(batch_size=32), "trials.0.batch_size"),
+    ("an unknown state", lambda job: job["trials"][0].update(state="lost"), "trials.0.state"),
+    ("no time zone", lambda job: job["trials"][0].update(started_at="2026-01-01T00:00:00"), "trials.0.started_at"),
+    ("a far future", lambda job: job.update(created_at="9999-12-31T23:59:59-12:00"), "created_at"),
+    ("a far past", lambda job: job.update(created_at="0001-01-01T00:00:00+12:00"), "created_at"),
+    ("a huge event", lambda job: job["trials"][0].update(started_event=2**31), "trials.0.started_event"),
+    ("disorder", lambda job: job["trials"][1].update(started_event=1), "trials.1.started_event"),
+    ("two at an event", lambda job: job["trials"][0].update(ended_event=3), "trials.0.ended_event"),
+    ("an early end", lambda job: job["trials"][1].update(ended_event=2), "trials.1.ended_event"),
+    ("no end", lambda job: job["trials"][0].update(ended_event=None), "trials.0.ended_event"),
+    ("no date of the end", lambda job: job["trials"][0].update(ended_at=None), "trials.0.ended_at"),
+    ("an end while running", lambda job: job["trials"][4].update(ended_event=99), "trials.4.ended_event"),
+    ("no lease", lambda job: job["trials"][4].update(lease_expires_at=None), "trials.4.lease_expires_at"),
+    ("a metric of none", lambda job: job["trials"][0].update(metric=None), "trials.0.metric"),
+    ("no reports", lambda job: job["trials"][0].update(report_count=0), "trials.0.time_s"),
+    ("costless", lambda job: job["job"].update(eta_knob=1) or job["trials"][0].update(energy_j=0), "trials.0.energy_j"),
+    ("a report too many", lambda job: job["trials"][0].update(report_count=1), "trials.0.epochs"),
+    ("an epoch twice", lambda job: job["trials"][0]["epochs"].append(job["trials"][0]["epochs"][0]), "trials.0.epochs"),
+    ("an epoch beyond", lambda job: job["trials"][0]["epochs"][0].update(report_number=9), "trials.0.epochs"),
+    ("NUL", lambda job: job["trials"][0].update(reason="a\0b"), "trials.0.reason"),
+    ("no survivors", lambda job: job.update(survivors=None), "survivors"),
+    ("empty survivors", lambda job: job.update(survivors=[]), "survivors"),
+    ("foreign survivors", lambda job: job.update(survivors=[8, 32]), "survivors"),
+    ("descending survivors", lambda job: job.update(survivors=[16, 8]), "survivors"),
+    ("no generator", lambda job: job.update(rng_state="{}"), "rng_state"),
+    ("a broken generator", lambda job: job.update(rng_state=job["rng_state"][:-1]), "rng_state"),
+    ("a deep generator", lambda job: job.update(rng_state="[" * 999), "rng_state"),
+    ("a huge generator", lambda job: job.update(rng_state=job["rng_state"].replace(": 0", f": {2**70}")), "rng_state"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_a_malformed_export_is_refused_and_leaves_nothing(
+    http: httpx.Client, export: dict[str, Any], spoil: Callable[[dict[str, Any]], None], field: str
+) -> None:
+    copy = renamed(export)
+    job_id = copy["job"]["job_id"]
+    spoil(copy)
+    answer = http.post("/api/jobs/import", json=copy)
+
+    assert_refused(answer, 422, None)
+    fields = [error["field"] for error in answer.json()["errors"]]
+    assert any(name == field or name.startswith(f"{field}.") for name in fields), answer.json()
+    assert http.get(f"/api/jobs/{job_id}").status_code == 404
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 12),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+    st.sampled_from([*TrialState, "bandit", "offline", "8", "2026-01-01T00:00:00Z", 2**30, 1e15, [8], [16], []]),
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where in a JSON value something can be put in another's place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in a JSON value that holds nothing else."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@given(data=st.data())
+def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str, Any], data: st.DataObject) -> None:
+    """Exports with odd values in odd places are refused, or make jobs that can be read, exported and gone on with."""
+    copy = renamed(export)
+    for _ in range(data.draw(st.integers(1, 2))):
+        *path, last = data.draw(st.sampled_from(list(places(copy))))
+        inner: Any = copy
+        for key in path:
+            inner = inner[key]
+        alike = [value for value in leaves(export) if type(value) is type(inner[last])]
+        inner[last] = data.draw(st.sampled_from(alike) | ODD if alike else ODD)
+    answer = http.post("/api/jobs/import", content=json.dumps(copy), headers=JSON)
+
+    assert answer.status_code in {201, 409, 422}, answer.text
+    if answer.status_code == 201:
+        job_id = answer.json()["job_id"]
+        assert view(http, job_id)["job"]["stage"] in {"pruning", "bandit"}
+        again = renamed(http.get(f"/api/jobs/{job_id}/export").json())
+        again["job"]["job_id_prefix"] = "move"
+        assert http.post("/api/jobs/import", json=again).status_code == 201
+        for _ in range(3):
+            suggested = http.get("/jobs/batch_size", params={"job_id": job_id})
+            assert suggested.status_code in {200, 409}, suggested.text
+
+
+async def imported(server: Server) -> Server:
+    """A copy of the server's job under another id, on the same database and at the same time."""
+    export = await JobReader(server.store).export_job(server.job_id)
+    copy = Server(server.store, **server.job.model_dump(exclude={"job_id"}))
+    copy.now = server.now
+    await copy.service.import_job(JobExport.model_validate_json(export.renamed(copy.job_id).model_dump_json()))
+    return copy
+
+
+def remembered(transaction: Transaction, job_id: str) -> History:
+    """What the next decision rests on."""
+    job = transaction.job(job_id)
+    assert job is not None
+    history, _ = load_history(transaction, job)
+    return history
+
+
+async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
+    """What a request was told: a trial, or why there is none."""
+    try:
+        trial = await asked
+    except BsoError as error:
+        return type(error).__name__, str(error).replace(str(error).partition("'")[2].partition("'")[0], "JOB")
+    return trial.batch_size, trial.trial_number, trial.origin, trial.reason
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    window_size=st.sampled_from([0, 1, 3]),
+    rounds=st.sampled_from([0, 1, 2]),
+)
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_a_job_lived_through_its_copy_decides_alike(
+    database_url: str, seed: int, window_size: int, rounds: int
+) -> None:
+    async def use(server: Server) -> None:
+        await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+        copy = await imported(server)
+        one, other = [
+            await server.store.read(lambda transaction, job_id=job_id: remembered(transaction, job_id))
+            for job_id in (server.job_id, copy.job_id)
+        ]
+        for name in ("arms", "explorations", "cheapest", "bandit_entered_at", "survivors"):
+            assert getattr(one, name) == getattr(other, name), name
+        for _ in range(5):
+            assert await outcome(server.suggest()) == await outcome(copy.suggest())
+            for each in (server, copy):
+                each.wait(HOUR_S + 1)
+
+    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds)
+
+
+def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        server.wait(HOUR_S + 1)
+        await server.service.reap()
+        copy = await imported(server)
+        assert await copy.states() == [TrialState.ABANDONED]
+        await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
+        assert await copy.states() == [TrialState.COMPLETED]
+
+    serve(database_url, use)
+
+
+def test_an_import_is_whole_or_nothing(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        await server.reach(await server.suggest())
+        export = await JobReader(server.store).export_job(server.job_id)
+        with pytest.raises(JobConflictError):
+            await server.service.import_job(export)
+        assert await server.states() == [TrialState.COMPLETED]
+
+    serve(database_url, use)
+
+
+def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        export = await JobReader(server.store).export_job(server.job_id)
+        with pytest.raises(ValueError, match="does not start with job_id_prefix"):
+            export.renamed("other")
+        nameless = export.model_copy(update={"job": export.job.model_copy(update={"job_id": None})})
+        with pytest.raises(InvalidImportError, match="has an id"):
+            transfer.imported(nameless)
+
+    serve(database_url, use)
+
+
+def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        # Before whatever other tests have left in the database.
+        server.now = datetime(2001, 1, 1, tzinfo=UTC)
+        reader = JobReader(server.store)
+        trial = await server.suggest()
+        for epoch in (1, 2, 3):
+            await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
+            server.wait(HOUR_S)
+        before = await server.show()
+
+        # Taken three, two and one hours ago.
+        assert await server.service.prune_epochs(timedelta(hours=4)) == 0
+        assert await server.service.prune_epochs(timedelta(hours=1.5)) == 2
+        left = (await reader.list_epochs(server.job_id, 1)).epochs
+        assert [epoch.report_number for epoch in left] == [3]
+        assert await server.service.prune_epochs(timedelta(0)) == 1
+        # The last one stands in the trial's own row.
+        assert (await reader.list_epochs(server.job_id, 1)).epochs == left
+        assert await server.show() == before
+
+    serve(database_url, use)
+
+
+def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        server.now = datetime(2000, 1, 1, tzinfo=UTC)
+        await server.suggest()
+        rows = [
+            {
+                "job_id": server.job_id,
+                "trial_number": 1,
+                "report_number": number,
+                "epoch": number,
+                "time_s": number,
+                "energy_j": number,
+                "metric": 0.5,
+                "reported_at": server.now,
+            }
+            for number in range(1, 2501)
+        ]
+        await server.store.write(lambda transaction: transaction.insert_epochs(rows))
+        server.wait(1)
+
+        def delete(transaction: Transaction) -> int:
+            return transaction.delete_epochs_before(server.now, limit=300)
+
+        assert await server.store.write(delete) == 300
+        left = (await JobReader(server.store).list_epochs(server.job_id, 1)).epochs
+        assert len(left) == 2200
+        assert await server.service.prune_epochs(timedelta(0)) == 2200
+
+    serve(database_url, use)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Hundreds of lines per example would only slow the examples down."""
+    with caplog.at_level("WARNING", logger="bso_server"):
+        yield

@@ -1,0 +1,129 @@
+"""Zeus 0.16 in a virtual environment of its own: its training client and its server, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conftest import SERVER_START_S, free_port
+
+_HERE = Path(__file__).parent
+_INSTALL_S = 900.0
+_SERVER = "zeus.optimizer.batch_size.server.router:app"
+
+
+class PeerMissingError(Exception):
+    """Zeus cannot be installed here; the text says why."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one launch of `training.py` went; see there."""
+
+    batch_size: int | None
+    ended: str
+    message: str | None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Zeus 0.16, installed for the interpreter `python`."""
+
+    python: Path
+
+    def train(self, server_url: str, job: Mapping[str, Any], epochs: Mapping[int, int], *arguments: str) -> Launch:
+        """Launch a training that Zeus's client optimizes, on GPUs that are not there."""
+        words = [server_url, json.dumps(job), json.dumps(epochs), *arguments]
+        printed = self._run("training.py", *words, PYTHONPATH=str(_HERE / "fake"))
+        return Launch(**json.loads(printed.splitlines()[-1]))
+
+    @contextmanager
+    def server(self, directory: Path) -> Iterator[str]:
+        """Run Zeus's server on a database of its own in `directory`; its URL."""
+        database, log, port = directory / "zeus.sqlite3", directory / "zeus.log", free_port()
+        self._run("make_tables.py", str(database))
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [self.python, "-m", "uvicorn", _SERVER, "--port", str(port)],
+                env=_environment(ZEUS_BSO_DATABASE_URL=f"sqlite+aiosqlite:///{database}"),
+                cwd=directory,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        url = f"http://127.0.0.1:{port}"
+        try:
+            _wait_until_it_answers(process, url, log)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+    def _run(self, script: str, *words: str, **variables: str) -> str:
+        result = subprocess.run(
+            [self.python, _HERE / script, *words],
+            env=_environment(**variables),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+
+def install(directory: Path) -> Peer:
+    """Install Zeus into a virtual environment in `directory`, unless that was done before.
+
+    Raises:
+        PeerMissingError: It cannot be had here.
+    """
+    python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    requirements = _HERE / "requirements.txt"
+    # Written last, so that what was broken off is begun anew; other requirements or another Python make it anew too.
+    stamp = directory / "installed.txt"
+    wanted = f"# Python {sys.version}\n{requirements.read_text()}"
+    if not stamp.exists() or stamp.read_text() != wanted:
+        _install(["-m", "venv", "--clear", str(directory)], Path(sys.executable))
+        _install(["-m", "pip", "install", "--only-binary", ":all:", "--retries", "1", "-r", str(requirements)], python)
+        stamp.write_text(wanted)
+    return Peer(python)
+
+
+def _install(arguments: list[str], python: Path) -> None:
+    try:
+        result = subprocess.run(
+            [python, *arguments], env=_environment(), capture_output=True, text=True, timeout=_INSTALL_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerMissingError(str(error)) from error
+    if result.returncode != 0:
+        last_lines = " ".join(result.stderr.split("\n")[-4:]).strip()
+        raise PeerMissingError(f"{' '.join(arguments[:3])} failed: {last_lines}")
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    """This process's environment without what is meant for this project, and with `variables`."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ZEUS_", "PYTHONPATH"))}
+    return inherited | variables
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_S
+    while True:
+        try:
+            httpx.get(url)
+        except httpx.TransportError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"Zeus's server did not start: {log.read_text()}") from None
+            time.sleep(0.05)
+        else:
+            return
