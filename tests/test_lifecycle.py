@@ -248,6 +248,18 @@ def test_a_preempted_trial_that_does_not_come_back_is_abandoned(database_url: st
     serve(database_url, use)
 
 
+@pytest.mark.parametrize("outcome", [TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED])
+def test_how_an_abandoned_trial_ends_after_all_counts(database_url: str, outcome: Server.Outcome) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        server.wait(HOUR_S + 1)
+        assert await server.service.reap() == 1
+        await server.end(trial, outcome)
+        assert await server.states() == [outcome]
+
+    serve(database_url, use)
+
+
 # --- Crashes and memory -----------------------------------------------------------------------------------------------
 
 
