@@ -104,8 +104,8 @@ class Display:
             f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. (Its owner "
             f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of "
             "maximum power × time, in joules.",
-            "First the server explores the sizes; one that costs twice the cheapest run is stopped, and the run is "
-            "launched again with another size. Then it plays the cheap sizes more and more.",
+            f"First the server explores the sizes; one that costs {job.beta_knob:g} times the cheapest run is stopped, "
+            "and the run is launched again with another size. Then it plays the cheap sizes more and more.",
         ):
             self._console.print(paragraph, end="\n\n")
 

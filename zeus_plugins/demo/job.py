@@ -11,6 +11,8 @@ JOB = JobSpec(
     default_batch_size=256,
     target_metric=0.97,
     max_epochs=60,
+    # So short trainings are at the mercy of whatever else the machine does: a closer bound would stop good ones.
+    beta_knob=4.0,
     num_pruning_rounds=1,
     mab_num_explorations=2,
     mab_seed=1,
