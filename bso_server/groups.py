@@ -44,6 +44,8 @@ class Groups(Generic[Item, Answer]):
 
     async def _work(self) -> None:
         while self._waiting:
+            for _ in range(3):
+                await asyncio.sleep(0)
             group, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
             try:
                 outcomes = await self._process([item for item, _ in group])

@@ -13,6 +13,7 @@ import ipaddress
 import re
 import secrets
 import time
+from functools import lru_cache
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -132,6 +133,7 @@ def token_in(authorization: str) -> str:
     return token
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
     """Whether a client with this address is on the server's own machine; None, an unknown address, is not."""
     try:

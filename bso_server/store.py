@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -169,9 +169,12 @@ class Transaction:
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
         found = {}
+        locked_jobs: dict[str, StoredJob] = {}
         for row in self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)}):
-            job = job_from(dict(zip(_JOB_COLUMNS, row, strict=False)))
-            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row[len(_JOB_COLUMNS) :], strict=True)))
+            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
+            job = locked_jobs.get(trial.job_id)
+            if job is None:
+                job = locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
             found[trial.key] = job, trial
         return found
 
@@ -284,7 +287,7 @@ class Transaction:
     def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add reports to the epochs of their trials."""
         if rows:
-            self._connection.execute(insert(epochs), rows)
+            self._connection.execute(_INSERT_EPOCHS, rows)
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
@@ -342,14 +345,20 @@ class Transaction:
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
             return
-        # A bound value may not have the name of a column that is set.
-        statement = (
-            update(table)
-            .where(*(table.c[name] == bindparam(f"key_{name}") for name in key))
-            .values({name: bindparam(name) for name in rows[0] if name not in key})
-        )
-        values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
-        self._connection.execute(statement, values)
+        for row in rows:
+            for name in key:
+                row[f"key_{name}"] = row.pop(name)
+        self._connection.execute(_update_of(table, tuple(name for name in rows[0] if not name.startswith("key_")), key), rows)
+
+
+@cache
+def _update_of(table, names, key):
+    # A bound value may not have the name of a column that is set.
+    return (
+        update(table)
+        .where(*(table.c[name] == bindparam(f"key_{name}") for name in key))
+        .values({name: bindparam(name) for name in names})
+    )
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -357,13 +366,14 @@ def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return trials.c.state.in_(alive), trials.c.lease_expires_at < now
 
 
+_INSERT_EPOCHS = insert(epochs)
 _JOB_COLUMNS = [column.name for column in jobs.c]
 _TRIAL_COLUMNS = [column.name for column in trials.c]
 
 # Built once: putting it together costs more than running it.
 _LOCKED_TRIALS = (
-    select(jobs, trials)
-    .join_from(jobs, trials)
+    select(trials, jobs)
+    .join_from(trials, jobs)
     .where(tuple_(trials.c.job_id, trials.c.trial_number).in_(bindparam("keys", expanding=True)))
     .order_by(trials.c.job_id, trials.c.trial_number)
     .with_for_update()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from litestar import Response, delete, get, patch, post
+from litestar import MediaType, Response, delete, get, patch, post
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.response.base import ASGIResponse
 
-from bso_server.routes.access import needs
+from bso_server.routes.access import CallerRequest, needs
 from bso_server.routes.parameters import IdempotencyKey, JobId
 from bso_server.routes.responses import errors
-from bso_server.security import Caller, Scope
+from bso_server.security import Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import (
     HeartbeatResponse,
@@ -50,10 +51,10 @@ async def register_job(data: JobRegistration, service: BatchSizeService) -> Resp
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def suggest(
-    job_id: JobId, service: BatchSizeService, caller: Caller, idempotency_key: IdempotencyKey = None
+    job_id: JobId, service: BatchSizeService, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
-    return await service.suggest(job_id, idempotency_key, caller=caller)
+    return await service.suggest(job_id, idempotency_key, caller=request.user)
 
 
 @post(
@@ -61,11 +62,16 @@ async def suggest(
     summary="Report an evaluation",
     status_code=HTTPStatus.OK,
     opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+    responses={
+        HTTPStatus.OK: ResponseSpec(ReportResponse, description="Go on or stop.", generate_examples=False),
+        **errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+    },
 )
-async def report(data: TrainingResult, service: BatchSizeService, caller: Caller) -> ReportResponse:
+async def report(data: TrainingResult, service: BatchSizeService, request: CallerRequest) -> ASGIResponse:
     """Take the result of one evaluation and say whether the training goes on."""
-    return await service.report(data, caller=caller)
+    answer = await service.report(data, caller=request.user)
+    # Encoded here rather than by Litestar, whose way there is longer: no other route is called as often.
+    return ASGIResponse(body=answer.model_dump_json().encode(), media_type=MediaType.JSON)
 
 
 @patch(
@@ -74,9 +80,9 @@ async def report(data: TrainingResult, service: BatchSizeService, caller: Caller
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
 )
-async def end_trial(data: TrialEnd, service: BatchSizeService, caller: Caller) -> None:
+async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
-    await service.end_trial(data, caller=caller)
+    await service.end_trial(data, caller=request.user)
 
 
 @patch(
@@ -85,9 +91,9 @@ async def end_trial(data: TrialEnd, service: BatchSizeService, caller: Caller) -
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
-async def heartbeat(data: TrialId, service: BatchSizeService, caller: Caller) -> HeartbeatResponse:
+async def heartbeat(data: TrialId, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
-    return await service.heartbeat(data, caller=caller)
+    return await service.heartbeat(data, caller=request.user)
 
 
 @delete(
