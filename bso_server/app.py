@@ -22,6 +22,7 @@ from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
 from bso_server.routes.access import AccessControl
 from bso_server.routes.openapi import OpenApiDocument
+from bso_server.routes.report import report_route
 from bso_server.security import Authenticator
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings
@@ -68,7 +69,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         await store.close()
 
     return Litestar(
-        route_handlers=HANDLERS,
+        route_handlers=[*HANDLERS, report_route(service, settings.max_body_bytes)],
         dependencies={
             "service": Provide(provide_service, sync_to_thread=False),
             "reader": Provide(provide_reader, sync_to_thread=False),

@@ -13,12 +13,12 @@ import ipaddress
 import re
 import secrets
 import time
-from functools import lru_cache
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UntrustedHostError

@@ -18,6 +18,7 @@ from sqlalchemy import (
     RowMapping,
     Select,
     Table,
+    Update,
     bindparam,
     delete,
     func,
@@ -168,14 +169,13 @@ class Transaction:
 
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
-        found = {}
+        found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
         locked_jobs: dict[str, StoredJob] = {}
         for row in self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)}):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
-            job = locked_jobs.get(trial.job_id)
-            if job is None:
-                job = locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
-            found[trial.key] = job, trial
+            if trial.job_id not in locked_jobs:
+                locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
+            found[trial.key] = locked_jobs[trial.job_id], trial
         return found
 
     def all_trials(self, job_id: str) -> list[StoredTrial]:
@@ -345,20 +345,16 @@ class Transaction:
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
             return
-        for row in rows:
-            for name in key:
-                row[f"key_{name}"] = row.pop(name)
-        self._connection.execute(_update_of(table, tuple(name for name in rows[0] if not name.startswith("key_")), key), rows)
+        values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
+        self._connection.execute(_update_of(table, key, tuple(rows[0])), values)
 
 
 @cache
-def _update_of(table, names, key):
+def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Update:
+    """The update of these columns in the row with this key. Putting it together costs more than running it."""
     # A bound value may not have the name of a column that is set.
-    return (
-        update(table)
-        .where(*(table.c[name] == bindparam(f"key_{name}") for name in key))
-        .values({name: bindparam(name) for name in names})
-    )
+    condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
+    return update(table).where(*condition).values({name: bindparam(name) for name in names if name not in key})
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -370,7 +366,7 @@ _INSERT_EPOCHS = insert(epochs)
 _JOB_COLUMNS = [column.name for column in jobs.c]
 _TRIAL_COLUMNS = [column.name for column in trials.c]
 
-# Built once: putting it together costs more than running it.
+# Built once, for the reason of `_update_of`.
 _LOCKED_TRIALS = (
     select(trials, jobs)
     .join_from(trials, jobs)

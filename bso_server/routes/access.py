@@ -9,10 +9,10 @@ from litestar import Request
 from litestar.handlers.base import BaseRouteHandler
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Send
+from litestar.types import Scope as AsgiScope
 
-from bso_server.security import Authenticator, Caller, require_allowed_host
-from bso_server.security import Scope as TokenScope
+from bso_server.security import Authenticator, Caller, Scope, require_allowed_host
 
 CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` let through."""
@@ -23,7 +23,7 @@ _NEEDS = "needs"
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
 
-def needs(scope: TokenScope | None) -> dict[str, Any]:
+def needs(scope: Scope | None) -> dict[str, Any]:
     """The ``opt`` of a route that callers with this scope may use, or, with None, anybody.
 
     Routes that say nothing need `Scope.READ` where they only read (GET), and `Scope.ADMIN` otherwise.
@@ -31,13 +31,13 @@ def needs(scope: TokenScope | None) -> dict[str, Any]:
     return {_NEEDS: scope}
 
 
-def needed_scope(handler: BaseRouteHandler) -> TokenScope | None:
+def needed_scope(handler: BaseRouteHandler) -> Scope | None:
     """The scope that a route asks for, or None where it asks for nothing."""
     if _NEEDS in handler.opt:
-        stated: TokenScope | None = handler.opt[_NEEDS]
+        stated: Scope | None = handler.opt[_NEEDS]
         return stated
     reads = isinstance(handler, HTTPRouteHandler) and handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
-    return TokenScope.READ if reads else TokenScope.ADMIN
+    return Scope.READ if reads else Scope.ADMIN
 
 
 class AccessControl(ASGIMiddleware):
@@ -54,7 +54,7 @@ class AccessControl(ASGIMiddleware):
         self._authenticator = authenticator
         self._allowed_hosts = allowed_hosts
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+    async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """See `ASGIMiddleware`.
 
         Raises:
@@ -75,7 +75,7 @@ class AccessControl(ASGIMiddleware):
         await next_app(scope, receive, send)
 
 
-def _address_of(scope: Scope, headers: Collection[bytes]) -> str | None:
+def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
     client = scope["client"]
     if client is None or any(name in headers for name in _FORWARDED):
         return None

@@ -1,12 +1,14 @@
-"""The five routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them."""
+"""The routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them.
+
+The fifth one, ``POST /report``, is in `routes.report`.
+"""
 
 from __future__ import annotations
 
 from http import HTTPStatus
 
-from litestar import MediaType, Response, delete, get, patch, post
+from litestar import Response, delete, get, patch, post
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.response.base import ASGIResponse
 
 from bso_server.routes.access import CallerRequest, needs
 from bso_server.routes.parameters import IdempotencyKey, JobId
@@ -17,8 +19,6 @@ from zeus_plugins.protocol import (
     HeartbeatResponse,
     JobRegistration,
     Paths,
-    ReportResponse,
-    TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
@@ -55,23 +55,6 @@ async def suggest(
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
     return await service.suggest(job_id, idempotency_key, caller=request.user)
-
-
-@post(
-    Paths.REPORT,
-    summary="Report an evaluation",
-    status_code=HTTPStatus.OK,
-    opt=needs(Scope.REPORT),
-    responses={
-        HTTPStatus.OK: ResponseSpec(ReportResponse, description="Go on or stop.", generate_examples=False),
-        **errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
-    },
-)
-async def report(data: TrainingResult, service: BatchSizeService, request: CallerRequest) -> ASGIResponse:
-    """Take the result of one evaluation and say whether the training goes on."""
-    answer = await service.report(data, caller=request.user)
-    # Encoded here rather than by Litestar, whose way there is longer: no other route is called as often.
-    return ASGIResponse(body=answer.model_dump_json().encode(), media_type=MediaType.JSON)
 
 
 @patch(
