@@ -19,12 +19,13 @@ from sqlalchemy import (
     Select,
     Table,
     Update,
+    and_,
     bindparam,
     delete,
     func,
     insert,
+    or_,
     select,
-    tuple_,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -171,7 +172,7 @@ class Transaction:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
         found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
         locked_jobs: dict[str, StoredJob] = {}
-        for row in self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)}):
+        for row in self._connection.execute(*_locked_trials(sorted(keys))):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
             if trial.job_id not in locked_jobs:
                 locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
@@ -339,8 +340,9 @@ class Transaction:
         return None if row is None else job_from(row)
 
     def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
-        statement = select(trials).where(*conditions).order_by(trials.c.trial_number)
-        return [trial_from(row) for row in (self._connection.execute(statement)).mappings()]
+        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+        found = (trial_from(row) for row in self._connection.execute(select(trials).where(*conditions)).mappings())
+        return sorted(found, key=lambda trial: trial.record.trial_number)
 
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
@@ -366,14 +368,29 @@ _INSERT_EPOCHS = insert(epochs)
 _JOB_COLUMNS = [column.name for column in jobs.c]
 _TRIAL_COLUMNS = [column.name for column in trials.c]
 
-# Built once, for the reason of `_update_of`.
-_LOCKED_TRIALS = (
-    select(trials, jobs)
-    .join_from(trials, jobs)
-    .where(tuple_(trials.c.job_id, trials.c.trial_number).in_(bindparam("keys", expanding=True)))
-    .order_by(trials.c.job_id, trials.c.trial_number)
-    .with_for_update()
-)
+
+def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any]]:
+    """The query for the trials with these keys, each with its job, and its parameters."""
+    # A few sizes of the query are enough: to ask for a key twice does no harm.
+    size = 1 << (len(keys) - 1).bit_length()
+    padded = [*keys, *[keys[-1]] * (size - len(keys))]
+    parameters: dict[str, Any] = {}
+    for n, (job_id, trial_number) in enumerate(padded):
+        parameters |= {f"job_id_{n}": job_id, f"trial_number_{n}": trial_number}
+    return _locked_trials_of(size), parameters
+
+
+@cache
+def _locked_trials_of(size: int) -> Select[Any]:
+    """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
+    condition = or_(
+        *(
+            and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+            for n in range(size)
+        )
+    )
+    query = select(trials, jobs).join_from(trials, jobs).where(condition)
+    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update()
 
 
 class Store:
