@@ -415,6 +415,9 @@ def test_one_job_registered_from_many_places(http: httpx.Client, spec: dict[str,
 def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert_refused(http.get("/nothing"), 404, None)
     assert_refused(http.put("/jobs"), 405, None)
+    response = http.put("/report")
+    assert_refused(response, 405, None)
+    assert response.headers["Allow"] == "POST"
 
 
 def test_the_schema_is_served_and_knows_the_routes(http: httpx.Client) -> None:
