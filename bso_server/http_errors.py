@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar import Request, Response
 from litestar.exceptions import ClientException, HTTPException, ValidationException
+from pydantic import ValidationError
 
 from bso_server.errors import (
     BsoError,
@@ -28,7 +29,7 @@ from bso_server.errors import (
     UntrustedHostError,
 )
 from bso_server.messages import MAX_IMPORT_BYTES
-from zeus_plugins.protocol import ErrorBody, FieldError
+from zeus_plugins.protocol import ErrorBody, FieldError, WireMessage
 
 logger = logging.getLogger("bso_server")
 
@@ -67,6 +68,8 @@ _WORDS_OF = {
 
 AnyRequest = Request[Any, Any, Any]
 
+Message = TypeVar("Message", bound=WireMessage)
+
 
 class BodyRequest(Request[Any, Any, Any]):
     """A request whose body, where it cannot be JSON at all, is the client's fault."""
@@ -81,6 +84,23 @@ class BodyRequest(Request[Any, Any, Any]):
             return await super().json()
         except (UnicodeDecodeError, RecursionError) as error:
             raise ClientException(f"JSON cannot be read: {error}") from error
+
+
+def decoded(message: type[Message], body: bytes) -> Message:
+    """The message in a body.
+
+    Raises:
+        ClientException: It is no JSON.
+        ValidationException: It is another message.
+    """
+    try:
+        return message.model_validate_json(body)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        if problems[0]["type"] == "json_invalid":
+            raise ClientException(problems[0]["msg"]) from error
+        extra = [{"key": ".".join(map(str, problem["loc"])), "message": problem["msg"]} for problem in problems]
+        raise ValidationException(extra=extra) from error
 
 
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:

@@ -83,7 +83,7 @@ def test_a_diverged_training_raises_and_fails_its_trial() -> None:
     with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
         optimizer.on_evaluate(math.nan)
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_an_epoch_whose_report_failed_still_counts() -> None:
@@ -149,9 +149,9 @@ def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
     server = ContractDouble()
     with optimizer_of(server) as optimizer:
         optimizer.get_batch_size()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
@@ -164,7 +164,7 @@ def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
 
     with pytest.raises(ZeroDivisionError):
         crash_in_the_loop()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
@@ -172,7 +172,7 @@ def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
     optimizer = training_with(server)
     del optimizer
     gc.collect()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:

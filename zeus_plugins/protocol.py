@@ -53,6 +53,7 @@ __all__ = [
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
+MAX_DETAIL_LENGTH = 1000
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
 
 
@@ -276,7 +277,7 @@ class TrialEnd(TrialId):
     """
 
     outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
-    detail: Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00]*$")] | None = None
+    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
 
 
 class HeartbeatResponse(WireMessage):

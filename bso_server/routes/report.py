@@ -11,13 +11,13 @@ from http import HTTPMethod, HTTPStatus
 from typing import cast
 
 from litestar import asgi
-from litestar.exceptions import ClientException, MethodNotAllowedException, ValidationException
+from litestar.exceptions import MethodNotAllowedException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers import ASGIRouteHandler
 from litestar.types import HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
-from pydantic import ValidationError
 
+from bso_server.http_errors import decoded
 from bso_server.routes.access import needs
 from bso_server.security import Caller, Scope
 from bso_server.service import BatchSizeService
@@ -40,7 +40,7 @@ def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHan
         body = await _body(receive, max_body_bytes)
         if body is not None:
             caller: Caller = scope["user"]
-            await _answer(send, await service.report(_result(body), caller=caller))
+            await _answer(send, await service.report(decoded(TrainingResult, body), caller=caller))
 
     return report
 
@@ -61,23 +61,6 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
             raise RequestEntityTooLarge
         if not message["more_body"]:
             return body
-
-
-def _result(body: bytes) -> TrainingResult:
-    """The report in a body.
-
-    Raises:
-        ClientException: It is no JSON.
-        ValidationException: It is no report.
-    """
-    try:
-        return TrainingResult.model_validate_json(body)
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        if problems[0]["type"] == "json_invalid":
-            raise ClientException(problems[0]["msg"]) from error
-        extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
-        raise ValidationException(extra=extra) from error
 
 
 async def _answer(send: Send, answer: ReportResponse) -> None:
