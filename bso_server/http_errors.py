@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 from litestar import Request, Response
-from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from litestar.exceptions import HTTPException, ValidationException
 
 from bso_server.errors import (
     BsoError,
@@ -67,7 +66,7 @@ _WORDS_OF = {
     ),
 }
 
-# What of the request is at fault where Litestar or a guard refuses it before its fields are looked at.
+# What of the request is at fault where it is refused before its fields are looked at.
 _FIELD_OF = {
     HTTPStatus.BAD_REQUEST: "body",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body",
@@ -80,28 +79,6 @@ _MOST_FIELDS = 20
 _MISSING_PARAMETER = re.compile("Missing required [a-z]+ parameter '([^']+)'")
 
 AnyRequest = Request[Any, Any, Any]
-
-
-class BodyRequest(Request[Any, Any, Any]):
-    """A request whose body, where it cannot be JSON at all, is the client's fault.
-
-    Many clients write NaN and infinities into JSON, which has no such numbers. They are let through to the fields they
-    were sent for, all of which refuse them, so that the answer names the field instead of a byte.
-    """
-
-    async def json(self) -> Any:
-        """The body, decoded.
-
-        Raises:
-            ClientException: It is no JSON, or nested deeper than anything here.
-        """
-        try:
-            try:
-                return await super().json()
-            except SerializationException:
-                return json.loads((await self.body()).decode())
-        except (ValueError, RecursionError) as error:
-            raise ClientException(f"the body cannot be read as JSON: {error}") from error
 
 
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:

@@ -11,7 +11,7 @@ from http import HTTPMethod, HTTPStatus
 from typing import cast
 
 from litestar import asgi
-from litestar.exceptions import ClientException, MethodNotAllowedException, ValidationException
+from litestar.exceptions import MethodNotAllowedException, ValidationException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers import ASGIRouteHandler
 from litestar.types import HTTPScope, Receive, Send
@@ -19,6 +19,7 @@ from litestar.types import Scope as AsgiScope
 from pydantic import ValidationError
 
 from bso_server.routes.access import needs
+from bso_server.routes.bodies import decoded, require_json
 from bso_server.security import Caller, Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import Paths, ReportResponse, TrainingResult
@@ -37,6 +38,7 @@ def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHan
         """Take the result of one evaluation and say whether the training goes on."""
         if cast("HTTPScope", scope)["method"] != HTTPMethod.POST:
             raise MethodNotAllowedException(headers={"Allow": HTTPMethod.POST})
+        require_json(dict(scope["headers"]).get(b"content-type", b"").decode("latin-1"))
         body = await _body(receive, max_body_bytes)
         if body is not None:
             caller: Caller = scope["user"]
@@ -71,11 +73,15 @@ def _result(body: bytes) -> TrainingResult:
         ValidationException: It is no report.
     """
     try:
-        return TrainingResult.model_validate_json(body)
+        try:
+            # No body is no report, rather than no JSON.
+            return TrainingResult.model_validate_json(body or b"null")
+        except ValidationError as error:
+            if error.errors(include_url=False)[0]["type"] != "json_invalid":
+                raise
+            return TrainingResult.model_validate(decoded(body))
     except ValidationError as error:
         problems = error.errors(include_url=False, include_context=False, include_input=False)
-        if problems[0]["type"] == "json_invalid":
-            raise ClientException(problems[0]["msg"]) from error
         extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
         raise ValidationException(extra=extra) from error
 
