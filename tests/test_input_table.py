@@ -363,11 +363,16 @@ IN_JSON = {name: token for name, (token, _) in WRONG_IDS.items() if token is not
 IN_URL = {name: part for name, (_, part) in WRONG_IDS.items() if part is not None}
 
 
-@pytest.mark.parametrize("field", ["job_id", "job_id_prefix"])
-@pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
+@pytest.mark.parametrize(
+    ("field", "token"),
+    [
+        pytest.param(field, token, id=f"{field}-{name}")
+        for field in ("job_id", "job_id_prefix")
+        for name, token in IN_JSON.items()
+        if (field, name) != ("job_id", "null")  # the server makes an id
+    ],
+)
 def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> None:
-    if (field, token) == ("job_id", "null"):
-        pytest.skip("the server makes an id")
     body = with_token({**JOB, "job_id": "job-refused"}, field, token)
     with scene.nothing_stored():
         assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, field)
