@@ -11,15 +11,14 @@ from http import HTTPMethod, HTTPStatus
 from typing import cast
 
 from litestar import asgi
-from litestar.exceptions import MethodNotAllowedException, ValidationException
+from litestar.exceptions import MethodNotAllowedException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers import ASGIRouteHandler
 from litestar.types import HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
-from pydantic import ValidationError
 
+from bso_server.bodies import message_in, require_json
 from bso_server.routes.access import needs
-from bso_server.routes.bodies import decoded, require_json
 from bso_server.security import Caller, Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import Paths, ReportResponse, TrainingResult
@@ -42,7 +41,7 @@ def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHan
         body = await _body(receive, max_body_bytes)
         if body is not None:
             caller: Caller = scope["user"]
-            await _answer(send, await service.report(_result(body), caller=caller))
+            await _answer(send, await service.report(message_in(body, TrainingResult), caller=caller))
 
     return report
 
@@ -63,27 +62,6 @@ async def _body(receive: Receive, limit: int) -> bytes | None:
             raise RequestEntityTooLarge
         if not message["more_body"]:
             return body
-
-
-def _result(body: bytes) -> TrainingResult:
-    """The report in a body.
-
-    Raises:
-        ClientException: It is no JSON.
-        ValidationException: It is no report.
-    """
-    try:
-        try:
-            # No body is no report, rather than no JSON.
-            return TrainingResult.model_validate_json(body or b"null")
-        except ValidationError as error:
-            if error.errors(include_url=False)[0]["type"] != "json_invalid":
-                raise
-            return TrainingResult.model_validate(decoded(body))
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
-        raise ValidationException(extra=extra) from error
 
 
 async def _answer(send: Send, answer: ReportResponse) -> None:
