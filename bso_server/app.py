@@ -16,8 +16,9 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
+from bso_server.bodies import BodyRequest
 from bso_server.database import open_database
-from bso_server.http_errors import EXCEPTION_HANDLERS, BodyRequest
+from bso_server.http_errors import EXCEPTION_HANDLERS
 from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
 from bso_server.routes.access import AccessControl

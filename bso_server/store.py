@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -351,7 +351,7 @@ class Transaction:
         self._connection.execute(_update_of(table, key, tuple(rows[0])), values)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Update:
     """The update of these columns in the row with this key. Putting it together costs more than running it."""
     # A bound value may not have the name of a column that is set.
@@ -380,7 +380,7 @@ def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any
     return _locked_trials_of(size), parameters
 
 
-@cache
+@lru_cache(maxsize=64)
 def _locked_trials_of(size: int) -> Select[Any]:
     """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
     condition = or_(

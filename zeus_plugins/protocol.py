@@ -18,6 +18,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
     ValidationInfo,
@@ -183,11 +184,13 @@ class JobSpec(WireMessage):
     job_id: Identifier | None = None
     batch_sizes: Annotated[
         tuple[BatchSize, ...],
+        # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
+        FailFast(),
         Field(min_length=1, max_length=MAX_BATCH_SIZES),
         AfterValidator(_ascending_and_unique),
     ]
     default_batch_size: BatchSize
-    eta_knob: Annotated[float, Field(ge=0, le=1)] = 0.5
+    eta_knob: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     beta_knob: PositiveFinite | None = 2.0
     target_metric: Finite = 0.5
     higher_is_better_metric: bool = True

@@ -17,7 +17,7 @@ from litestar.handlers import ASGIRouteHandler
 from litestar.types import HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
-from bso_server.http_errors import decoded
+from bso_server.bodies import message_in, require_json
 from bso_server.routes.access import needs
 from bso_server.security import Caller, Scope
 from bso_server.service import BatchSizeService
@@ -37,10 +37,11 @@ def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHan
         """Take the result of one evaluation and say whether the training goes on."""
         if cast("HTTPScope", scope)["method"] != HTTPMethod.POST:
             raise MethodNotAllowedException(headers={"Allow": HTTPMethod.POST})
+        require_json(dict(scope["headers"]).get(b"content-type", b"").decode("latin-1"))
         body = await _body(receive, max_body_bytes)
         if body is not None:
             caller: Caller = scope["user"]
-            await _answer(send, await service.report(decoded(TrainingResult, body), caller=caller))
+            await _answer(send, await service.report(message_in(body, TrainingResult), caller=caller))
 
     return report
 
