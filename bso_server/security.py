@@ -162,6 +162,21 @@ def require_allowed_host(host: str, allowed: Collection[str]) -> None:
     raise UntrustedHostError(host)
 
 
+def refuse_other_sites(fetch_site: str) -> None:
+    """Let no page of another site use this server through its reader's browser.
+
+    The browser may well be a client of this machine, and it sends simple requests without asking the server first.
+
+    Args:
+        fetch_site: The ``Sec-Fetch-Site`` header, which browsers set and pages cannot; empty from everybody else.
+
+    Raises:
+        ForbiddenError: It is such a page's request.
+    """
+    if fetch_site == "cross-site":
+        raise ForbiddenError("a page of another site cannot use this server from a browser")
+
+
 class TokenSource(Protocol):
     """Where tokens are kept."""
 

@@ -478,7 +478,7 @@ class Store:
 _JOB_FIELDS = [field.name for field in fields(Job)]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _specification(spec: str) -> tuple[JobRegistration, Job]:
     """A job's immutable part. Parsing it for each report would cost more than the report."""
     registration = JobRegistration.model_validate_json(spec)

@@ -428,6 +428,16 @@ class TestLimits:
 
         in_app(Settings(database_url=sqlite_url, allowed_hosts="bso.example, *.corp.example"), use)
 
+    def test_pages_of_other_sites_are_refused(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            here = client(LOCAL)
+            for site in ("same-origin", "same-site", "none"):
+                assert (await here.get("/api/jobs", headers={"Sec-Fetch-Site": site})).status_code == 200
+            refused = await here.post("/jobs", json={}, headers={"Sec-Fetch-Site": "cross-site"})
+            assert_refused(refused, 403, "another site")
+
+        in_app(Settings(database_url=sqlite_url), use)
+
     @pytest.mark.parametrize("announced", [True, False])
     def test_a_large_body_is_refused_before_it_is_read(self, sqlite_url: str, announced: bool) -> None:
         size, piece = 100 * 1024 * 1024, b"x" * 65536

@@ -12,7 +12,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, Receive, Send
 from litestar.types import Scope as AsgiScope
 
-from bso_server.security import Authenticator, Caller, Scope, require_allowed_host
+from bso_server.security import Authenticator, Caller, Scope, refuse_other_sites, require_allowed_host
 
 CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` let through."""
@@ -66,6 +66,7 @@ class AccessControl(ASGIMiddleware):
         if needed is not None:
             headers = dict(scope["headers"])
             require_allowed_host(headers.get(b"host", b"").decode("latin-1"), self._allowed_hosts)
+            refuse_other_sites(headers.get(b"sec-fetch-site", b"").decode("latin-1"))
             authorization = headers.get(b"authorization")
             caller = await self._authenticator.identify(
                 None if authorization is None else authorization.decode("latin-1"), _address_of(scope, headers)
