@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -270,23 +270,42 @@ class BatchSizeService:
         return _dispatch(trial), True
 
     async def _take_reports(self, results: Sequence[tuple[TrainingResult, Caller]]) -> list[ReportResponse | Exception]:
-        return await self._store.write(lambda transaction: self._report_all(transaction, results))
+        answers = await self._store.write(lambda transaction: self._report_all(transaction, results))
+        for (result, _), answer in zip(results, answers, strict=True):
+            if isinstance(answer, ReportResponse) and answer.stop_train:
+                logger.info("job %s trial %d: %s", result.job_id, result.trial_number, answer.message)
+        return answers
 
     def _report_all(
         self, transaction: Transaction, results: Sequence[tuple[TrainingResult, Caller]]
     ) -> list[ReportResponse | Exception]:
+        now = self._clock()
         found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in results})
+        page, answers = self._judged(found, results, now)
+        if page.changed_jobs and not transaction.locks_jobs_with_trials:
+            # Which jobs end a trial is known only now. What the others of their trials did meanwhile may matter.
+            jobs = transaction.locked_jobs(page.changed_jobs)
+            found = {key: (jobs.get(job.job.job_id, job), trial) for key, (job, trial) in found.items()}
+            page, answers = self._judged(found, results, now)
+        page.save(transaction)
+        return answers
+
+    def _judged(
+        self,
+        found: Mapping[TrialKey, tuple[StoredJob, StoredTrial]],
+        results: Sequence[tuple[TrainingResult, Caller]],
+        now: datetime,
+    ) -> tuple[_Page, list[ReportResponse | Exception]]:
         page = _Page(found)
         answers: list[ReportResponse | Exception] = []
         for result, caller in results:
             try:
-                answers.append(self._report(page, result, caller))
+                answers.append(self._report(page, result, caller, now))
             except BsoError as error:
                 answers.append(error)
-        page.save(transaction)
-        return answers
+        return page, answers
 
-    def _report(self, page: _Page, result: TrainingResult, caller: Caller) -> ReportResponse:
+    def _report(self, page: _Page, result: TrainingResult, caller: Caller, now: datetime) -> ReportResponse:
         job, trial = page.find(result)
         _refuse_other_owner(trial, caller)
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
@@ -301,12 +320,10 @@ class BatchSizeService:
             report,
             verdict,
             energy_source=result.energy_source,
-            now=self._clock(),
+            now=now,
             leases=self._leases,
         )
         page.put(job, trial)
-        if verdict.stop:
-            logger.info("job %s trial %d: %s", result.job_id, result.trial_number, verdict.message)
         return ReportResponse(
             stop_train=verdict.stop, converged=verdict.converged, message=verdict.message, reason=verdict.reason
         )
@@ -314,6 +331,8 @@ class BatchSizeService:
     def _end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller) -> str | None:
         now = self._clock()
         job, trial = _locked_trial(transaction, end)
+        if not transaction.locks_jobs_with_trials:
+            job = transaction.locked_jobs([end.job_id])[end.job_id]
         if Scope.ADMIN not in caller.scopes:
             _refuse_other_owner(trial, caller)
         # What the end says of the batch size counts, even if the trial was given up before.
@@ -382,7 +401,7 @@ class BatchSizeService:
 class _Page:
     """The rows that a group of reports has locked, and what becomes of them."""
 
-    def __init__(self, found: dict[TrialKey, tuple[StoredJob, StoredTrial]]) -> None:
+    def __init__(self, found: Mapping[TrialKey, tuple[StoredJob, StoredTrial]]) -> None:
         self._jobs = {job.job.job_id: job for job, _ in found.values()}
         self._trials = {trial.key: trial for _, trial in found.values()}
         self._jobs_before, self._trials_before = dict(self._jobs), dict(self._trials)
@@ -421,17 +440,21 @@ class _Page:
                 }
             )
 
+    @property
+    def changed_jobs(self) -> list[str]:
+        """Ids of the jobs that reports have changed."""
+        return [job_id for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
+
     def save(self, transaction: Transaction) -> None:
         """Write what has changed."""
         changed = [(self._trials_before[key], trial) for key, trial in self._trials.items()]
         changed = [(before, after) for before, after in changed if after is not before]
         progressed = [after for before, after in changed if before.record.state is after.record.state]
         moved = [after for before, after in changed if before.record.state is not after.record.state]
-        jobs = [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
         transaction.update_progress(progressed)
         transaction.update_trials(moved)
         transaction.insert_epochs(self._epochs)
-        transaction.update_jobs(jobs)
+        transaction.update_jobs([self._jobs[job_id] for job_id in self.changed_jobs])
 
 
 def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:

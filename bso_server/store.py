@@ -150,7 +150,8 @@ class Transaction:
     """One transaction. Made by `Store` alone; dead once it has ended.
 
     Methods named ``locked_…`` make other writers of the same rows wait until the transaction ends (on SQLite the whole
-    transaction does). Rows are locked job before trial and in the order of their keys.
+    transaction does). Rows of one table are locked in the order of their keys. What ends a trial locks it before its
+    job; what begins one or abandons it locks the job first, and of its trials only those whose leases have run out.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -168,16 +169,31 @@ class Transaction:
         """The job, or None; other writers wait."""
         return self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
 
+    def locked_jobs(self, job_ids: Collection[str]) -> dict[str, StoredJob]:
+        """Those of these jobs that exist; other writers wait."""
+        statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id).with_for_update()
+        return {row["job_id"]: job_from(row) for row in self._connection.execute(statement).mappings()}
+
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
-        """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
+        """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
+
+        The jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
+        reports on different trials of one job need not wait for each other.
+        """
         found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
-        locked_jobs: dict[str, StoredJob] = {}
+        jobs_found: dict[str, StoredJob] = {}
         for row in self._connection.execute(*_locked_trials(sorted(keys))):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
-            if trial.job_id not in locked_jobs:
-                locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
-            found[trial.key] = locked_jobs[trial.job_id], trial
+            if trial.job_id not in jobs_found:
+                jobs_found[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
+            found[trial.key] = jobs_found[trial.job_id], trial
         return found
+
+    @property
+    def locks_jobs_with_trials(self) -> bool:
+        """Whether the database cannot lock one table of a join alone: SQLite and MariaDB cannot."""
+        dialect = self._connection.dialect
+        return not (dialect.name == "postgresql" or getattr(dialect, "supports_for_update_of", False))
 
     def all_trials(self, job_id: str) -> list[StoredTrial]:
         """Every trial of the job, in order of dispatch."""
@@ -390,7 +406,7 @@ def _locked_trials_of(size: int) -> Select[Any]:
         )
     )
     query = select(trials, jobs).join_from(trials, jobs).where(condition)
-    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update()
+    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials)
 
 
 class Store:

@@ -191,8 +191,10 @@ def test_work_that_lost_against_another_transaction_is_done_again(database_url: 
     assert tries.total() == (2 if database_url.startswith("sqlite") else 3)
 
 
-def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
+def test_how_many_statements_a_report_takes(database_url: str) -> None:
     statements: list[str] = []
+    # PostgreSQL locks the job apart, once it is known that the trial ends.
+    locks_apart = ["SELECT"] if database_url.startswith("postgresql") else []
 
     async def use(store: Store) -> None:
         service = BatchSizeService(store)
@@ -206,7 +208,10 @@ def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
         def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
             statements.append(statement.split()[0])
 
-        for metric, expected in ((0.5, ["SELECT", "UPDATE", "INSERT"]), (0.95, ["SELECT", "UPDATE", "UPDATE"])):
+        for metric, expected in (
+            (0.5, ["SELECT", "UPDATE", "INSERT"]),
+            (0.95, ["SELECT", *locks_apart, "UPDATE", "UPDATE"]),
+        ):
             statements.clear()
             await service.report(
                 TrainingResult(
