@@ -17,6 +17,7 @@ from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
 from bso_server.database import open_database
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.http_errors import EXCEPTION_HANDLERS, BodyRequest
 from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
@@ -157,8 +158,11 @@ async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore,
         await request_counts.delete_expired()
         try:
             await service.reap()
+        except DatabaseUnavailableError:
+            # The store has said so.
+            pass
         except Exception:
-            # The database may be away for a while; the next round tries again.
+            # The next round tries again.
             logger.exception("could not look for abandoned trials")
 
 

@@ -22,6 +22,7 @@ from bso_server.core.lease import LeasePolicy
 from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import (
     BsoError,
+    DatabaseUnavailableError,
     ForbiddenError,
     InvalidReportError,
     JobConflictError,
@@ -188,8 +189,10 @@ class BatchSizeService:
         Raises:
             UnknownJobError: No such job.
         """
-        if not await self._store.write(lambda transaction: transaction.delete_job(job_id)):
+        if await self._find(job_id) is None:
             raise UnknownJobError(job_id)
+        # When this is repeated after a commit whose answer was lost, the job is gone already.
+        await self._store.write(lambda transaction: transaction.delete_job(job_id))
         logger.info("job %s deleted", job_id)
 
     async def import_job(self, export: JobExport) -> JobSummary:
@@ -201,8 +204,17 @@ class BatchSizeService:
         """
         job = transfer.imported(export)
         job_id = job.stored.job.job_id
+        inserted = False
+
+        def insert(transaction: Transaction) -> None:
+            nonlocal inserted
+            # The first try may have been committed, and the connection lost before it said so.
+            if not inserted or transaction.job(job_id) != job.stored:
+                _insert_imported(transaction, job)
+            inserted = True
+
         try:
-            await self._store.write(lambda transaction: _insert_imported(transaction, job))
+            await self._store.write(insert)
         except JobExistsError as error:
             raise JobConflictError(
                 f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
@@ -270,7 +282,11 @@ class BatchSizeService:
         return _dispatch(trial), True
 
     async def _take_reports(self, results: Sequence[tuple[TrainingResult, Caller]]) -> list[ReportResponse | Exception]:
-        return await self._store.write(lambda transaction: self._report_all(transaction, results))
+        try:
+            return await self._store.write(lambda transaction: self._report_all(transaction, results))
+        except DatabaseUnavailableError as error:
+            # Every report's own error: one by one they would fare no better, only later.
+            return [error] * len(results)
 
     def _report_all(
         self, transaction: Transaction, results: Sequence[tuple[TrainingResult, Caller]]
