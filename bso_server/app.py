@@ -16,6 +16,7 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
+from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.http_errors import EXCEPTION_HANDLERS, BodyRequest
@@ -45,7 +46,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """
     settings = settings or Settings()
     store = store_of(settings)
-    service = BatchSizeService(store, crash_retries=settings.crash_retries)
+    service = BatchSizeService(store, leases=leases_of(settings), crash_retries=settings.crash_retries)
     tokens = Tokens(store)
     authenticator = Authenticator(tokens, insecure=settings.insecure)
     request_counts = MemoryStore()
@@ -116,6 +117,16 @@ def store_of(settings: Settings) -> Store:
         echo_sql=settings.echo_sql,
     )
     return Store(database)
+
+
+def leases_of(settings: Settings) -> LeasePolicy:
+    """The leases that the settings state."""
+    return LeasePolicy(
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+        heartbeat_lease_s=settings.heartbeat_lease_s,
+        silent_lease_s=settings.silent_lease_s,
+        suspended_lease_s=settings.suspended_lease_s,
+    )
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:

@@ -9,14 +9,32 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from bso_server.app import leases_of
+from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
 from bso_server.filesystem import network_filesystem
+from bso_server.settings import Settings
 from bso_server.store import Store
 from tests.conftest import SERVER_START_S, Server, bso_server, free_port
+from tests.test_wire import begin
+
+JOB: dict[str, Any] = {
+    "job_id": "kept-1",
+    "job_id_prefix": "kept",
+    "batch_sizes": [8, 16],
+    "default_batch_size": 16,
+    "target_metric": 0.9,
+    "max_power": 100,
+    "number_of_gpus": 1,
+    "gpu_model": "V100",
+}
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -145,6 +163,53 @@ def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert "ZEUS_BSO_LOG_LEVEL" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leases_of(Settings(_env_file=None)) == LeasePolicy()
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "7")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "77")
+    monkeypatch.setenv("ZEUS_BSO_SILENT_LEASE_S", "777")
+    monkeypatch.setenv("ZEUS_BSO_SUSPENDED_LEASE_S", "7777")
+    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=JOB).raise_for_status()
+            trials = [begin(http, JOB["job_id"]) for _ in range(3)]
+            beat = http.patch("/trials/heartbeat", json=trials[1]).raise_for_status().json()
+            http.patch("/trials", json={**trials[2], "outcome": "suspended"}).raise_for_status()
+            export = http.get(f"/api/jobs/{JOB['job_id']}/export").raise_for_status().json()
+    finally:
+        server.kill()
+    assert (beat["interval_s"], beat["lease_s"]) == (7, 77)
+    begun = [datetime.fromisoformat(trial["started_at"]) for trial in export["trials"]]
+    ends = [datetime.fromisoformat(trial["lease_expires_at"]) for trial in export["trials"]]
+    # Between the beginning and what the lease counts from lie milliseconds, on a busy machine seconds.
+    for start, end, lease_s in zip(begun, ends, (777, 77, 7777), strict=True):
+        assert lease_s <= (end - start).total_seconds() < lease_s + SERVER_START_S
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "180"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "30"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_SILENT_LEASE_S": "0"}, "ZEUS_BSO_SILENT_LEASE_S"),
+        ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
+    ],
+)
+def test_leases_that_cannot_work_are_refused(
+    variables: dict[str, str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    source = ["--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+    answer = bso_server("serve", "--port", str(free_port()), *source)
+    assert answer.returncode == 1
+    assert len(answer.stderr.splitlines()) == 1
+    assert f"{named}: " in answer.stderr
 
 
 def test_several_workers_serve_one_database(tmp_path: Path) -> None:
