@@ -450,10 +450,12 @@ class Store:
         """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose.
 
         Raises:
+            DatabaseNotReadyError: It was made by a newer version.
             DatabaseUnavailableError: It cannot be reached.
         """
-        database = self._database
-        if isinstance(database, SqliteDatabase) and await self.current_revision() not in (None, migrations.head()):
+        database, found = self._database, await self.current_revision()
+        self._refuse_newer(found)
+        if isinstance(database, SqliteDatabase) and found not in (None, migrations.head()):
             copy = await asyncio.to_thread(database.back_up)
             logger.info("the database was copied to %s before its schema is upgraded", copy)
         await self._run(migrations.upgrade)
@@ -483,10 +485,19 @@ class Store:
             DatabaseUnavailableError: It cannot be reached.
         """
         found = await self.current_revision()
+        self._refuse_newer(found)
         if found != migrations.head():
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
                 f"{migrations.head()}; run: bso-server db upgrade --database-url '{self.description}'"
+            )
+
+    def _refuse_newer(self, found: str | None) -> None:
+        if found is not None and not migrations.is_known(found):
+            raise DatabaseNotReadyError(
+                f"the database {self.description} is at schema {found}, which this version does not know: it was made "
+                f"by a newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema "
+                f"{migrations.head()})"
             )
 
     async def close(self) -> None:
