@@ -16,14 +16,16 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
+from bso_server.bodies import BodyRequest
 from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
 from bso_server.errors import DatabaseUnavailableError
-from bso_server.http_errors import EXCEPTION_HANDLERS, BodyRequest
+from bso_server.http_errors import EXCEPTION_HANDLERS
 from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
-from bso_server.routes.access import caller_of, guard_by
+from bso_server.routes.access import AccessControl
 from bso_server.routes.openapi import OpenApiDocument
+from bso_server.routes.report import report_route
 from bso_server.security import Authenticator
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings
@@ -70,14 +72,15 @@ def create_app(settings: Settings | None = None) -> Litestar:
         await store.close()
 
     return Litestar(
-        route_handlers=HANDLERS,
+        route_handlers=[*HANDLERS, report_route(service, settings.max_body_bytes)],
         dependencies={
             "service": Provide(provide_service, sync_to_thread=False),
             "reader": Provide(provide_reader, sync_to_thread=False),
-            "caller": Provide(caller_of, sync_to_thread=False),
         },
-        guards=[guard_by(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")])],
-        middleware=[] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)],
+        middleware=[
+            *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
+            AccessControl(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")]),
+        ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
 from litestar import Request, Response
-from litestar.exceptions import ClientException, HTTPException, ValidationException
+from litestar.exceptions import HTTPException, ValidationException
 
 from bso_server.errors import (
     BsoError,
@@ -69,22 +70,19 @@ _WORDS_OF = {
     ),
 }
 
+# What of the request is at fault where it is refused before its fields are looked at.
+_FIELD_OF = {
+    HTTPStatus.BAD_REQUEST: "body",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "Content-Type",
+}
+
+# Fields that one answer names at most.
+_MOST_FIELDS = 20
+
+_MISSING_PARAMETER = re.compile("Missing required [a-z]+ parameter '([^']+)'")
+
 AnyRequest = Request[Any, Any, Any]
-
-
-class BodyRequest(Request[Any, Any, Any]):
-    """A request whose body, where it cannot be JSON at all, is the client's fault."""
-
-    async def json(self) -> Any:
-        """The body, decoded.
-
-        Raises:
-            ClientException: It is no UTF-8, or nested deeper than anything here.
-        """
-        try:
-            return await super().json()
-        except (UnicodeDecodeError, RecursionError) as error:
-            raise ClientException(f"JSON cannot be read: {error}") from error
 
 
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
@@ -95,20 +93,24 @@ def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
 
 def invalid_request(request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
     """Answer a request whose body or query does not fit: 422, naming each field."""
+    missing = _MISSING_PARAMETER.search(error.detail)
+    if missing is not None:
+        fields = [FieldError(field=missing[1], message=error.detail)]
+        return _answer(HTTPStatus.UNPROCESSABLE_ENTITY, error.detail, fields)
     details = error.extra if isinstance(error.extra, list) else []
-    fields = [
-        FieldError(field=_name_of(request, detail), message=_without_prefix(str(detail.get("message", ""))))
-        for detail in details
-        if isinstance(detail, dict)
-    ]
+    fields = [_field_error(request, detail) for detail in details[:_MOST_FIELDS] if isinstance(detail, dict)]
     message = "; ".join(f"{field.field}: {field.message}" for field in fields) or error.detail
+    if len(details) > _MOST_FIELDS:
+        message += f"; and {len(details) - _MOST_FIELDS} more"
     return _answer(HTTPStatus.UNPROCESSABLE_ENTITY, message, fields)
 
 
 def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody]:
     """Answer what Litestar refused by itself, such as an unknown route."""
     status = HTTPStatus(error.status_code)
-    return _answer(status, _WORDS_OF.get(status, error.detail), headers=error.headers)
+    message = _WORDS_OF.get(status, error.detail)
+    fields = [FieldError(field=_FIELD_OF[status], message=message)] if status in _FIELD_OF else []
+    return _answer(status, message, fields, headers=error.headers)
 
 
 def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:
@@ -117,9 +119,16 @@ def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBod
     return _answer(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed at this request; its log says why")
 
 
-def _name_of(request: AnyRequest, detail: dict[str, Any]) -> str:
-    """What the client calls a field; a handler may have another name for a parameter."""
+def _field_error(request: AnyRequest, detail: dict[str, Any]) -> FieldError:
     key = str(detail.get("key") or "body")
+    if key == "data":
+        # A handler's parameter of that name is the body, and there is none.
+        return FieldError(field="body", message="a JSON object must be sent")
+    return FieldError(field=_name_of(request, key, detail), message=_without_prefix(str(detail.get("message", ""))))
+
+
+def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
+    """What the client calls a field; a handler may have another name for a parameter."""
     parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
     names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
     return getattr(names, "query", None) or getattr(names, "header", None) or key

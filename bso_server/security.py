@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UntrustedHostError
@@ -132,6 +133,7 @@ def token_in(authorization: str) -> str:
     return token
 
 
+@lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
     """Whether a client with this address is on the server's own machine; None, an unknown address, is not."""
     try:

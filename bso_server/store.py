@@ -19,12 +19,14 @@ from sqlalchemy import (
     RowMapping,
     Select,
     Table,
+    Update,
+    and_,
     bindparam,
     delete,
     func,
     insert,
+    or_,
     select,
-    tuple_,
     update,
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError
@@ -173,11 +175,13 @@ class Transaction:
 
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of both wait."""
-        found = {}
-        for row in self._connection.execute(_LOCKED_TRIALS, {"keys": sorted(keys)}):
-            job = job_from(dict(zip(_JOB_COLUMNS, row, strict=False)))
-            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row[len(_JOB_COLUMNS) :], strict=True)))
-            found[trial.key] = job, trial
+        found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
+        locked_jobs: dict[str, StoredJob] = {}
+        for row in self._connection.execute(*_locked_trials(sorted(keys))):
+            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
+            if trial.job_id not in locked_jobs:
+                locked_jobs[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
+            found[trial.key] = locked_jobs[trial.job_id], trial
         return found
 
     def all_trials(self, job_id: str) -> list[StoredTrial]:
@@ -289,7 +293,7 @@ class Transaction:
     def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Add reports to the epochs of their trials."""
         if rows:
-            self._connection.execute(insert(epochs), rows)
+            self._connection.execute(_INSERT_EPOCHS, rows)
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
@@ -341,20 +345,23 @@ class Transaction:
         return None if row is None else job_from(row)
 
     def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
-        statement = select(trials).where(*conditions).order_by(trials.c.trial_number)
-        return [trial_from(row) for row in (self._connection.execute(statement)).mappings()]
+        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+        found = (trial_from(row) for row in self._connection.execute(select(trials).where(*conditions)).mappings())
+        return sorted(found, key=lambda trial: trial.record.trial_number)
 
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
             return
-        # A bound value may not have the name of a column that is set.
-        statement = (
-            update(table)
-            .where(*(table.c[name] == bindparam(f"key_{name}") for name in key))
-            .values({name: bindparam(name) for name in rows[0] if name not in key})
-        )
         values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
-        self._connection.execute(statement, values)
+        self._connection.execute(_update_of(table, key, tuple(rows[0])), values)
+
+
+@lru_cache(maxsize=64)
+def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Update:
+    """The update of these columns in the row with this key. Putting it together costs more than running it."""
+    # A bound value may not have the name of a column that is set.
+    condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
+    return update(table).where(*condition).values({name: bindparam(name) for name in names if name not in key})
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
@@ -362,17 +369,33 @@ def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
     return trials.c.state.in_(alive), trials.c.lease_expires_at < now
 
 
+_INSERT_EPOCHS = insert(epochs)
 _JOB_COLUMNS = [column.name for column in jobs.c]
 _TRIAL_COLUMNS = [column.name for column in trials.c]
 
-# Built once: putting it together costs more than running it.
-_LOCKED_TRIALS = (
-    select(jobs, trials)
-    .join_from(jobs, trials)
-    .where(tuple_(trials.c.job_id, trials.c.trial_number).in_(bindparam("keys", expanding=True)))
-    .order_by(trials.c.job_id, trials.c.trial_number)
-    .with_for_update()
-)
+
+def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any]]:
+    """The query for the trials with these keys, each with its job, and its parameters."""
+    # A few sizes of the query are enough: to ask for a key twice does no harm.
+    size = 1 << (len(keys) - 1).bit_length()
+    padded = [*keys, *[keys[-1]] * (size - len(keys))]
+    parameters: dict[str, Any] = {}
+    for n, (job_id, trial_number) in enumerate(padded):
+        parameters |= {f"job_id_{n}": job_id, f"trial_number_{n}": trial_number}
+    return _locked_trials_of(size), parameters
+
+
+@lru_cache(maxsize=64)
+def _locked_trials_of(size: int) -> Select[Any]:
+    """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
+    condition = or_(
+        *(
+            and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+            for n in range(size)
+        )
+    )
+    query = select(trials, jobs).join_from(trials, jobs).where(condition)
+    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update()
 
 
 class Store:

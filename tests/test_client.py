@@ -21,6 +21,7 @@ from zeus_plugins.protocol import (
     TrainingResult,
     TrialDispatch,
     TrialId,
+    TrialState,
 )
 
 JOB = JobRegistration.of(
@@ -97,6 +98,18 @@ REQUESTS = {
         lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
         None,
         "PATCH /trials",
+        DISPATCH | {"outcome": "failed", "detail": None},
+    ),
+    "end_trial otherwise": (
+        lambda client: client.end_trial(TRIAL, TrialState.SUSPENDED, "the node was needed"),
+        None,
+        "PATCH /trials",
+        DISPATCH | {"outcome": "suspended", "detail": "the node was needed"},
+    ),
+    "heartbeat": (
+        lambda client: client.heartbeat(TRIAL),
+        {"state": "running", "lease_s": 180, "interval_s": 30},
+        "PATCH /trials/heartbeat",
         DISPATCH,
     ),
     "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -97,6 +98,34 @@ def test_totals_cannot_shrink(report: Report, field: str) -> None:
     with pytest.raises(InvalidReportError, match="cannot shrink") as caught:
         judge(JOB, earlier, report, None)
     assert caught.value.field == field
+
+
+# What a trial has reported so far: how many times, and the last epoch. Then a fraction.
+@pytest.mark.parametrize(
+    ("reports", "last", "epoch"),
+    [
+        (0, 0, 0.5),  # the first report of a training that validates twice per epoch
+        (0, 0, 1.5),
+        (1, 0.5, 1.5),
+        (2, 1, 1.5),  # 0.5, 1
+        (4, 2, 2.5),  # 0.5, 1, 1.5, 2
+        (1, 2, 2.5),  # not every epoch was reported
+        (3, 2, 2.5),
+    ],
+)
+def test_a_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
+    trial = replace(RUNNING, reports=reports, epoch=last, metric=0.1)
+    assert not judge(JOB, trial, Report(1, 1, epoch, metric=0.5), None).stop
+
+
+@pytest.mark.parametrize(("reports", "epoch"), [(1, 1.5), (2, 2.0001), (7, 9.5)])
+def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: int, epoch: float) -> None:
+    trial = replace(RUNNING, reports=reports, epoch=float(reports), metric=0.1)
+    with pytest.raises(InvalidReportError, match=f"{epoch:g} is none") as caught:
+        judge(JOB, trial, Report(1, 1, epoch, metric=0.5), None)
+    assert caught.value.field == "current_epoch"
+    for whole in (reports, reports + 1.0, 9.0):
+        assert not judge(JOB, trial, Report(1, 1, whole, metric=0.5), None).stop
 
 
 def test_a_target_reached_for_nothing_is_refused() -> None:

@@ -30,14 +30,30 @@ async def outcomes(groups: Groups[int, int], *items: int) -> list[int | BaseExce
     return await asyncio.gather(*(groups.submit(item) for item in items), return_exceptions=True)
 
 
-def test_the_first_starts_at_once_and_the_rest_share_the_next_group() -> None:
+async def turn(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
+def test_what_has_reached_the_socket_together_shares_a_group() -> None:
+    async def run() -> None:
+        doubler = Doubler()
+        groups: Groups[int, int] = Groups(doubler)
+        first = asyncio.create_task(groups.submit(1))
+        await turn(2)
+        assert await asyncio.gather(first, groups.submit(2)) == [2, 4]
+        assert doubler.groups == [[1, 2]]
+
+    asyncio.run(run())
+
+
+def test_the_first_waits_for_no_other_and_the_rest_share_the_next_group() -> None:
     async def run() -> None:
         doubler = Doubler()
         doubler.gate.clear()
         groups: Groups[int, int] = Groups(doubler)
         first = asyncio.create_task(groups.submit(1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await turn(5)
         assert doubler.groups == [[1]]
         rest = asyncio.create_task(outcomes(groups, 2, 3, 4))
         await asyncio.sleep(0)

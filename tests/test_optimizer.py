@@ -28,6 +28,7 @@ from zeus_plugins.protocol import GpuConfig
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+FAILED = TRIAL | {"outcome": "failed", "detail": None}
 
 
 def ten_windows_of_one_second() -> ReplayMonitor:
@@ -83,7 +84,7 @@ def test_a_diverged_training_raises_and_fails_its_trial() -> None:
     with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
         optimizer.on_evaluate(math.nan)
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [FAILED]
 
 
 def test_an_epoch_whose_report_failed_still_counts() -> None:
@@ -149,9 +150,9 @@ def test_leaving_the_context_fails_an_unfinished_trial_once() -> None:
     server = ContractDouble()
     with optimizer_of(server) as optimizer:
         optimizer.get_batch_size()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [FAILED]
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [FAILED]
 
 
 def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
@@ -164,7 +165,7 @@ def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
 
     with pytest.raises(ZeroDivisionError):
         crash_in_the_loop()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [FAILED]
 
 
 def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
@@ -172,7 +173,7 @@ def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
     optimizer = training_with(server)
     del optimizer
     gc.collect()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [FAILED]
 
 
 def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
@@ -249,7 +250,7 @@ os._exit(0)
 
 @pytest.mark.parametrize(
     ("ending", "ended_trials"),
-    [("", [TRIAL]), ("raise ValueError('out of luck')", [TRIAL]), (FORK_THEN_LEAVE_FOR_GOOD, [])],
+    [("", [FAILED]), ("raise ValueError('out of luck')", [FAILED]), (FORK_THEN_LEAVE_FOR_GOOD, [])],
     ids=["runs-off-the-end", "dies-of-an-exception", "only-a-forked-child-exits"],
 )
 def test_a_process_that_ends_fails_its_own_unfinished_trial(

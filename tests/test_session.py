@@ -4,12 +4,14 @@ import io
 import logging
 import math
 import pickle
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 
+from tests.conftest import Server
 from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from zeus_plugins.client import BsoClient
 from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, Measurement, ReplayMonitor
@@ -20,7 +22,7 @@ from zeus_plugins.errors import (
     ZeusBSORuntimError,
     ZeusBSOServerUnreachableError,
 )
-from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse
+from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, TrialState
 from zeus_plugins.session import TrialInfo, TrialSession
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
@@ -213,7 +215,7 @@ def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
     assert session.failed
     session.end()
     assert server.sent("POST", "/report") == []
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
@@ -280,8 +282,8 @@ def load(session: TrialSession) -> object:
         ((ask, report), "begin the measurement before"),
         ((load, report), "begin the measurement before"),
         ((ask, begin, begin), "begun already"),
-        ((ask, begin, end, report), "the trial was ended"),
-        ((ask, end, begin), "the trial was ended"),
+        ((ask, begin, end, report), "the trial is over"),
+        ((ask, end, begin), "the trial is over"),
         ((ask, end, ask), "make a new session"),
         ((end, ask), "make a new session"),
         ((load, ask), "make a new session"),
@@ -310,7 +312,7 @@ def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
         session.begin_measurement()
     session.end()
     session.end()
-    assert server.sent("PATCH", "/trials") == [TRIAL]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
 
 
 def test_ending_after_the_verdict_tells_the_server_nothing() -> None:
@@ -417,3 +419,86 @@ def test_a_long_list_of_sources_fits_the_wire() -> None:
     session.begin_measurement()
     session.report(0.5, 1)
     assert server.sent("POST", "/report")[0]["energy_source"] == "a" * 200 + " + " + "b" * 52
+
+
+# --- resuming, on a real server -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[BsoClient]:
+    with BsoClient(server.url) as client:
+        yield client
+
+
+def session_on(client: BsoClient, monitor: EnergyMonitor) -> TrialSession:
+    job = JOB.model_copy(update={"job_id": f"mnist-{uuid.uuid4().hex[:8]}", "target_metric": 0.9})
+    return TrialSession(job, client, monitor, environ={})
+
+
+def interrupted(client: BsoClient) -> TrialSession:
+    """A session whose training reported once and was then preempted."""
+    session = session_on(client, monitor_of((1.0, 10.0), (2.0, 20.0), (0.0, 0.0)))
+    session.ask()
+    session.begin_measurement()
+    session.report(0.5, 1)
+    return session
+
+
+def test_a_preempted_trial_goes_on_with_its_totals(client: BsoClient) -> None:
+    first = interrupted(client)
+    state = through_a_checkpoint(first.state_dict())
+    first.end(KeyboardInterrupt())
+    assert [trial.state for trial in client.show_job(first.trial.job_id).trials] == [TrialState.SUSPENDED]
+
+    second = session_on(client, monitor_of((4.0, 40.0)))
+    assert second.resume(state)
+    assert [trial.state for trial in client.show_job(first.trial.job_id).trials] == [TrialState.RUNNING]
+    second.begin_measurement()
+    assert second.report(0.95, 2).converged
+    (trial,) = client.show_job(first.trial.job_id).trials
+    assert (trial.state, trial.time_s, trial.energy_j, trial.epochs) == (TrialState.COMPLETED, 7.0, 70.0, 2)
+
+
+def test_a_trial_that_is_over_on_the_server_is_not_reported_on(
+    client: BsoClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = interrupted(client)
+    state = through_a_checkpoint(first.state_dict())
+    first.end(ValueError("no such label"))
+
+    second = session_on(client, monitor_of())
+    assert not second.resume(state)
+    assert second.trial.batch_size == first.trial.batch_size
+    assert "it is failed" in caplog.text
+    with pytest.raises(ZeusBSOOperationOrderError, match="the trial is over"):
+        second.begin_measurement()
+    second.end(KeyboardInterrupt())
+    (trial,) = client.show_job(first.trial.job_id).trials
+    assert trial.state is TrialState.FAILED
+    assert "no such label" in (trial.message or "")
+
+
+def test_a_trial_that_the_server_knows_no_more_is_not_reported_on(
+    client: BsoClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = interrupted(client)
+    client.delete_job(first.trial.job_id)
+    assert not session_on(client, monitor_of()).resume(first.state_dict())
+    assert "has no trial 1" in caplog.text
+
+
+def test_a_trial_that_the_checkpoint_knows_to_be_over_is_not_asked_about() -> None:
+    finished = running_session(ContractDouble(CONVERGED), (1.0, 1.0))
+    finished.report(0.95, 1)
+    server = ContractDouble()
+    resumed = session_of(server)
+    assert not resumed.resume(finished.state_dict())
+    resumed.end()
+    assert server.requests == []
+
+
+def test_a_trial_of_a_zeus_server_goes_on_unasked() -> None:
+    server = ContractDouble()
+    resumed = session_of(server)
+    assert resumed.resume(TRIAL)
+    assert server.requests == []

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from functools import partial
@@ -218,6 +220,47 @@ def test_a_report_takes_at_most_three_statements(database_url: str) -> None:
             assert [word for word in statements if word != "BEGIN"] == expected
 
     in_store(database_url, use)
+
+
+def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path) -> None:
+    """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
+    queries: dict[str, Any] = {}
+
+    async def use(store: Store) -> None:
+        service = BatchSizeService(store)
+        engine: Any = store._database
+        event.listen(
+            engine._engine,
+            "before_cursor_execute",
+            lambda _conn, _cursor, statement, parameters, _context, many: queries.update(
+                {statement: parameters[0] if many else parameters}
+            ),
+        )
+        await service.register(registration("planned"))
+        trials = [await service.suggest("planned") for _ in range(3)]
+        results = [
+            TrainingResult(
+                **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
+                time=1,
+                energy=1,
+                metric=metric,
+                current_epoch=1,
+            )
+            for trial, metric in zip(trials, (0.5, 0.5, 0.95), strict=True)
+        ]
+        await asyncio.gather(*(service.report(result) for result in results))
+        await service.suggest("planned")
+        await service.reap()
+
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    in_store(url, use)
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as connection:
+        for query, parameters in queries.items():
+            if query.startswith(("SELECT", "UPDATE")):
+                plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", parameters)]
+                assert not [step for step in plan if step.startswith("SCAN")], query
+                assert "SEARCH trials USING INDEX sqlite_autoindex_trials_1 (job_id=?)" not in plan, query
+    assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from zeus_plugins._error_bodies import said_in_error_body
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
+from zeus_plugins.outcomes import Outcome
 from zeus_plugins.protocol import (
+    HeartbeatResponse,
     JobList,
     JobRegistration,
     JobView,
@@ -26,7 +28,9 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialDispatch,
+    TrialEnd,
     TrialId,
+    TrialState,
 )
 
 __all__ = ["SERVER_URL_VARIABLE", "TOKEN_VARIABLE", "BsoClient", "client_from_environment"]
@@ -136,14 +140,27 @@ class BsoClient:
         """
         return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
 
-    def end_trial(self, trial: TrialId) -> None:
-        """End a trial; one that is still running counts as failed.
+    def end_trial(self, trial: TrialId, outcome: Outcome = TrialState.FAILED, detail: str | None = None) -> None:
+        """End a trial that the server has not ended.
 
         Args:
             trial: The trial. Only its three identifying fields are sent.
+            outcome: How it ended. A Zeus server takes every end for a failure.
+            detail: What happened, in words.
         """
-        name = TrialId(**trial.model_dump(include=set(TrialId.model_fields)))
-        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=name))
+        name = trial.model_dump(include=set(TrialId.model_fields))
+        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=TrialEnd(**name, outcome=outcome, detail=detail)))
+
+    def heartbeat(self, trial: TrialId) -> HeartbeatResponse:
+        """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+
+        Returns:
+            Where the trial stands, and when the next heartbeat is due.
+        """
+        return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=trial), HeartbeatResponse)
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials.

@@ -18,6 +18,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     StringConstraints,
     ValidationInfo,
@@ -53,6 +54,7 @@ __all__ = [
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
+MAX_DETAIL_LENGTH = 1000
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
 
 
@@ -182,11 +184,13 @@ class JobSpec(WireMessage):
     job_id: Identifier | None = None
     batch_sizes: Annotated[
         tuple[BatchSize, ...],
+        # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
+        FailFast(),
         Field(min_length=1, max_length=MAX_BATCH_SIZES),
         AfterValidator(_ascending_and_unique),
     ]
     default_batch_size: BatchSize
-    eta_knob: Annotated[float, Field(ge=0, le=1)] = 0.5
+    eta_knob: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     beta_knob: PositiveFinite | None = 2.0
     target_metric: Finite = 0.5
     higher_is_better_metric: bool = True
@@ -276,7 +280,7 @@ class TrialEnd(TrialId):
     """
 
     outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
-    detail: Annotated[str, StringConstraints(max_length=1000, pattern=r"^[^\x00]*$")] | None = None
+    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
 
 
 class HeartbeatResponse(WireMessage):

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,6 +24,7 @@ from zeus_plugins.errors import (
     ZeusBSOOperationOrderError,
     ZeusBSORuntimError,
 )
+from zeus_plugins.outcomes import detail_of, outcome_of
 from zeus_plugins.protocol import (
     JobRegistration,
     JobSpec,
@@ -31,6 +33,7 @@ from zeus_plugins.protocol import (
     TrainingResult,
     TrialDispatch,
     TrialId,
+    TrialState,
 )
 
 __all__ = ["JOB_ID_VARIABLE", "TrialInfo", "TrialSession"]
@@ -76,7 +79,7 @@ class TrialSession:
     """One trial from the question for a batch size to its end.
 
     The order of calls is `ask`, `begin_measurement`, `report` once per evaluation until its answer says stop, `end`.
-    A resumed training calls `load_state_dict` in place of `ask`. The session can be pickled before `ask`, so that it
+    A resumed training calls `resume` in place of `ask`. The session can be pickled before `ask`, so that it
     can travel to spawned worker processes.
 
     Args:
@@ -103,6 +106,7 @@ class TrialSession:
         self._monitor = monitor
         self._trial: TrialInfo | None = None
         self._measuring = False
+        self._closed = False
         self._ended = False
 
     @property
@@ -197,18 +201,22 @@ class TrialSession:
         self._update(metric=metric)
         return self._conclude(self._client.report(self._result(metric, epoch)))
 
-    def end(self) -> None:
-        """End the session; a trial without a final verdict ends as failed on the server.
+    def end(self, error: BaseException | None = None) -> None:
+        """End the session; a trial without a final verdict ends on the server, too.
 
         Meant for exit paths: it may be called at any time and more than once, and it logs a warning where the server
         fails, so that it never hides the error that ended the training.
+
+        Args:
+            error: What ended the training: `outcomes.outcome_of` says what becomes of the trial. None: it ended before
+                the server said so, which counts as failed.
         """
         if self._ended:
             return
         self._ended = True
         self._discard_window()
-        if self.has_trial and not self.finished:
-            self._end_on_server()
+        if self.has_trial and not self.finished and not self._closed:
+            self._end_on_server(error)
 
     def state_dict(self) -> dict[str, Any]:
         """The trial for a checkpoint, in plain types (readable by ``torch.load(weights_only=True)``).
@@ -249,6 +257,55 @@ class TrialSession:
                 self._job.job_id,
             )
 
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Continue the trial of a checkpoint, if the server still takes reports on it.
+
+        Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
+        but nothing is measured or reported: the rest of a training says nothing about a whole one.
+
+        Args:
+            state: What `state_dict` returned, with a trial.
+
+        Returns:
+            Whether the trial goes on. A warning says why not.
+
+        Raises:
+            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
+            ZeusBSOConfigError: `state` is not what `state_dict` returns.
+            ZeusBSORuntimError: The server cannot be reached or fails.
+        """
+        self.load_state_dict(state)
+        trial = self.trial
+        if self.finished and trial.verdict is not None:
+            closed: str | None = f"the server said stop: {trial.verdict.message}"
+        else:
+            closed = self._closed_on_server()
+        if closed is None:
+            _logger.info(
+                "job %s, trial %d goes on from the checkpoint: batch size %d, %.4g J and %.4g s so far",
+                *(trial.job_id, trial.trial_number, trial.batch_size, trial.energy_j, trial.time_s),
+            )
+            return True
+        self._closed = True
+        _logger.warning(
+            "the checkpoint's trial %d of job %s is over (%s): this training goes on with its batch size %d, and "
+            "nothing more of it is measured or reported",
+            *(trial.trial_number, trial.job_id, closed, trial.batch_size),
+        )
+        return False
+
+    def _closed_on_server(self) -> str | None:
+        """Why the server takes no more reports on the trial, or None when it does."""
+        if self.trial.reason is None:
+            return None  # It is a Zeus server's, and those know no heartbeats.
+        try:
+            state = self._client.heartbeat(self.trial.trial_id).state
+        except ZeusBSORuntimError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            return str(error)
+        return None if state is TrialState.RUNNING else f"it is {state}"
+
     def _register(self) -> str:
         registered = self._client.register(JobRegistration.of(self._job, self._monitor.gpus()))
         if registered.job_id is None:
@@ -270,8 +327,8 @@ class TrialSession:
         trial = self.trial
         if self.finished and trial.verdict is not None:
             raise ZeusBSOOperationOrderError(f"the trial is over, the server said stop: {trial.verdict.message}")
-        if self._ended:
-            raise ZeusBSOOperationOrderError("the trial was ended: make a new session for another one")
+        if self._ended or self._closed:
+            raise ZeusBSOOperationOrderError("the trial is over: make a new session for another one")
 
     def _turn_window(self) -> None:
         """Close the open window into the totals and open the next at once, so that no time falls between them."""
@@ -313,12 +370,15 @@ class TrialSession:
     def _update(self, **fields: Any) -> None:
         self._trial = self.trial.model_copy(update=fields)
 
-    def _end_on_server(self) -> None:
+    def _end_on_server(self, error: BaseException | None = None) -> None:
         trial = self.trial
         try:
-            self._client.end_trial(trial.trial_id)
-        except ZeusBSOError as error:
-            _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, error)
+            if error is None:
+                self._client.end_trial(trial.trial_id)
+            else:
+                self._client.end_trial(trial.trial_id, outcome_of(error), detail_of(error))
+        except ZeusBSOError as failure:
+            _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, failure)
 
     def _discard_window(self) -> None:
         if not self._measuring:

@@ -118,6 +118,9 @@ def judge(job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None
     With ``bound = β · min_cost``: within the bound, below `max_epochs` and not at the target, the training goes on.
     Otherwise it stops; reaching the target counts only within the bound.
 
+    Totals never shrink, and a trial that has reported each epoch once, as a whole number, goes on with whole numbers:
+    a fraction is then taken for a mistake. A training that validates within its epochs shows that by its first report.
+
     Args:
         job: The job.
         trial: The trial as of its report before this one.
@@ -125,7 +128,7 @@ def judge(job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None
         min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
 
     Raises:
-        InvalidReportError: The report says less than one before it did, or reached the target at no cost.
+        InvalidReportError: The report contradicts those before it, or reached the target at no cost.
     """
     _check_against_earlier(trial, report)
     spent = cost(energy_j=report.energy_j, time_s=report.time_s, max_power_w=job.max_power, eta=job.eta_knob)
@@ -170,6 +173,13 @@ def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
                 f"{field} is a total since the trial began and cannot shrink: {now:g} {unit} after {before:g} {unit}",
                 field=field,
             )
+    every_epoch_reported = trial.reports > 0 and trial.epoch == trial.reports
+    if every_epoch_reported and report.epoch % 1:
+        raise InvalidReportError(
+            f"this trial has reported each of its {trial.reports} epochs as a whole number, and {report.epoch:g} is "
+            "none: count epochs from 1, or report the fraction at every validation from the first on",
+            field="current_epoch",
+        )
 
 
 def outcome_of_crash(*, crashes: int, observed: bool, retries: int) -> tuple[TrialState, EndReason]:

@@ -7,7 +7,6 @@ from bso_server.routes import read, upkeep, wire
 HANDLERS = [
     wire.register_job,
     wire.suggest,
-    wire.report,
     wire.end_trial,
     wire.heartbeat,
     wire.delete_job,

@@ -15,6 +15,7 @@ _MEANING = {
     HTTPStatus.NOT_FOUND: "No such job or trial.",
     HTTPStatus.CONFLICT: "It contradicts what the server knows; the message says what, and what to change.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body says to be something else than JSON.",
     HTTPStatus.UNPROCESSABLE_ENTITY: "A parameter or a field of the body is wrong; each is named.",
     HTTPStatus.TOO_MANY_REQUESTS: "Too many requests from this address.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The server failed; its log says why.",

@@ -24,7 +24,12 @@ _OPEN: list[SecurityRequirement] = [{}]
     summary="Import a job",
     opt=needs(Scope.ADMIN),
     request_max_body_size=MAX_IMPORT_BYTES,
-    responses=errors(HTTPStatus.CONFLICT, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY),
+    responses=errors(
+        HTTPStatus.CONFLICT,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+    ),
 )
 async def import_job(data: JobExport, service: BatchSizeService) -> JobSummary:
     """Create a job with all its trials from what another server exported."""

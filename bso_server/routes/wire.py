@@ -1,4 +1,7 @@
-"""The five routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them."""
+"""The routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them.
+
+The fifth one, ``POST /report``, is in `routes.report`.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +10,25 @@ from http import HTTPStatus
 from litestar import Response, delete, get, patch, post
 from litestar.openapi.datastructures import ResponseSpec
 
-from bso_server.routes.access import needs
+from bso_server.routes.access import CallerRequest, needs
 from bso_server.routes.parameters import IdempotencyKey, JobId
 from bso_server.routes.responses import errors
-from bso_server.security import Caller, Scope
+from bso_server.security import Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import (
     HeartbeatResponse,
     JobRegistration,
     Paths,
-    ReportResponse,
-    TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
 )
 
-_BODY = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY)
+_BODY = (
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
 
 
 @post(
@@ -50,22 +55,10 @@ async def register_job(data: JobRegistration, service: BatchSizeService) -> Resp
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def suggest(
-    job_id: JobId, service: BatchSizeService, caller: Caller, idempotency_key: IdempotencyKey = None
+    job_id: JobId, service: BatchSizeService, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
-    return await service.suggest(job_id, idempotency_key, caller=caller)
-
-
-@post(
-    Paths.REPORT,
-    summary="Report an evaluation",
-    status_code=HTTPStatus.OK,
-    opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
-)
-async def report(data: TrainingResult, service: BatchSizeService, caller: Caller) -> ReportResponse:
-    """Take the result of one evaluation and say whether the training goes on."""
-    return await service.report(data, caller=caller)
+    return await service.suggest(job_id, idempotency_key, caller=request.user)
 
 
 @patch(
@@ -74,9 +67,9 @@ async def report(data: TrainingResult, service: BatchSizeService, caller: Caller
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
 )
-async def end_trial(data: TrialEnd, service: BatchSizeService, caller: Caller) -> None:
+async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
-    await service.end_trial(data, caller=caller)
+    await service.end_trial(data, caller=request.user)
 
 
 @patch(
@@ -85,9 +78,9 @@ async def end_trial(data: TrialEnd, service: BatchSizeService, caller: Caller) -
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
-async def heartbeat(data: TrialId, service: BatchSizeService, caller: Caller) -> HeartbeatResponse:
+async def heartbeat(data: TrialId, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
-    return await service.heartbeat(data, caller=caller)
+    return await service.heartbeat(data, caller=request.user)
 
 
 @delete(

@@ -1,0 +1,88 @@
+"""What the body of a request may be, and how it is read."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+from litestar import Request
+from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from pydantic import ValidationError
+
+from zeus_plugins.protocol import WireMessage
+
+Message = TypeVar("Message", bound=WireMessage)
+
+
+def require_json(content_type: str) -> None:
+    """Let no body through that says to be anything but JSON.
+
+    One that does not say what it is counts as JSON: Zeus's clients send nothing else. A page in a browser, on the other
+    hand, may send text and forms to any server that its reader reaches, without asking that server first.
+
+    Args:
+        content_type: The header of that name, or nothing.
+
+    Raises:
+        HTTPException: The body says to be something else.
+    """
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type not in ("", "application/json") and not media_type.endswith("+json"):
+        raise HTTPException(
+            f"a body must be JSON, not {media_type!r}: send the header Content-Type: application/json",
+            status_code=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        )
+
+
+def decoded(body: bytes) -> Any:
+    """A body that the fast parsers refuse, decoded as Python does it.
+
+    Many clients write NaN and infinities into JSON, which has no such numbers. They are let through to the fields they
+    were sent for, all of which refuse them, so that the answer names the field instead of a byte.
+
+    Raises:
+        ClientException: It is no JSON, or nested deeper than anything here.
+    """
+    try:
+        return json.loads(body.decode())
+    except (ValueError, RecursionError) as error:
+        raise ClientException(f"the body cannot be read as JSON: {error}") from error
+
+
+def message_in(body: bytes, kind: type[Message]) -> Message:
+    """The message in a body, for a route that reads its body by itself.
+
+    Raises:
+        ClientException: It is no JSON.
+        ValidationException: It is another message, or none.
+    """
+    try:
+        try:
+            # No body is no message, rather than no JSON.
+            return kind.model_validate_json(body or b"null")
+        except ValidationError as error:
+            if error.errors(include_url=False)[0]["type"] != "json_invalid":
+                raise
+            return kind.model_validate(decoded(body))
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False, include_input=False)
+        extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
+        raise ValidationException(extra=extra) from error
+
+
+class BodyRequest(Request[Any, Any, Any]):
+    """A request whose body, where it cannot be JSON at all, is the client's fault."""
+
+    async def json(self) -> Any:
+        """The body, decoded.
+
+        Raises:
+            ClientException: It is no JSON, or nested deeper than anything here.
+            HTTPException: It says to be something else.
+        """
+        require_json(self.headers.get("content-type", ""))
+        try:
+            return await super().json()
+        except (SerializationException, ValueError, RecursionError):
+            return decoded(await self.body())

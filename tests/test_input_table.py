@@ -1,0 +1,660 @@
+"""What clients may get wrong: each is refused by an answer that names the field at fault, and nothing is stored.
+
+Also what looks wrong and is not. Over real HTTP, on each kind of database.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import Server
+
+JSON = {"content-type": "application/json"}
+
+JOB: dict[str, Any] = {
+    "job_id_prefix": "job",
+    "batch_sizes": [8, 16, 32],
+    "default_batch_size": 16,
+    "target_metric": 0.9,
+    "max_epochs": 10,
+    "num_pruning_rounds": 1,
+    "mab_seed": 1,
+    "max_power": 100.0,
+    "number_of_gpus": 1,
+    "gpu_model": "Tesla V100-SXM2-16GB",
+}
+
+# The longest answer to a wrong request, whatever its size.
+LONGEST_ANSWER = 16_000
+
+EVERYTHING = {"limit": 1000}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job with a trial that runs and one that has ended, and another job with trials of its own.
+
+    Attributes:
+        http: Asks the server.
+        running: The running trial's id.
+        reported: Its last report, the second one.
+        ended: The id of the trial that has ended.
+        final: Its last report.
+        verdict: The answer to that one.
+        other_job: The other job's id; its trial 1 has the batch size of the running trial's.
+    """
+
+    http: httpx.Client
+    running: dict[str, Any]
+    reported: dict[str, Any]
+    ended: dict[str, Any]
+    final: dict[str, Any]
+    verdict: dict[str, Any]
+    other_job: str
+
+    def stored(self) -> list[Any]:
+        """Every job, and all that the server keeps of these two: trials, reports, leases and events."""
+        exports = [f"/{job_id}/export" for job_id in (self.running["job_id"], self.other_job)]
+        return [
+            self.http.get(f"/api/jobs{path}", params=EVERYTHING).raise_for_status().json() for path in ["", *exports]
+        ]
+
+    @contextmanager
+    def nothing_stored(self) -> Iterator[None]:
+        """What happens in here must leave no trace."""
+        before = self.stored()
+        yield
+        assert self.stored() == before
+
+
+def register(http: httpx.Client, **fields: Any) -> str:
+    job_id = f"job-{uuid.uuid4().hex[:8]}"
+    answer = http.post("/jobs", json={**JOB, "job_id": job_id, **fields})
+    assert answer.status_code == 201, answer.text
+    return job_id
+
+
+def begin(http: httpx.Client, job_id: str) -> dict[str, Any]:
+    trial: dict[str, Any] = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+    return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+
+@pytest.fixture(scope="module")
+def scene(any_server: Server) -> Iterator[Scene]:
+    with httpx.Client(base_url=any_server.url, timeout=60) as http:
+        job_id, other_job = register(http), register(http)
+        ended, running = begin(http, job_id), begin(http, job_id)
+        final = {"time": 5.0, "energy": 500.0, "metric": 0.95, "current_epoch": 2}
+        verdict = http.post("/report", json={**ended, **final}).raise_for_status().json()
+        for epoch in (1, 2):
+            reported = {"time": epoch * 2.0, "energy": epoch * 200.0, "metric": 0.5, "current_epoch": epoch}
+            http.post("/report", json={**running, **reported}).raise_for_status()
+        begin(http, other_job)
+        yield Scene(http, running, reported, ended, final, verdict, other_job)
+
+
+def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
+    assert answer.status_code == status, answer.text[:LONGEST_ANSWER]
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert len(answer.content) < LONGEST_ANSWER
+    body = answer.json()
+    assert body["message"]
+    assert field in {error["field"] for error in body["errors"]}, body
+
+
+def with_token(body: dict[str, Any], field: str, token: str) -> bytes:
+    """The body as JSON with a field written as it is in `token`, whether JSON has such a thing or not."""
+    rest = json.dumps({name: value for name, value in body.items() if name != field})
+    return f'{rest[:-1]}, "{field}": {token}}}'.encode()
+
+
+# What Python's json writes for numbers that JSON does not have, what others do, and how some clients avoid that.
+NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", '"NaN"', '"Infinity"', '"-Infinity"']
+# Both parsers of integers give up on this one.
+HUGE = "9" * 5000
+
+
+def no_numbers(*fields: str) -> list[tuple[str, str, str]]:
+    return [(field, token, field) for field in fields for token in NO_NUMBERS]
+
+
+def rows(*table: tuple[str, str, str]) -> Any:
+    """Parametrize a test by (field, JSON, the field to be named)."""
+    ids = [f"{field}={token if len(token) <= 40 else f'{token[:20]}…'}" for field, token, _ in table]
+    return pytest.mark.parametrize(
+        ("field", "token", "named"), table, ids=[it.encode("unicode_escape").decode() for it in ids]
+    )
+
+
+# --- POST /jobs -------------------------------------------------------------------------------------------------------
+
+JOB_FLOATS = ["eta_knob", "beta_knob", "target_metric", "mab_prior_mean", "mab_prior_precision", "max_power"]
+JOB_INTEGERS = ["default_batch_size", "max_epochs", "num_pruning_rounds", "window_size", "mab_seed", "number_of_gpus"]
+
+
+@rows(
+    *no_numbers(*JOB_FLOATS, *JOB_INTEGERS),
+    ("batch_sizes", "[]", "batch_sizes"),
+    ("batch_sizes", "[16, 16]", "batch_sizes"),
+    ("batch_sizes", "[0, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[-8, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[8.5, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[16, NaN]", "batch_sizes.1"),
+    ("batch_sizes", '["eight", 16]', "batch_sizes.0"),
+    ("batch_sizes", f"[16, {2**31}]", "batch_sizes.1"),
+    ("batch_sizes", f"[16, {2**63}]", "batch_sizes.1"),
+    ("batch_sizes", f"[16, {10**400}]", "batch_sizes.1"),
+    ("batch_sizes", json.dumps(list(range(1, 1002))), "batch_sizes"),
+    ("batch_sizes", json.dumps(list(range(1, 100_001))), "batch_sizes"),
+    ("batch_sizes", json.dumps([0] * 100_000), "batch_sizes.0"),
+    ("batch_sizes", json.dumps([1.5] * 100_000), "batch_sizes.0"),
+    ("batch_sizes", '"16"', "batch_sizes"),
+    ("default_batch_size", "64", "default_batch_size"),
+    ("default_batch_size", "0", "default_batch_size"),
+    ("eta_knob", "1.1", "eta_knob"),
+    ("eta_knob", "-0.1", "eta_knob"),
+    ("beta_knob", "0", "beta_knob"),
+    ("beta_knob", "-1", "beta_knob"),
+    ("max_epochs", "0", "max_epochs"),
+    ("num_pruning_rounds", "-1", "num_pruning_rounds"),
+    ("window_size", "-1", "window_size"),
+    ("mab_prior_precision", "-1", "mab_prior_precision"),
+    ("mab_num_explorations", "-1", "mab_num_explorations"),
+    ("mab_seed", "-1", "mab_seed"),
+    ("mab_seed", str(2**63), "mab_seed"),
+    ("max_power", "0", "max_power"),
+    ("max_power", "-1", "max_power"),
+    ("number_of_gpus", "0", "number_of_gpus"),
+    ("gpu_model", '""', "gpu_model"),
+    ("gpu_model", "null", "gpu_model"),
+    ("gpu_model", '"V100\\u0000"', "gpu_model"),
+    ("gpu_model", '"\\ud800"', "gpu_model"),
+    ("gpu_model", json.dumps("x" * 256), "gpu_model"),
+    ("policy", '"guess"', "policy"),
+    ("policy", '"\\ud800"', "policy"),
+    ("job_id", '"other-1"', "job_id"),
+)
+def test_a_job_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
+    body = with_token({**JOB, "job_id": "job-refused"}, field, token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, named)
+
+
+def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
+    job = {**JOB, "job_id": "job-refused"}
+    trials = [{"trial_number": "first"}] * 1000
+    body = {"job": job, "created_at": "now", "survivors": None, "rng_state": None, "trials": trials}
+    with scene.nothing_stored():
+        answer = scene.http.post("/api/jobs/import", json=body)
+        assert_refused(answer, 422, "trials.0.trial_number")
+    assert answer.json()["message"].endswith(" more")
+
+
+@pytest.mark.parametrize(
+    "gpu_model",
+    ["NVIDIA RTX 6000 Ada Generation (Laptop, 175 W) x8", "x" * 255, "quotes \"' and \\", "型号 😀"],
+    ids=["49 characters", "255 characters", "quotes", "not ASCII"],
+)
+def test_names_of_gpus(scene: Scene, gpu_model: str) -> None:
+    job_id = register(scene.http, gpu_model=gpu_model)
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
+
+
+def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene) -> None:
+    job_id = register(scene.http, num_pruning_rounds=0, mab_num_explorations=2)
+    dispatched = []
+    for _ in range(6):
+        dispatch = scene.http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+        dispatched.append((dispatch["batch_size"], dispatch["origin"]))
+        scene.http.post("/report", json={**dispatch, **scene.final}).raise_for_status()
+    assert Counter(dispatched) == {(8, "bandit"): 2, (16, "bandit"): 2, (32, "bandit"): 2}
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["stage"] == "bandit"
+
+
+# --- POST /report -----------------------------------------------------------------------------------------------------
+
+
+@rows(
+    *no_numbers("time", "energy", "metric", "current_epoch", "batch_size", "trial_number"),
+    ("time", "-1", "time"),
+    ("time", "0", "time"),
+    ("time", "1e11", "time"),
+    ("time", "null", "time"),
+    ("time", HUGE, "body"),
+    ("energy", "-1", "energy"),
+    ("energy", "1e16", "energy"),
+    ("metric", "null", "metric"),
+    ("metric", '"good"', "metric"),
+    ("current_epoch", "0", "current_epoch"),
+    ("current_epoch", "-1", "current_epoch"),
+    ("current_epoch", str(2**31), "current_epoch"),
+    ("energy_source", '"nv\\u0000ml"', "energy_source"),
+    ("energy_source", '"\\ud800"', "energy_source"),
+    ("trial_number", "0", "trial_number"),
+    ("trial_number", str(2**63), "trial_number"),
+    ("batch_size", "16.5", "batch_size"),
+    # The trial's second report said 4 s, 400 J and 2 epochs.
+    ("time", "3.9", "time"),
+    ("energy", "399", "energy"),
+    ("current_epoch", "1", "current_epoch"),
+    ("current_epoch", "1.5", "current_epoch"),
+    ("current_epoch", "2.5", "current_epoch"),
+)
+def test_a_report_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
+    good = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+    body = with_token({**scene.running, **good}, field, token)
+    with scene.nothing_stored():
+        status = 400 if named == "body" else 422
+        assert_refused(scene.http.post("/report", content=body, headers=JSON), status, named)
+
+
+@pytest.mark.parametrize("metric", [-3.5, 0.0, -1e300, 5e-324])
+def test_any_finite_number_is_a_metric(scene: Scene, metric: float) -> None:
+    trial = begin(scene.http, register(scene.http))
+    report = {**trial, "time": 1, "energy": 100, "metric": metric, "current_epoch": 1}
+    assert scene.http.post("/report", json=report).status_code == 200
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    assert [epoch["metric"] for epoch in scene.http.get(path).json()["epochs"]] == [metric]
+
+
+@pytest.mark.parametrize(
+    "epochs", [(0.5, 1, 1.5, 2, 2.5), (0.3, 0.6, 0.9, 1.3), (1.5, 3, 4.5), (2, 4, 6)], ids=lambda epochs: str(epochs)
+)
+def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None:
+    trial = begin(scene.http, register(scene.http))
+    for epoch in epochs:
+        report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+        assert scene.http.post("/report", json=report).status_code == 200
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    assert [epoch["epoch"] for epoch in scene.http.get(path).json()["epochs"]] == list(epochs)
+
+
+@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat"])
+@pytest.mark.parametrize(
+    ("wrong", "status", "named"),
+    [
+        ({"trial_number": 3}, 404, "trial_number"),
+        ({"job_id": "the other"}, 404, "trial_number"),
+        ({"job_id": "job-unknown"}, 404, "trial_number"),
+        ({"batch_size": 8}, 422, "batch_size"),
+        ({"job_id": "the other", "trial_number": 1, "batch_size": 8}, 422, "batch_size"),
+    ],
+    ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
+)
+def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
+    body = {**scene.running, **scene.reported, **wrong}
+    if body["job_id"] == "the other":
+        body["job_id"] = scene.other_job
+    with scene.nothing_stored():
+        assert_refused(scene.http.request("POST" if path == "/report" else "PATCH", path, json=body), status, named)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"time": 9.0}, {"energy": 501.0}, {"metric": 0.96}, {"current_epoch": 3}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[str, float]) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
+        assert_refused(answer, 409, "trial_number")
+    assert "trial 1 has ended (completed)" in answer.json()["message"]
+
+
+def test_a_trial_that_has_ended_answers_its_last_report_again(scene: Scene) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.post("/report", json={**scene.ended, **scene.final})
+    assert (answer.status_code, answer.json()) == (200, scene.verdict)
+
+
+@pytest.mark.parametrize(
+    ("eta_knob", "spent", "named"),
+    [
+        (0.5, {"time": 0, "energy": 0}, "time"),
+        (0.0, {"time": 0, "energy": 500}, "time"),
+        (1.0, {"time": 5, "energy": 0}, "energy"),
+    ],
+    ids=["nothing at all", "no time where time counts", "no energy where energy counts"],
+)
+def test_a_target_reached_for_nothing(scene: Scene, eta_knob: float, spent: dict[str, float], named: str) -> None:
+    job_id = register(scene.http, eta_knob=eta_knob)
+    trial = begin(scene.http, job_id)
+    before = scene.http.get(f"/api/jobs/{job_id}/export").json()
+    answer = scene.http.post("/report", json={**trial, "metric": 0.95, "current_epoch": 1, **spent})
+    assert_refused(answer, 422, named)
+    assert scene.http.get(f"/api/jobs/{job_id}/export").json() == before
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["min_cost_j"] is None
+
+
+# --- Ids --------------------------------------------------------------------------------------------------------------
+
+# As JSON, and as a URL has it.
+WRONG_IDS = {
+    "empty": ('""', ""),
+    "256 characters": (json.dumps("job" + "x" * 253), "job" + "x" * 253),
+    "10,000 characters": (json.dumps("job" + "x" * 9_997), "job" + "x" * 9_997),
+    "NUL": ('"job\\u0000"', "job%00"),
+    "newline": ('"job\\n"', "job%0A"),
+    "newline within": ('"job\\nx"', "job%0Ax"),
+    "space": ('"job 1"', "job%201"),
+    "double quotes": ('"job\\""', "job%22"),
+    "single quotes": ('"job\'"', "job%27"),
+    "slash": ('"job/1"', "job%2F1"),
+    "emoji": ('"job\\ud83d\\ude00"', "job%F0%9F%98%80"),
+    "lone surrogate": ('"job\\ud800"', "job%ED%A0%80"),
+    "no UTF-8": (None, "job%FF"),
+    "number": ("1", None),
+    "null": ("null", None),
+    "absent": (None, None),
+}
+IN_JSON = {name: token for name, (token, _) in WRONG_IDS.items() if token is not None}
+IN_URL = {name: part for name, (_, part) in WRONG_IDS.items() if part is not None}
+
+
+@pytest.mark.parametrize(
+    ("field", "token"),
+    [
+        pytest.param(field, token, id=f"{field}-{name}")
+        for field in ("job_id", "job_id_prefix")
+        for name, token in IN_JSON.items()
+        if (field, name) != ("job_id", "null")  # the server makes an id
+    ],
+)
+def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> None:
+    body = with_token({**JOB, "job_id": "job-refused"}, field, token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, field)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat")]
+)
+@pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
+def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str, token: str) -> None:
+    body = with_token({**scene.running, **scene.reported}, "job_id", token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/jobs/batch_size"), ("DELETE", "/jobs")])
+@pytest.mark.parametrize("query", [*(pytest.param(f"?job_id={it}", id=name) for name, it in IN_URL.items()), ""])
+def test_an_id_in_a_query_that_no_job_can_have(scene: Scene, method: str, path: str, query: str) -> None:
+    with scene.nothing_stored():
+        # Python's patterns let a newline pass at the end; no job has such an id all the same.
+        assert_refused(scene.http.request(method, path + query), 404 if query.endswith("%0A") else 422, "job_id")
+
+
+# --- Idempotency-Key --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"", b"x" * 256, b"x" * 10_000, b"a b", b"a\tb", "é".encode("latin-1"), "😀".encode(), b"\xed\xa0\x80"],
+    ids=["empty", "256 characters", "10,000 characters", "space", "tab", "Latin-1", "emoji", "lone surrogate"],
+)
+def test_an_idempotency_key_that_cannot_be(scene: Scene, key: bytes) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.get(
+            "/jobs/batch_size", params={"job_id": scene.other_job}, headers={b"Idempotency-Key": key}
+        )
+        assert_refused(answer, 422, "Idempotency-Key")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["x" * 255, '"quoted"', "';DROP/**/TABLE/**/trials;--", "%00", "\\"],
+    ids=["255 characters", "quotes", "SQL", "percent", "backslash"],
+)
+def test_any_other_idempotency_key_is_a_key(scene: Scene, key: str) -> None:
+    job_id = register(scene.http)
+    answers = [
+        scene.http.get("/jobs/batch_size", params={"job_id": job_id}, headers={"Idempotency-Key": key}).json()
+        for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0]["trial_number"] == 1
+
+
+# --- Bodies -----------------------------------------------------------------------------------------------------------
+
+WITH_BODY = [
+    ("POST", "/jobs"),
+    ("POST", "/report"),
+    ("PATCH", "/trials"),
+    ("PATCH", "/trials/heartbeat"),
+    ("POST", "/api/jobs/import"),
+]
+with_body = pytest.mark.parametrize(
+    ("method", "path"), WITH_BODY, ids=[f"{method} {path}" for method, path in WITH_BODY]
+)
+
+
+def good_body(scene: Scene, path: str) -> dict[str, Any]:
+    """What the route would take, and keep."""
+    match path:
+        case "/jobs":
+            return {**JOB, "job_id": "job-refused"}
+        case "/api/jobs/import":
+            export: dict[str, Any] = scene.http.get(f"/api/jobs/{scene.running['job_id']}/export").json()
+            return {**export, "job": {**export["job"], "job_id": "job-refused"}}
+        case _:
+            return {**scene.running, "time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+
+
+@with_body
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"job", 400),
+        (b"{} {}", 400),
+        (b'{"job_id": }', 400),
+        (b"{\"job_id\": 'job'}", 400),
+        (b"<job/>", 400),
+        (b'{"gpu_model": "\xff"}', 400),
+        ('{"job_id": "job"}'.encode("utf-16"), 400),
+        (b"[" * 100_000, 400),
+        (b'{"colour": ' * 50_000, 400),
+        (b'{"mab_seed": ' + HUGE.encode() + b"}", 400),
+        (b"", 422),
+        (b"[]", 422),
+        (b"null", 422),
+        (b"3", 422),
+        (b"NaN", 422),
+        (b'"job"', 422),
+    ],
+    ids=[
+        "cut off",
+        "a word",
+        "two objects",
+        "no value",
+        "single quotes",
+        "XML",
+        "no UTF-8",
+        "UTF-16",
+        "deep lists",
+        "deep objects",
+        "an endless number",
+        "empty",
+        "a list",
+        "null",
+        "a number",
+        "NaN",
+        "a string",
+    ],
+)
+def test_a_body_that_is_no_object(scene: Scene, method: str, path: str, body: bytes, status: int) -> None:
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path, content=body, headers=JSON), status, "body")
+
+
+@with_body
+@pytest.mark.parametrize(
+    "media_type",
+    [
+        "text/plain",
+        "text/plain; charset=utf-8",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "application/xml",
+        "application/jsonp",
+        "json",
+    ],
+)
+def test_json_that_says_to_be_something_else(scene: Scene, method: str, path: str, media_type: str) -> None:
+    body = json.dumps(good_body(scene, path))
+    with scene.nothing_stored():
+        answer = scene.http.request(method, path, content=body, headers={"content-type": media_type})
+        assert_refused(answer, 415, "Content-Type")
+
+
+@pytest.mark.parametrize(
+    "media_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/x.bso+json"]
+)
+def test_json_by_other_names(scene: Scene, media_type: str) -> None:
+    body = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"})
+    assert scene.http.post("/jobs", content=body, headers={"content-type": media_type}).status_code == 201
+
+
+def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
+    """As Zeus's clients send all of theirs."""
+    content = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"})
+    request = scene.http.build_request("POST", "/jobs", content=content)
+    assert "content-type" not in request.headers
+    assert scene.http.send(request).status_code == 201
+
+
+@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[[[[]]]]"])
+def test_what_stands_in_unknown_fields_does_not_matter(scene: Scene, token: str) -> None:
+    body = with_token({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"}, "colour", token)
+    assert scene.http.post("/jobs", content=body, headers=JSON).status_code == 201
+
+
+def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
+    job = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}", "eta_knob": 0.1})
+    answer = scene.http.post("/jobs", content=f'{job[:-1]}, "eta_knob": 0.2}}', headers=JSON)
+    assert (answer.status_code, answer.json()["eta_knob"]) == (201, 0.2)
+
+
+@pytest.mark.parametrize("token", NO_NUMBERS)
+@pytest.mark.parametrize(
+    "where",
+    ["created_at", "version", "job.max_power", "trials.0.time_s", "trials.0.batch_size", "trials.1.epochs.0.metric"],
+)
+def test_an_import_with_what_is_no_number(scene: Scene, where: str, token: str) -> None:
+    export = good_body(scene, "/api/jobs/import")
+    parent: Any = export
+    *parents, last = where.split(".")
+    for key in parents:
+        parent = parent[int(key) if key.isdigit() else key]
+    parent[last] = "the place"
+    body = json.dumps(export).replace('"the place"', token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.post("/api/jobs/import", content=body, headers=JSON), 422, where)
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+MIB = 1024 * 1024
+
+in_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+
+
+def memory_of(server: Server, line: str) -> int:
+    """Bytes: ``VmRSS`` is what the server has in memory, ``VmHWM`` the most that it had."""
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
+    return int(kilobytes) * 1024
+
+
+def forget_peak(server: Server) -> None:
+    assert server.process is not None
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+
+
+def send_endless(server: Server, path: str, size: int, *, chunked: bool) -> httpx.Response:
+    """Send a body of so many bytes, all of it unless the server hangs up before, and read the answer meanwhile."""
+    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    piece = b"x" * 65536
+    framed = b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece
+
+    def send() -> None:
+        try:
+            for _ in range(size // len(piece)):
+                connection.sendall(framed)
+        except OSError:
+            return  # the server has hung up
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
+        connection.sendall(head.encode())
+        sender = threading.Thread(target=send)
+        sender.start()
+        answer = b""
+        while not answer.endswith(b"}"):
+            received = connection.recv(65536)
+            assert received, f"the server said no more than {answer!r}"
+            answer += received
+        sender.join()
+    head, body = answer.split(b"\r\n\r\n", 1)
+    status, *headers = head.decode().split("\r\n")
+    return httpx.Response(int(status.split()[1]), headers=[tuple(it.split(": ", 1)) for it in headers], content=body)
+
+
+@in_proc
+@pytest.mark.parametrize("path", ["/jobs", "/report"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
+def test_a_body_of_100_mb(any_server: Server, scene: Scene, path: str, chunked: bool) -> None:
+    with scene.nothing_stored():
+        forget_peak(any_server)
+        before = memory_of(any_server, "VmRSS")
+        assert_refused(send_endless(any_server, path, 100 * MIB, chunked=chunked), 413, "body")
+        assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+
+
+@in_proc
+def test_100_000_faults_in_one_body(any_server: Server, scene: Scene) -> None:
+    sizes = {**JOB, "job_id": "job-refused", "batch_sizes": [0] * 100_000}
+    forget_peak(any_server)
+    before = memory_of(any_server, "VmRSS")
+    assert_refused(scene.http.post("/jobs", json=sizes), 422, "batch_sizes.0")
+    assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+
+
+@in_proc
+def test_unknown_names_leave_no_trace(any_server: Server, scene: Scene) -> None:
+    """The server's whole memory, roughly; tests/test_memory.py looks closer."""
+
+    def ask(first: int, last: int) -> None:
+        for number in range(first, last, 6):
+            name = f"job-{number:0200}"
+            trial = {"job_id": name, "batch_size": 8, "trial_number": number + 1}
+            token = {"Authorization": f"Bearer zbso_{number:08x}_{'x' * 43}"}
+            answers = [
+                scene.http.get("/jobs/batch_size", params={"job_id": name}, headers={"Idempotency-Key": name}),
+                scene.http.post("/report", json={**trial, **scene.reported}),
+                scene.http.post("/report", json={**scene.running, **scene.reported, "trial_number": number + 10}),
+                scene.http.get(f"/api/jobs/{name}"),
+                scene.http.get(f"/{name}", headers={"Host": name}),
+                scene.http.get("/api/jobs", headers=token),
+            ]
+            assert [answer.status_code for answer in answers] == [404, 404, 404, 404, 404, 401]
+
+    ask(0, 600)
+    before = memory_of(any_server, "VmRSS")
+    with scene.nothing_stored():
+        ask(600, 3600)
+    assert memory_of(any_server, "VmRSS") - before < 10 * MIB

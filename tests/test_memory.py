@@ -1,0 +1,87 @@
+"""However many names strangers make up, the server keeps none of them: the whole application in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import inspect
+import pkgutil
+import sys
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import bso_server
+from bso_server.app import create_app
+from bso_server.settings import Settings
+from tests.test_security import RESULT, bearer, spec
+
+# Litestar remembers the latest 1024 paths and queries.
+WARM_UP, REQUESTS = 1100, 2700
+KINDS = 9
+
+CachedFunction = type(lru_cache(len))
+
+
+async def _ask(http: httpx.AsyncClient, trial: dict[str, Any], kind: int, number: int) -> httpx.Response:
+    """A request that holds a name which no other has, and which the server does not know."""
+    name = f"job-{number:0200}"
+    stranger = {"job_id": name, "batch_size": 8, "trial_number": number + 1}
+    match kind:
+        case 0:
+            return await http.get(f"/api/jobs/{name}/trials", params={name: name})
+        case 1:
+            return await http.get("/jobs/batch_size", params={"job_id": name}, headers={"Idempotency-Key": name})
+        case 2:
+            return await http.post("/report", json={**stranger, **RESULT})
+        case 3:
+            return await http.post("/report", json={**trial, **RESULT, "trial_number": number + 10})
+        case 4:
+            return await http.patch("/trials/heartbeat", json=stranger)
+        case 5:
+            return await http.delete("/jobs", params={"job_id": name})
+        case 6:
+            return await http.get(f"/{name}", headers={"User-Agent": name})
+        case 7:
+            return await http.get("/api/jobs", headers={"Host": name})
+        case _:
+            return await http.get("/api/jobs", headers=bearer(f"zbso_{number:08x}_{'x' * 43}"))
+
+
+def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    app = create_app(Settings(database_url=url, allowed_hosts="bso.example"))
+
+    async def run() -> int:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
+        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://bso.example") as http:
+            job_id = (await http.post("/jobs", json=spec())).json()["job_id"]
+            trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
+            for number in range(WARM_UP):
+                assert (await _ask(http, trial, 0, number)).status_code == 404
+            for kind in range(KINDS):
+                assert (await _ask(http, trial, kind, WARM_UP + kind)).status_code in {400, 401, 404}
+            gc.collect()
+            before = sys.getallocatedblocks()
+            for number in range(REQUESTS):
+                await _ask(http, trial, number % KINDS, 2 * WARM_UP + number)
+            gc.collect()
+            return sys.getallocatedblocks() - before
+
+    # Were one name in nine kept, it would be one block each at least.
+    assert asyncio.run(run()) < REQUESTS / KINDS / 2
+
+
+def test_every_cache_of_calls_has_a_bound() -> None:
+    found = set()
+    for module in pkgutil.walk_packages(bso_server.__path__, "bso_server."):
+        if module.name.endswith("__main__") or ".migrations." in module.name:
+            continue  # these run when they are imported
+        for name, function in vars(importlib.import_module(module.name)).items():
+            if isinstance(function, CachedFunction) and inspect.signature(function).parameters:
+                found.add(name)
+                assert function.cache_parameters()["maxsize"] is not None, f"{module.name}.{name}"
+    assert found

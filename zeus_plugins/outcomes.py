@@ -1,0 +1,57 @@
+"""What an exception that ends a training says about its trial."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
+
+__all__ = ["Outcome", "detail_of", "outcome_of"]
+
+Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
+
+# PyTorch raises OutOfMemoryError for its own allocator; cuBLAS, the CPU's allocator and other accelerators say so
+# in the text of a RuntimeError.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|not enough memory|cublas_status_alloc_failed|resource_exhausted|cannot allocate memory",
+    re.IGNORECASE,
+)
+
+# Ctrl-C, sys.exit in a handler of SIGTERM, and what Lightning raises at SIGTERM.
+_PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """How a trial ends whose training was ended by this exception.
+
+    Returns:
+        SUSPENDED for an interruption from outside (Ctrl-C, SIGTERM), after which the training may go on; INFEASIBLE
+        when a device ran out of memory; otherwise FAILED.
+    """
+    if _kinds(error) & _PREEMPTIONS:
+        return TrialState.SUSPENDED
+    # A wrapper raised "from" the error tells of the same event.
+    cause: BaseException | None = error
+    while cause is not None:
+        if _is_out_of_memory(cause):
+            return TrialState.INFEASIBLE
+        cause = cause.__cause__
+    return TrialState.FAILED
+
+
+def detail_of(error: BaseException) -> str:
+    """The exception in words that fit the wire."""
+    text = f"{type(error).__name__}: {error}".replace("\x00", "").encode(errors="replace").decode()
+    return text[:MAX_DETAIL_LENGTH]
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    if "OutOfMemoryError" in _kinds(error) or isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Names of its classes: the frameworks that define some of them are not loaded for this."""
+    return {kind.__name__ for kind in type(error).__mro__}
