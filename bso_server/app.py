@@ -17,7 +17,9 @@ from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
 from bso_server.bodies import BodyRequest
+from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.http_errors import EXCEPTION_HANDLERS
 from bso_server.reading import JobReader
 from bso_server.routes import HANDLERS
@@ -46,7 +48,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """
     settings = settings or Settings()
     store = store_of(settings)
-    service = BatchSizeService(store, crash_retries=settings.crash_retries)
+    service = BatchSizeService(store, leases=leases_of(settings), crash_retries=settings.crash_retries)
     tokens = Tokens(store)
     authenticator = Authenticator(tokens, insecure=settings.insecure)
     request_counts = MemoryStore()
@@ -120,6 +122,16 @@ def store_of(settings: Settings) -> Store:
     return Store(database)
 
 
+def leases_of(settings: Settings) -> LeasePolicy:
+    """The leases that the settings state."""
+    return LeasePolicy(
+        heartbeat_interval_s=settings.heartbeat_interval_s,
+        heartbeat_lease_s=settings.heartbeat_lease_s,
+        silent_lease_s=settings.silent_lease_s,
+        suspended_lease_s=settings.suspended_lease_s,
+    )
+
+
 async def prepare(store: Store, *, migrate: bool = False) -> None:
     """Make sure that the database has this version's schema.
 
@@ -160,8 +172,11 @@ async def _reap_for_ever(service: BatchSizeService, request_counts: MemoryStore,
         await request_counts.delete_expired()
         try:
             await service.reap()
+        except DatabaseUnavailableError:
+            # The store has said so.
+            pass
         except Exception:
-            # The database may be away for a while; the next round tries again.
+            # The next round tries again.
             logger.exception("could not look for abandoned trials")
 
 

@@ -24,7 +24,7 @@ from bso_server.cli_common import (
 )
 from bso_server.cli_jobs import add_jobs_commands
 from bso_server.cli_tokens import add_token_commands
-from bso_server.errors import BsoError
+from bso_server.errors import BsoError, DatabaseUnavailableError
 from bso_server.service import BatchSizeService
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.store import Store
@@ -35,6 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
+    except DatabaseUnavailableError as error:
+        print(
+            f"bso-server: {error.detail}. Check that it runs and can be reached from here, and its URL, user and "
+            "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)",
+            file=sys.stderr,
+        )
+        return 1
     except (CommandError, BsoError, ValueError, OSError) as error:
         print(f"bso-server: {error}", file=sys.stderr)
         return 1

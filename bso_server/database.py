@@ -39,7 +39,23 @@ _DRIVERS = {
     "mariadb": "mariadb+asyncmy",
 }
 
+# Seconds after which a host that says nothing counts as away.
+_CONNECT_TIMEOUT_S = 5
+_CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "mariadb": "connect_timeout"}
+
 T = TypeVar("T")
+
+
+class NoConnectionError(Exception):
+    """There is no connection to the database, or it was lost in the middle of a transaction.
+
+    Whether that transaction is in force is not known: the connection may have been lost after the commit. The text is
+    one line that says what happened, without a password.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        said = cause.orig if isinstance(cause, DBAPIError) and cause.orig is not None else cause
+        super().__init__(" ".join(str(said).split()) or type(said).__name__)
 
 
 class Database(Protocol):
@@ -56,6 +72,9 @@ class Database(Protocol):
         Args:
             work: Reads and writes through the connection.
             read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
+
+        Raises:
+            NoConnectionError: The database cannot be reached, or can no longer.
         """
         ...
 
@@ -119,8 +138,11 @@ class SqliteDatabase:
         """This thread's connection, which it keeps: fetching one from the pool costs as much as a statement."""
         connection: Connection | None = getattr(self._own, "connection", None)
         if connection is None:
-            options = {_READ_ONLY: read_only}
-            connection = self._own.connection = self._engine.connect().execution_options(**options)
+            try:
+                connection = self._engine.connect()
+            except DBAPIError as error:
+                raise NoConnectionError(error) from error
+            connection = self._own.connection = connection.execution_options(**{_READ_ONLY: read_only})
             self._connections.append(connection)
         return connection
 
@@ -142,12 +164,22 @@ class NetworkDatabase:
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`."""
-        async with self._engine.connect() as connection:
-            if read_only:
-                # By default each statement would see what was committed until then.
-                await connection.execution_options(isolation_level="REPEATABLE READ")
-            async with connection.begin():
-                return await connection.run_sync(work)
+        connected = False
+        try:
+            async with self._engine.connect() as connection:
+                connected = True
+                async with connection.begin():
+                    if read_only:
+                        # By default each statement would see what was committed until then. This holds for one
+                        # transaction: SQLAlchemy's option is taken back when a connection returns to the pool, and one
+                        # that is lost by then would never return.
+                        await connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                    return await connection.run_sync(work)
+        except Exception as error:
+            # Drivers raise this and that while they connect.
+            if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                raise
+            raise NoConnectionError(error) from error
 
     async def close(self) -> None:
         """Close every connection."""
@@ -175,18 +207,29 @@ def open_database(
         _refuse_network(url)
         return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
     url = url.set(username=url.username or user, password=url.password or password)
+    timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
     try:
-        # A connection that died while idle is noticed before it is used.
-        engine = create_async_engine(url, echo=echo_sql, pool_pre_ping=True, pool_size=_POOL_SIZE, max_overflow=0)
+        engine = create_async_engine(
+            url,
+            echo=echo_sql,
+            connect_args={} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
+            # A connection that died while idle is noticed before it is used.
+            pool_pre_ping=True,
+            pool_size=_POOL_SIZE,
+            max_overflow=0,
+            # Each transaction has ended when its connection returns. A rollback to make sure would be a round trip, and
+            # a traceback in the log where the connection is lost.
+            pool_reset_on_return=None,
+        )
     except ModuleNotFoundError as error:
         extra = "postgres" if url.get_backend_name() == "postgresql" else "mysql"
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
     return NetworkDatabase(engine)
 
 
-# Codes by which databases say that a transaction lost against another one and may simply be tried again.
+# Codes by which databases say that a transaction was broken off through no fault of its own.
 _POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
-_MYSQL_PASSING = {1205, 1213}  # lock wait timeout, deadlock
+_MYSQL_PASSING = {1205, 1213, 1053}  # lock wait timeout, deadlock, shutting down
 
 
 def is_passing(error: DBAPIError) -> bool:

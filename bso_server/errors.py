@@ -16,7 +16,8 @@
     ├── ForbiddenError          whoever asks may not do that
     ├── UntrustedHostError      the request was sent to a host name that this server does not answer to
     ├── UnknownTokenError       no such token
-    └── DatabaseNotReadyError   the database lacks this version's tables
+    ├── DatabaseNotReadyError   the database lacks this version's tables
+    └── DatabaseUnavailableError  the database cannot be reached, or not for long enough
 """
 
 from __future__ import annotations
@@ -105,3 +106,17 @@ class UnknownTokenError(BsoError):
 
 class DatabaseNotReadyError(BsoError):
     """The database was not brought to this version's schema."""
+
+
+class DatabaseUnavailableError(BsoError):
+    """The database cannot be reached, or its connections are lost again and again.
+
+    A write that was under way may be in force nevertheless.
+
+    Attributes:
+        detail: Which database, and what happened, on one line. Not for every client to read.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("the database does not answer at present: send the request again; the server's log says more")
+        self.detail = detail

@@ -34,8 +34,11 @@ def job_text(view: JobView) -> str:
             for arm in view.arms
         ],
     )
+    # A server that asks for no tokens has nothing to say there.
+    owned = any(trial.owner for trial in view.trials)
+    measured = ["EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC"]
     trials = _table(
-        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", "EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC", "WHY THIS SIZE"],
+        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", *measured, *(["TOKEN"] if owned else []), "WHY THIS SIZE"],
         [
             [
                 str(trial.trial_number),
@@ -47,6 +50,7 @@ def job_text(view: JobView) -> str:
                 _number(trial.energy_j),
                 _number(trial.cost_j),
                 _number(trial.metric),
+                *([_text(trial.owner)] if owned else []),
                 trial.reason,
             ]
             for trial in view.trials

@@ -14,6 +14,7 @@ from litestar.exceptions import HTTPException, ValidationException
 from bso_server.errors import (
     BsoError,
     DatabaseNotReadyError,
+    DatabaseUnavailableError,
     ForbiddenError,
     IllegalTransitionError,
     InvalidImportError,
@@ -48,10 +49,13 @@ STATUS_OF: dict[type[BsoError], HTTPStatus] = {
     UntrustedHostError: HTTPStatus.BAD_REQUEST,
     UnknownTokenError: HTTPStatus.NOT_FOUND,
     DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
+    DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
 }
 
 HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
     UnauthenticatedError: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},
+    # Seconds. The server itself has tried for some by then.
+    DatabaseUnavailableError: {"Retry-After": "5"},
 }
 
 # What Litestar refuses in two words of its own.

@@ -7,7 +7,7 @@ import logging
 from importlib.metadata import version
 
 from bso_server import store_reads, transfer, views
-from bso_server.errors import DatabaseNotReadyError, UnknownJobError, UnknownTrialError
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError, UnknownJobError, UnknownTrialError
 from bso_server.messages import (
     DEFAULT_PAGE,
     MAX_PAGE,
@@ -188,6 +188,9 @@ class JobReader:
         except DatabaseNotReadyError as error:
             logger.warning("not ready: %s", error)
             raise DatabaseNotReadyError("the database has another schema; the server's log names both") from error
+        except DatabaseUnavailableError as error:
+            logger.warning("not ready: %s", error.detail)
+            raise DatabaseNotReadyError("the database does not answer; the server's log says why") from error
         except Exception as error:
             # Whatever it is, it would befall every request; where the database is, is not everybody's business.
             logger.warning("not ready: %s: %s", type(error).__name__, error)

@@ -22,6 +22,7 @@ from bso_server.core.lease import LeasePolicy
 from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import (
     BsoError,
+    DatabaseUnavailableError,
     ForbiddenError,
     InvalidReportError,
     JobConflictError,
@@ -188,8 +189,10 @@ class BatchSizeService:
         Raises:
             UnknownJobError: No such job.
         """
-        if not await self._store.write(lambda transaction: transaction.delete_job(job_id)):
+        if await self._find(job_id) is None:
             raise UnknownJobError(job_id)
+        # When this is repeated after a commit whose answer was lost, the job is gone already.
+        await self._store.write(lambda transaction: transaction.delete_job(job_id))
         logger.info("job %s deleted", job_id)
 
     async def import_job(self, export: JobExport) -> JobSummary:
@@ -201,8 +204,17 @@ class BatchSizeService:
         """
         job = transfer.imported(export)
         job_id = job.stored.job.job_id
+        inserted = False
+
+        def insert(transaction: Transaction) -> None:
+            nonlocal inserted
+            # The first try may have been committed, and the connection lost before it said so.
+            if not inserted or transaction.job(job_id) != job.stored:
+                _insert_imported(transaction, job)
+            inserted = True
+
         try:
-            await self._store.write(lambda transaction: _insert_imported(transaction, job))
+            await self._store.write(insert)
         except JobExistsError as error:
             raise JobConflictError(
                 f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
@@ -270,15 +282,18 @@ class BatchSizeService:
         return _dispatch(trial), True
 
     async def _take_reports(self, results: Sequence[tuple[TrainingResult, Caller]]) -> list[ReportResponse | Exception]:
-        answers = await self._store.write(lambda transaction: self._report_all(transaction, results))
-        for (result, _), answer in zip(results, answers, strict=True):
-            if isinstance(answer, ReportResponse) and answer.stop_train:
-                logger.info("job %s trial %d: %s", result.job_id, result.trial_number, answer.message)
+        try:
+            answers, ended = await self._store.write(lambda transaction: self._report_all(transaction, results))
+        except DatabaseUnavailableError as error:
+            # Every report's own error: one by one they would fare no better, only later.
+            return [error] * len(results)
+        for trial in ended:
+            logger.info("job %s trial %d: %s", trial.job_id, trial.record.trial_number, trial.record.message)
         return answers
 
     def _report_all(
         self, transaction: Transaction, results: Sequence[tuple[TrainingResult, Caller]]
-    ) -> list[ReportResponse | Exception]:
+    ) -> tuple[list[ReportResponse | Exception], list[StoredTrial]]:
         now = self._clock()
         found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in results})
         page, answers = self._judged(found, results, now)
@@ -288,7 +303,7 @@ class BatchSizeService:
             found = {key: (jobs.get(job.job.job_id, job), trial) for key, (job, trial) in found.items()}
             page, answers = self._judged(found, results, now)
         page.save(transaction)
-        return answers
+        return answers, page.ended_trials
 
     def _judged(
         self,
@@ -439,6 +454,12 @@ class _Page:
                     "reported_at": trial.reported_at,
                 }
             )
+
+    @property
+    def ended_trials(self) -> list[StoredTrial]:
+        """The trials that reports have ended."""
+        changed = (trial for key, trial in self._trials.items() if trial is not self._trials_before[key])
+        return [trial for trial in changed if trial.record.ended_event is not None]
 
     @property
     def changed_jobs(self) -> list[str]:

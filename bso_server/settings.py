@@ -9,11 +9,15 @@ from typing import Annotated, Any, Literal
 
 from dotenv import dotenv_values
 from platformdirs import user_data_path
-from pydantic import Field, SecretStr
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "ZEUS_BSO_"
 ENV_FILE = ".env"
+
+
+# Seconds; three years and more would only overflow dates.
+Lease = Annotated[float, Field(gt=0, le=1e8)]
 
 
 def default_database_url() -> str:
@@ -34,6 +38,10 @@ class Settings(BaseSettings):
         echo_sql: Whether every SQL statement is logged.
         crash_retries: Crashes after which a batch size that never ran to its end is given up.
         reap_interval_s: Seconds between two searches for trials whose trainings are no longer heard of.
+        heartbeat_interval_s: Seconds after which trainings that send heartbeats are asked to send the next one.
+        heartbeat_lease_s: Seconds of silence after which such a training counts as abandoned.
+        silent_lease_s: The same for a training that only reports; five times its longest epoch if that is longer.
+        suspended_lease_s: Seconds that a preempted training may take to come back.
         insecure: Whether everybody is served without a token.
         allowed_hosts: Host names that requests may be sent to, separated by commas; ``*.example`` stands for all names
             below ``example``, and ``*`` for every host.
@@ -55,10 +63,26 @@ class Settings(BaseSettings):
     echo_sql: bool = False
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
+    # The lease's validator sees the fields above its own only.
+    heartbeat_interval_s: Lease = 30.0
+    heartbeat_lease_s: Lease = 180.0
+    silent_lease_s: Lease = 3600.0
+    suspended_lease_s: Lease = 86400.0
     insecure: bool = False
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
+
+    @field_validator("heartbeat_lease_s")
+    @classmethod
+    def _outlives_a_heartbeat(cls, lease_s: float, others: ValidationInfo) -> float:
+        interval_s = others.data.get("heartbeat_interval_s")
+        if interval_s is not None and lease_s <= interval_s:
+            raise ValueError(
+                f"{lease_s:g} s must be more than {variable_of('heartbeat_interval_s')}, {interval_s:g} s, or every "
+                "training is abandoned between two heartbeats"
+            )
+        return lease_s
 
 
 def variable_of(name: str) -> str:

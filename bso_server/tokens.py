@@ -7,13 +7,19 @@ from datetime import UTC, datetime
 
 from bso_server.errors import UnknownTokenError
 from bso_server.security import Scope, TokenRecord, new_token
-from bso_server.store import Store
+from bso_server.store import Store, Transaction
 
 _MAX_NAME_LENGTH = 255
 
 
 def _utc_now() -> datetime:
     return datetime.now(UTC)
+
+
+def _insert_once(transaction: Transaction, record: TokenRecord) -> None:
+    """Add a token, unless the try before was committed and the connection lost before it said so."""
+    if transaction.token(record.token_id) != record:
+        transaction.insert_token(record)
 
 
 class Tokens:
@@ -44,7 +50,7 @@ class Tokens:
         if not name.strip() or len(name) > _MAX_NAME_LENGTH or not name.isprintable():
             raise ValueError(f"a token's name has 1 to {_MAX_NAME_LENGTH} printable characters, unlike {name!r}")
         token, record = new_token(name, scopes, self._clock())
-        await self._store.write(lambda transaction: transaction.insert_token(record))
+        await self._store.write(lambda transaction: _insert_once(transaction, record))
         return token, record
 
     async def all(self) -> list[TokenRecord]:

@@ -78,6 +78,7 @@ def trial(of_job: Job, stored: StoredTrial) -> TrialView:
         cost_j=cost_of(of_job, record) if reported else None,
         epochs=record.epoch if reported else None,
         metric=record.metric,
+        owner=stored.owner,
     )
 
 

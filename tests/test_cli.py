@@ -81,6 +81,8 @@ def test_show_reads_well(used_server: Server) -> None:
     text = bso_server("jobs", "show", "night.ly-1", "--database-url", used_server.database_url).stdout
     assert text.splitlines()[0] == ("job night.ly-1: pruning stage, 2 trials, lowest cost 500 J, best batch size 16")
     assert "energy by nvml" in text
+    # Nobody was asked for one.
+    assert "TOKEN" not in text
     assert "exploring, round 1 of 2: smaller than the default, 16" in text
 
 

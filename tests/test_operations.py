@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import os
 import re
 import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from sqlalchemy import Connection, text
+from sqlalchemy.engine import make_url
 
-from bso_server.database import open_database
+from bso_server.app import leases_of
+from bso_server.cli_common import CommandError, settings_of
+from bso_server.core.lease import LeasePolicy
+from bso_server.database import SqliteDatabase, open_database
 from bso_server.filesystem import network_filesystem
+from bso_server.settings import Settings
 from bso_server.store import Store
 from tests.conftest import SERVER_START_S, Server, bso_server, free_port
+from tests.test_wire import begin
+
+JOB: dict[str, Any] = {
+    "job_id": "kept-1",
+    "job_id_prefix": "kept",
+    "batch_sizes": [8, 16],
+    "default_batch_size": 16,
+    "target_metric": 0.9,
+    "max_power": 100,
+    "number_of_gpus": 1,
+    "gpu_model": "V100",
+}
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -84,21 +108,92 @@ def test_two_upgrades_at_once(database_url: str) -> None:
         assert process.returncode == 0, errors
 
 
-def test_an_upgrade_copies_a_sqlite_file_first(tmp_path: Path) -> None:
-    database = tmp_path / "bso.sqlite3"
-    url = f"sqlite:///{database}"
+def test_a_copy_of_a_sqlite_file_holds_what_it_held(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     assert bso_server("db", "upgrade", "--database-url", url).returncode == 0
     assert list(tmp_path.glob("*.backup")) == []
-    with closing(sqlite3.connect(database)) as connection:
-        # A revision that this version does not know: nothing can be upgraded, but the copy comes first.
-        connection.execute("UPDATE alembic_version SET version_num = '0000'")
-        connection.commit()
 
-    bso_server("db", "upgrade", "--database-url", url)
+    database = open_database(url)
+    assert isinstance(database, SqliteDatabase)
+    copy = database.back_up()
+    asyncio.run(database.close())
 
-    (backup,) = tmp_path.glob("*.backup")
-    with closing(sqlite3.connect(backup)) as connection:
-        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0000",)]
+    assert list(tmp_path.glob("*.backup")) == [copy]
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchone() is not None
+
+
+@pytest.fixture
+def newer_url(database_url: str) -> Iterator[str]:
+    """A database whose schema a later version has made."""
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    (known,) = set_revision(database_url, "9999")
+    yield database_url
+    assert set_revision(database_url, known) == ["9999"]
+
+
+def set_revision(database_url: str, revision: str) -> list[str]:
+    """Write another revision into a database; what stood there before."""
+
+    def replace(connection: Connection) -> list[str]:
+        before = list(connection.scalars(text("SELECT version_num FROM alembic_version")))
+        connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+        return before
+
+    async def run() -> list[str]:
+        database = open_database(database_url)
+        try:
+            return await database.run(replace)
+        finally:
+            await database.close()
+
+    return asyncio.run(run())
+
+
+def test_a_database_of_a_newer_version_is_left_alone(newer_url: str) -> None:
+    for command in (["serve", "--port", str(free_port())], ["db", "check"], ["db", "upgrade"]):
+        answer = bso_server(*command, "--database-url", newer_url)
+        assert answer.returncode == 1
+        (line,) = answer.stderr.splitlines()
+        assert "is at schema 9999, which this version does not know" in line
+        assert "newer version" in line
+        assert "restore the backup" in line
+    assert bso_server("db", "current", "--database-url", newer_url).stdout == "9999\n"
+    if newer_url.startswith("sqlite"):
+        # A server that is started again and again must not fill the disk.
+        assert list(Path(make_url(newer_url).database or "").parent.glob("*.backup")) == []
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_that_cannot_be_reached_is_one_line_naming_it(kind: str) -> None:
+    host = f"127.0.0.1:{free_port()}"
+    for command in (["serve"], ["db", "check"], ["db", "upgrade"]):
+        answer = bso_server(*command, "--database-url", f"{kind}://me:quiet@{host}/bso")
+        assert answer.returncode == 1
+        (line,) = answer.stderr.splitlines()
+        assert f"no connection to the database {kind}://me:***@{host}/bso" in line
+        assert "Check that it runs and can be reached" in line
+        assert "quiet" not in line
+
+
+@pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True)
+def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None:
+    url = make_url(database_url).set(username="zeus_nobody", password="quiet")  # noqa: S106 - nobody's
+    answer = bso_server("db", "check", "--database-url", url.render_as_string(hide_password=False))
+    assert answer.returncode == 1
+    (line,) = answer.stderr.splitlines()
+    assert "user and password" in line
+    assert "zeus_nobody:***@" in line
+    assert "quiet" not in line
+
+
+def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("Dear reader, " * 1000)
+    answer = bso_server("db", "check", "--database-url", f"sqlite:///{file}")
+    assert answer.returncode == 1
+    (line,) = answer.stderr.splitlines()
+    assert f"{file}: file is not a database" in line
 
 
 def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
@@ -145,6 +240,50 @@ def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert "ZEUS_BSO_LOG_LEVEL" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert leases_of(Settings(_env_file=None)) == LeasePolicy()
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "7")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "77")
+    monkeypatch.setenv("ZEUS_BSO_SILENT_LEASE_S", "777")
+    monkeypatch.setenv("ZEUS_BSO_SUSPENDED_LEASE_S", "7777")
+    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=JOB).raise_for_status()
+            trials = [begin(http, JOB["job_id"]) for _ in range(3)]
+            beat = http.patch("/trials/heartbeat", json=trials[1]).raise_for_status().json()
+            http.patch("/trials", json={**trials[2], "outcome": "suspended"}).raise_for_status()
+            export = http.get(f"/api/jobs/{JOB['job_id']}/export").raise_for_status().json()
+    finally:
+        server.kill()
+    assert (beat["interval_s"], beat["lease_s"]) == (7, 77)
+    begun = [datetime.fromisoformat(trial["started_at"]) for trial in export["trials"]]
+    ends = [datetime.fromisoformat(trial["lease_expires_at"]) for trial in export["trials"]]
+    # Between the beginning and what the lease counts from lie milliseconds, on a busy machine seconds.
+    for start, end, lease_s in zip(begun, ends, (777, 77, 7777), strict=True):
+        assert lease_s <= (end - start).total_seconds() < lease_s + SERVER_START_S
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "180"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "30"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_SILENT_LEASE_S": "0"}, "ZEUS_BSO_SILENT_LEASE_S"),
+        ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
+    ],
+)
+def test_leases_that_cannot_work_are_refused(
+    variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommandError, match=f"{named}: "):
+        settings_of(argparse.Namespace())
 
 
 def test_several_workers_serve_one_database(tmp_path: Path) -> None:

@@ -222,6 +222,24 @@ class TestOwners:
         assert http.report(tokens.report, first).status_code == 200
         assert http.report(tokens.other, second).status_code == 200
 
+    def test_whose_token_a_trial_was_dispatched_to_can_be_read(
+        self, http: Http, tokens: Tokens, any_server: Server
+    ) -> None:
+        job_id = http.begin(tokens.report)["job_id"]
+        http.begin(tokens.other, job_id)
+        owners = [token.split("_")[1] for token in (tokens.report, tokens.other)]
+        for path in (f"/api/jobs/{job_id}", f"/api/jobs/{job_id}/trials"):
+            answer = http.ask("GET", path, tokens.read)
+            assert [trial["owner"] for trial in answer.json()["trials"]] == owners
+            assert tokens.report.split("_", 2)[2] not in answer.text
+        rows = http.ask("GET", f"/api/jobs/{job_id}/trials.csv", tokens.read).text.splitlines()
+        assert rows[0].endswith(",owner")
+        assert [row.rpartition(",")[2] for row in rows[1:]] == owners
+        text = bso_server("jobs", "show", job_id, "--database-url", any_server.database_url).stdout
+        assert "  TOKEN  " in text
+        for owner in owners:
+            assert f"  {owner}  " in text
+
     def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
         job_id = http.ask("POST", "/jobs", tokens.report, json=spec()).json()["job_id"]
 

@@ -354,6 +354,7 @@ class TrialView(WireMessage):
         cost_j: ``η·energy + (1 − η)·max_power·time`` in joules.
         epochs: Epochs trained.
         metric: The last validation metric.
+        owner: Id of the token that it was dispatched to, which is no secret; None where the server asked for none.
     """
 
     trial_number: int
@@ -371,6 +372,7 @@ class TrialView(WireMessage):
     cost_j: float | None
     epochs: float | None
     metric: float | None
+    owner: str | None = None
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:

@@ -58,6 +58,11 @@ def head() -> str:
     return revision
 
 
+def is_known(revision: str) -> bool:
+    """Whether this version knows how to go on from a revision; it knows none that was made after it."""
+    return revision in {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+
+
 def _config(output: io.StringIO | None = None) -> Config:
     config = Config(output_buffer=output)
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))

@@ -1,0 +1,295 @@
+"""`bso-server jobs export|import|delete` and `db prune`, on a database and through a server with and without tokens."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bso_server.cli import main
+from bso_server.cli_common import TOKEN_VARIABLE
+from tests.conftest import Server, free_port
+from tests.test_wire import begin, reached, report
+
+Output = tuple[int, str, str]
+"""Exit status, standard output, standard error."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that asks for no token; what the tests leave on it harms no other test."""
+    directory = tmp_path_factory.mktemp("open")
+    server = Server(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, dict[str, str]]]:
+    """A server that asks for a token, and a token of each of two scopes."""
+    directory = tmp_path_factory.mktemp("guarded")
+    server = Server(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
+    tokens = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for scope in ("admin", "read"):
+            printed = io.StringIO()
+            patch.setattr("sys.stdout", printed)
+            create = ["token", "create", "--name", scope, "--scope", scope, "--database-url", server.database_url]
+            assert main(create) == 0
+            tokens[scope] = printed.getvalue().strip()
+    server.start()
+    yield server, tokens
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+
+
+@pytest.fixture(params=["--database-url", "--server-url"])
+def source(request: pytest.FixtureRequest, server: Server) -> list[str]:
+    """Where a command works."""
+    return [request.param, server.database_url if request.param == "--database-url" else server.url]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str | Path) -> Output:
+        status = main([str(argument) for argument in arguments])
+        output = capsys.readouterr()
+        return status, output.out, output.err
+
+    return run
+
+
+def registration(job_id: str) -> dict[str, Any]:
+    return {
+        "job_id": job_id,
+        "job_id_prefix": "cli",
+        "batch_sizes": [8, 16],
+        "default_batch_size": 16,
+        "target_metric": 0.9,
+        "max_power": 100,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+
+
+def new_id() -> str:
+    return f"cli-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def job_id(server: Server) -> str:
+    """A job with one completed and one running trial, and an epoch of each."""
+    job_id = new_id()
+    with httpx.Client(base_url=server.url) as http:
+        http.post("/jobs", json=registration(job_id)).raise_for_status()
+        trial = begin(http, job_id)
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1).raise_for_status()
+        reached(http, trial, cost_j=500)
+        report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=1).raise_for_status()
+    return job_id
+
+
+def shown(server: Server, job_id: str) -> dict[str, Any]:
+    """What the server says of a job, but for its id."""
+    job: dict[str, Any] = httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
+    assert job["job"].pop("job_id") == job_id
+    return job
+
+
+def assert_failed(output: Output, *words: str) -> None:
+    """One line on standard error that holds these words, and nothing else."""
+    status, out, err = output
+    assert (status, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("bso-server: ")
+    for word in words:
+        assert word in line
+
+
+class TestExport:
+    def test_json(self, run: Any, server: Server, job_id: str, source: list[str]) -> None:
+        status, out, err = run("jobs", "export", job_id, *source)
+        assert (status, err) == (0, "")
+        assert json.loads(out) == httpx.get(f"{server.url}/api/jobs/{job_id}/export").json()
+
+    def test_csv(self, run: Any, server: Server, job_id: str, source: list[str]) -> None:
+        status, out, err = run("jobs", "export", job_id, "--format", "csv", *source)
+        assert (status, err) == (0, "")
+        assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/trials.csv").text
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert [(row["trial_number"], row["state"], row["cost_j"]) for row in rows] == [
+            ("1", "completed", "500.0"),
+            ("2", "running", "100.0"),
+        ]
+
+    @pytest.mark.parametrize("kind", ["json", "csv"])
+    def test_into_a_file(self, run: Any, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
+        file = tmp_path / "job"
+        _, printed, _ = run("jobs", "export", job_id, "--format", kind, *source)
+        assert run("jobs", "export", job_id, "--format", kind, "--output", file, *source) == (0, "", "")
+        # Bytes: reading as text would hide other ends of lines.
+        assert file.read_bytes() == printed.encode()
+
+    def test_into_a_directory_that_is_not_there(self, run: Any, job_id: str, source: list[str], tmp_path: Path) -> None:
+        file = tmp_path / "absent" / "job.json"
+        assert_failed(run("jobs", "export", job_id, "--output", file, *source), str(file))
+
+    @pytest.mark.parametrize("kind", ["json", "csv"])
+    def test_an_unknown_job_leaves_no_file(self, run: Any, source: list[str], kind: str, tmp_path: Path) -> None:
+        file = tmp_path / "job"
+        output = run("jobs", "export", "nobodys", "--format", kind, "--output", file, *source)
+        assert_failed(output, "unknown job")
+        assert not file.exists()
+
+
+@pytest.fixture
+def exported(run: Any, server: Server, job_id: str, tmp_path: Path) -> Path:
+    """Such a job in a file."""
+    file = tmp_path / "job.json"
+    assert run("jobs", "export", job_id, "--output", file, "--server-url", server.url)[0] == 0
+    return file
+
+
+class TestImport:
+    def test_under_another_id(self, run: Any, server: Server, job_id: str, exported: Path, source: list[str]) -> None:
+        other = new_id()
+        assert run("jobs", "import", exported, "--job-id", other, *source) == (
+            0,
+            f"job {other} is imported with 2 trials\n",
+            "",
+        )
+        assert shown(server, other) == shown(server, job_id)
+
+    def test_into_another_database(self, run: Any, job_id: str, exported: Path, tmp_path: Path) -> None:
+        other = ["--database-url", f"sqlite:///{tmp_path / 'other.sqlite3'}"]
+        assert_failed(run("jobs", "import", exported, *other), "bso-server db upgrade")
+        run("db", "upgrade", *other)
+        assert run("jobs", "import", exported, *other)[0] == 0
+        assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
+
+    def test_a_job_that_exists(self, run: Any, server: Server, job_id: str, exported: Path, source: list[str]) -> None:
+        before = shown(server, job_id)
+        assert_failed(run("jobs", "import", exported, *source), job_id, "exists", "import under another job_id")
+        assert shown(server, job_id) == before
+
+    def test_an_id_without_the_prefix(self, run: Any, exported: Path, source: list[str]) -> None:
+        output = run("jobs", "import", exported, "--job-id", "other", *source)
+        assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
+
+    def test_no_such_file(self, run: Any, tmp_path: Path, source: list[str]) -> None:
+        assert_failed(run("jobs", "import", tmp_path / "absent.json", *source), "absent.json", "No such file")
+
+    @pytest.mark.parametrize("text", ["", "{", '{"format": ', "trial_number,batch_size\r\n1,16\r\n", "[]", "\0", "é"])
+    def test_no_job_at_all(self, run: Any, tmp_path: Path, source: list[str], text: str) -> None:
+        file = tmp_path / "broken.json"
+        file.write_text(text, encoding="latin-1")
+        assert_failed(run("jobs", "import", file, *source), "broken.json is no job that can be imported: it: ")
+
+    def test_a_broken_job_names_its_field(self, run: Any, exported: Path, source: list[str]) -> None:
+        job = json.loads(exported.read_text())
+        job["trials"][0]["batch_size"] = "many"
+        exported.write_text(json.dumps(job))
+        assert_failed(run("jobs", "import", exported, *source), "trials.0.batch_size: ")
+
+    def test_contradictions_are_refused(self, run: Any, server: Server, exported: Path, source: list[str]) -> None:
+        job = json.loads(exported.read_text())
+        job["job"]["job_id"] = new_id()
+        job["trials"][0]["batch_size"] = 32
+        exported.write_text(json.dumps(job))
+        assert_failed(run("jobs", "import", exported, *source), "trial 1: ")
+        assert httpx.get(f"{server.url}/api/jobs/{job['job']['job_id']}").status_code == 404
+
+
+class TestDelete:
+    def test_a_job(self, run: Any, server: Server, job_id: str, source: list[str]) -> None:
+        assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
+        assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
+        assert_failed(run("jobs", "delete", job_id, *source), f"unknown job '{job_id}'")
+
+
+class TestTokens:
+    def test_a_server_that_asks_for_a_token(
+        self, run: Any, guarded: tuple[Server, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        source, job_id = ["--server-url", server.url], new_id()
+        commands = [
+            ["jobs", "import", exported, "--job-id", job_id, *source],
+            ["jobs", "export", job_id, *source],
+            ["jobs", "export", job_id, "--format", "csv", *source],
+            ["jobs", "delete", job_id, *source],
+        ]
+        for command in commands:
+            assert_failed(run(*command), server.url, "401", "needs a token")
+        monkeypatch.setenv(TOKEN_VARIABLE, f" {tokens['admin']}\n")
+        for command in commands:
+            status, out, err = run(*command)
+            assert (status, err) == (0, ""), command
+            assert job_id in out or "trial_number" in out
+
+    def test_a_token_that_allows_less(
+        self, run: Any, guarded: tuple[Server, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
+        for command in (["jobs", "import", exported], ["jobs", "delete", "any"]):
+            assert_failed(run(*command, "--server-url", server.url), "403", "has no scope admin")
+
+    def test_a_token_in_the_url_is_taken_and_not_shown(self, run: Any, guarded: tuple[Server, dict[str, str]]) -> None:
+        server, tokens = guarded
+        for url, words in (
+            (server.url.replace("//", f"//me:{tokens['admin']}@"), "404"),
+            (f"http://me:{tokens['admin']}@127.0.0.1:{free_port()}", "no answer from http://127.0.0.1"),
+        ):
+            output = run("jobs", "export", "none", "--server-url", url)
+            assert_failed(output, words)
+            assert tokens["admin"] not in output[2]
+
+
+class TestPrune:
+    def test_old_reports_are_forgotten(self, run: Any, tmp_path: Path, exported: Path, job_id: str) -> None:
+        job = json.loads(exported.read_text())
+        # One report of a trial that has ended, one that is the last of a running trial.
+        assert [len(trial["epochs"]) for trial in job["trials"]] == [1, 1]
+        for trial in job["trials"]:
+            trial["epochs"][0]["reported_at"] = "2020-01-01T00:00:00Z"
+        exported.write_text(json.dumps(job))
+        source = ["--database-url", f"sqlite:///{tmp_path / 'old.sqlite3'}"]
+        run("db", "upgrade", *source)
+        run("jobs", "import", exported, *source)
+        before = run("jobs", "show", job_id, *source)
+
+        assert run("db", "prune", "--older-than", "1500w", *source) == (0, "0 reports are forgotten\n", "")
+        assert run("db", "prune", "--older-than", "30d", *source) == (0, "2 reports are forgotten\n", "")
+        assert run("db", "prune", "--older-than", "0h", *source) == (0, "0 reports are forgotten\n", "")
+        assert run("jobs", "show", job_id, *source) == before
+
+    def test_reports_of_the_last_hours_stay(self, run: Any, tmp_path: Path, exported: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'young.sqlite3'}"]
+        run("db", "upgrade", *source)
+        run("jobs", "import", exported, *source)
+        assert run("db", "prune", "--older-than", "12h", *source)[1] == "0 reports are forgotten\n"
+        assert run("db", "prune", "--older-than", "0h", *source)[1] == "2 reports are forgotten\n"
+
+    def test_a_database_without_tables(self, run: Any, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'empty.sqlite3'}"]
+        assert_failed(run("db", "prune", "--older-than", "1d", *source), "bso-server db upgrade")
+
+    @pytest.mark.parametrize("age", ["", "30", "d", "1.5d", "-1d", "30m", "30D", "99999d", "1d ", "１d", "1d2h"])
+    def test_ages_that_are_none(self, capsys: pytest.CaptureFixture[str], age: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["db", "prune", f"--older-than={age}"])
+        assert caught.value.code == 2
+        assert f"{age!r} is no age: write hours, days or weeks as 12h, 30d or 8w" in capsys.readouterr().err

@@ -1,0 +1,403 @@
+"""Connections to the database that are lost, at the worst moments too, and a database that is away for a while.
+
+The server reaches its database through a relay of our own, which the tests open and close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from enum import Enum, auto
+from itertools import cycle, repeat
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from bso_server.database import open_database
+from bso_server.security import Scope
+from bso_server.store import Store
+from bso_server.tokens import Tokens
+from tests.conftest import Server, bso_server
+from tests.test_wire import begin, reached
+
+# A SQLite file has no connection that could be lost.
+pytestmark = pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True, scope="module")
+
+PATIENCE_S = 60.0
+CUTS = 12
+CLIENTS = 3
+
+# What finds the sessions of a database's other users, and what ends one.
+SESSIONS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
+}
+END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
+
+COMMIT = re.compile(rb"(?<!AUTO)COMMIT")
+
+
+class Fate(Enum):
+    """What becomes of a connection once the database has answered."""
+
+    LIVE = auto()
+    LOSE_ANSWER = auto()
+    END = auto()
+
+
+class Relay:
+    """Passes on what a database and its clients say to each other, unless told otherwise; a thread per direction.
+
+    Args:
+        target: Host and port of the database.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener: socket.socket | None = None
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._fates: Iterator[Fate] = repeat(Fate.LIVE)
+        self._turns_away = False
+        self.turned_away = 0
+        self.lost_commits = 0
+        self.port = 0
+        self.open()
+
+    def open(self) -> None:
+        """Take connections, on the same port as before."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self._listener, self.port = listener, listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Break off every connection, and refuse others."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            # Closing alone would leave the thread waiting, and the port taken.
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        self._cut()
+
+    def turn_away(self, turns_away: bool) -> None:
+        """Break off every connection, and others as soon as they are made; or stop doing so."""
+        self._turns_away = turns_away
+        if turns_away:
+            self._cut()
+
+    def lose_commits(self, loses: bool) -> None:
+        """Break off each connection at its COMMIT, in turn before the client has the answer and thereafter."""
+        self._fates = cycle([Fate.LOSE_ANSWER, Fate.END]) if loses else repeat(Fate.LIVE)
+
+    def _cut(self) -> None:
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for each in sockets:
+            _end(each)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            if self._turns_away:
+                _end(client)
+                self.turned_away += 1
+                continue
+            database = socket.create_connection(self._target)
+            with self._lock:
+                self._sockets |= {client, database}
+            fates = [Fate.LIVE]
+            for pump in (self._pass_questions, self._pass_answers):
+                threading.Thread(target=pump, args=(client, database, fates), daemon=True).start()
+
+    def _pass_questions(self, client: socket.socket, database: socket.socket, fates: list[Fate]) -> None:
+        with suppress(OSError):
+            while data := client.recv(65536):
+                if COMMIT.search(data):
+                    fates.append(next(self._fates))
+                database.sendall(data)
+        _end(database)
+
+    def _pass_answers(self, client: socket.socket, database: socket.socket, fates: list[Fate]) -> None:
+        with suppress(OSError):
+            while data := database.recv(65536):
+                if fates[-1] is Fate.LOSE_ANSWER:
+                    self.lost_commits += 1
+                    break
+                client.sendall(data)
+                if fates[-1] is Fate.END:
+                    break
+        _end(client)
+        _end(database)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection; a thread that waits for it wakes up."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@pytest.fixture(scope="module")
+def relay(database_url: str) -> Iterator[Relay]:
+    url = make_url(database_url)
+    assert url.host is not None
+    assert url.port is not None
+    relay = Relay((url.host, url.port))
+    yield relay
+    relay.close()
+
+
+@pytest.fixture(scope="module")
+def relayed_url(database_url: str, relay: Relay) -> str:
+    url = make_url(database_url).set(host="127.0.0.1", port=relay.port)
+    return url.render_as_string(hide_password=False)
+
+
+@pytest.fixture(scope="module")
+def relayed_server(database_url: str, relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+    assert upgrade.returncode == 0, upgrade.stderr
+    server = Server(relayed_url, tmp_path_factory.mktemp("server") / "server.log")
+    server.start("--insecure")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def http(relayed_server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=relayed_server.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def job(job_id: str) -> dict[str, Any]:
+    return {
+        "job_id": job_id,
+        "job_id_prefix": job_id,
+        "batch_sizes": [8, 16],
+        "default_batch_size": 16,
+        "target_metric": 0.9,
+        "max_power": 100,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+
+
+def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:
+    """Report an epoch after which the training goes on."""
+    return http.post(
+        "/report", json={**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.25, "current_epoch": epoch}
+    )
+
+
+def epochs_of(http: httpx.Client, trial: dict[str, Any]) -> list[float]:
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    return [epoch["epoch"] for epoch in http.get(path).raise_for_status().json()["epochs"]]
+
+
+class TestAnswersThatGetLostAfterTheCommit:
+    """Each transaction of these requests is in force when its connection is lost, and is done again."""
+
+    @pytest.fixture
+    def lossy(self, http: httpx.Client, relay: Relay, relayed_server: Server) -> Iterator[httpx.Client]:
+        # Whatever is remembered for a while is asked for now.
+        http.get("/api/jobs").raise_for_status()
+        before = relay.lost_commits
+        relay.lose_commits(True)
+        yield http
+        relay.lose_commits(False)
+        assert relay.lost_commits > before
+        assert "Traceback" not in relayed_server.log.read_text()
+
+    def test_a_job_is_registered(self, lossy: httpx.Client) -> None:
+        answer = lossy.post("/jobs", json=job("registered"))
+        assert answer.status_code in {200, 201}, answer.text
+        assert answer.json()["job_id"] == "registered"
+
+    def test_a_job_gets_one_id_of_the_servers_making(self, lossy: httpx.Client) -> None:
+        answer = lossy.post("/jobs", json={**job("named"), "job_id": None})
+        assert answer.status_code in {200, 201}, answer.text
+        (found,) = lossy.get("/api/jobs", params={"prefix": "named"}).raise_for_status().json()["jobs"]
+        assert found["job_id"] == answer.json()["job_id"]
+
+    def test_one_trial_is_dispatched(self, lossy: httpx.Client) -> None:
+        lossy.post("/jobs", json=job("dispatched")).raise_for_status()
+        query, headers = {"job_id": "dispatched"}, {"Idempotency-Key": "one"}
+        trial = lossy.get("/jobs/batch_size", params=query, headers=headers).raise_for_status().json()
+        assert trial["trial_number"] == 1
+        trials = lossy.get("/api/jobs/dispatched/trials").raise_for_status().json()["trials"]
+        assert [each["trial_number"] for each in trials] == [1]
+
+    def test_a_trial_lives_once(self, lossy: httpx.Client, relay: Relay) -> None:
+        relay.lose_commits(False)
+        lossy.post("/jobs", json=job("lived")).raise_for_status()
+        first, second = begin(lossy, "lived"), begin(lossy, "lived")
+        relay.lose_commits(True)
+
+        for epoch in (1, 2):
+            assert not report(lossy, first, epoch).raise_for_status().json()["stop_train"]
+        assert epochs_of(lossy, first) == [1, 2]
+        assert lossy.patch("/trials/heartbeat", json=first).raise_for_status().json()["state"] == "running"
+        assert reached(lossy, first, cost_j=500)["converged"]
+        lossy.patch("/trials", json=second).raise_for_status()
+        shown = lossy.get("/api/jobs/lived").raise_for_status().json()
+        assert [trial["state"] for trial in shown["trials"]] == ["completed", "failed"]
+        assert [(arm["trials"], arm["n"]) for arm in shown["arms"]] == [(0, 0), (2, 1)]
+
+    def test_a_job_is_imported_and_deleted(self, lossy: httpx.Client) -> None:
+        lossy.post("/jobs", json=job("moved")).raise_for_status()
+        reached(lossy, begin(lossy, "moved"), cost_j=500)
+        export = lossy.get("/api/jobs/moved/export").raise_for_status().json()
+        export["job"]["job_id"] = "moved-2"
+
+        assert lossy.post("/api/jobs/import", json=export).status_code == 201
+        assert lossy.post("/api/jobs/import", json=export).status_code == 409
+        assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 200
+        assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
+
+    @pytest.mark.usefixtures("lossy")
+    def test_a_token_is_made_and_revoked(self, relayed_url: str) -> None:
+        async def make() -> None:
+            store = Store(open_database(relayed_url))
+            try:
+                tokens = Tokens(store)
+                _, record = await tokens.create("once", [Scope.READ])
+                assert await tokens.all() == [record]
+                await tokens.revoke(record.token_id)
+                assert [token.revoked_at is None for token in await tokens.all()] == [False]
+            finally:
+                await store.close()
+
+        asyncio.run(make())
+
+
+def cut_sessions(database_url: str) -> int:
+    """End every session of the database but this one, from the database's side; how many there were."""
+    backend = make_url(database_url).get_backend_name()
+
+    async def cut() -> int:
+        engine = create_async_engine(database_url, isolation_level="AUTOCOMMIT")
+        try:
+            async with engine.connect() as connection:
+                sessions = (await connection.execute(text(SESSIONS[backend]))).scalars().all()
+                for session in sessions:
+                    # It may have ended meanwhile.
+                    with suppress(DBAPIError):
+                        await connection.execute(text(END[backend].format(session)))
+                return len(sessions)
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(cut())
+
+
+def test_sessions_that_are_ended_cost_no_request(http: httpx.Client, relayed_server: Server, database_url: str) -> None:
+    http.post("/jobs", json=job("cut")).raise_for_status()
+    over = threading.Event()
+    answers = threading.Semaphore(0)
+
+    def train(name: int) -> list[dict[str, Any]]:
+        trials = []
+        while not over.is_set():
+            headers = {"Idempotency-Key": f"{name}-{len(trials)}"}
+            answer = http.get("/jobs/batch_size", params={"job_id": "cut"}, headers=headers).raise_for_status().json()
+            trial = {field: answer[field] for field in ("job_id", "batch_size", "trial_number")}
+            for epoch in (1, 2):
+                report(http, trial, epoch).raise_for_status()
+                answers.release()
+            reached(http, trial, cost_j=500)
+            trials.append(trial)
+        return trials
+
+    ended = 0
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        trainings = [pool.submit(train, name) for name in range(CLIENTS)]
+        try:
+            for _ in range(CUTS):
+                # Some work between two cuts; a training that has failed ends the wait.
+                for _ in range(10):
+                    while not answers.acquire(timeout=0.1):
+                        if any(training.done() for training in trainings):
+                            break
+                ended += cut_sessions(database_url)
+        finally:
+            over.set()
+        trials = [trial for training in trainings for trial in training.result()]
+
+    assert ended >= CUTS
+    assert sorted(trial["trial_number"] for trial in trials) == list(range(1, len(trials) + 1))
+    for trial in trials:
+        assert epochs_of(http, trial) == [1, 2, 2], trial
+    states = [trial["state"] for trial in http.get("/api/jobs/cut").raise_for_status().json()["trials"]]
+    assert states == ["completed"] * len(trials)
+    assert "Traceback" not in relayed_server.log.read_text()
+
+
+def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, relay: Relay) -> None:
+    http.post("/jobs", json=job("waiting")).raise_for_status()
+    trial = begin(http, "waiting")
+    before = relay.turned_away
+    relay.turn_away(True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(report, http, trial, 1)
+            while relay.turned_away < before + 2 and not answer.done():
+                time.sleep(0.01)
+            relay.turn_away(False)
+            assert answer.result().status_code == 200
+    finally:
+        relay.turn_away(False)
+    assert epochs_of(http, trial) == [1]
+
+
+def test_a_database_that_stays_away_is_told_and_survived(
+    http: httpx.Client, relay: Relay, relayed_server: Server
+) -> None:
+    http.post("/jobs", json=job("away")).raise_for_status()
+    trial = begin(http, "away")
+    said = len(relayed_server.log.read_text())
+    relay.close()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
+            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "away"})
+            answers = [future.result() for future in [*reports, suggest]]
+        for answer in answers:
+            assert answer.status_code == 503, answer.text
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert int(answer.headers["retry-after"]) > 0
+            assert "does not answer at present" in answer.json()["message"]
+            assert str(relay.port) not in answer.text
+        assert http.get("/health/ready").status_code == 503
+        assert http.get("/health/live").status_code == 200
+    finally:
+        relay.open()
+
+    log = relayed_server.log.read_text()[said:]
+    assert "Traceback" not in log
+    lines = [line for line in log.splitlines() if "gave up" in line]
+    assert 1 <= len(lines) <= len(answers)
+    assert all(str(relay.port) in line for line in lines)
+    assert http.get("/health/ready").status_code == 200
+    assert report(http, trial, 1).status_code == 200
+    assert epochs_of(http, trial) == [1]
+
+
+def test_the_schema_says_so(http: httpx.Client) -> None:
+    document = json.loads(http.get("/schema/openapi.json").raise_for_status().text)
+    assert "503" in document["paths"]["/report"]["post"]["responses"]
+    assert "503" not in document["paths"]["/health/live"]["get"]["responses"]
