@@ -20,7 +20,7 @@ from tests.conftest import SERVER_START_S, free_port
 _HERE = Path(__file__).parent
 # As long as the suite may wait for an installation, which takes half a minute where packages are near.
 _INSTALL_S = 240.0
-_PIP = ["-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary=:all:", "--timeout=15", "--retries=1"]
+_PIP = ["-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"]
 _SERVER = "zeus.optimizer.batch_size.server.router:app"
 
 
