@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +23,8 @@ from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import create_async_engine
+
+from bso_server.cli import main
 
 SERVER_START_S = 60.0
 
@@ -122,8 +127,24 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None
 
 
 def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a `bso-server` command to its end."""
-    return subprocess.run([sys.executable, "-m", "bso_server", *arguments], capture_output=True, text=True, check=False)
+    """Run a `bso-server` command to its end.
+
+    It runs in this process, for starting another one takes longer than the command; not so `serve`, which sets up
+    logging and the environment of its process.
+    """
+    if arguments[0] == "serve":
+        command = [sys.executable, "-m", "bso_server", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        try:
+            status = main(arguments)
+        except SystemExit as usage:
+            status = int(usage.code or 0)
+        except Exception:
+            traceback.print_exc()
+            status = 1
+    return subprocess.CompletedProcess(arguments, status, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")

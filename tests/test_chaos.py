@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,21 +24,23 @@ from bso_server.service import BatchSizeService
 from bso_server.store import Store, StoredTrial, Transaction
 from tests.chaos.disasters import Scene
 from tests.chaos.evidence import ALIVE, Acknowledgement, check_job, check_numbers, read_logs
-from tests.chaos.jobs import JOBS
+from tests.chaos.jobs import Job, jobs, result
 from tests.conftest import bso_server
-from zeus_plugins.protocol import Origin
+from zeus_plugins.protocol import Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [
     pytest.mark.chaos,
     pytest.mark.skipif(sys.platform != "linux", reason="worker processes are found by /proc"),
 ]
 
-CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "20"))
+CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "25"))
 SEED = int(os.environ.get("ZEUS_TEST_CHAOS_SEED", random.getrandbits(32)))
 # Acknowledgements between two disasters, at most.
 LONGEST_PEACE = 40
 # A suspended training may take a day to come back.
 AFTER_ALL_LEASES = timedelta(days=2)
+# More than any of the jobs needs until each of its batch sizes is explored.
+MANY_TRIALS = 20
 
 T = TypeVar("T")
 
@@ -46,57 +49,82 @@ def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None
     print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
     upgrade = bso_server("db", "upgrade", "--database-url", database_url)
     assert upgrade.returncode == 0, upgrade.stderr
-    acknowledged = cause_chaos(database_url, tmp_path, random.Random(SEED))  # noqa: S311 - no secret
+    scene = cause_chaos(database_url, tmp_path, random.Random(SEED))  # noqa: S311 - no secret
+    victims = {"client", "worker", "server", "lease"}
+    assert set(+scene.struck) == (victims if database_url.startswith("sqlite") else victims | {"connection"})
+    acknowledged = read_logs(scene.logs)
+    assert {line["kind"] for line in acknowledged} == {"registered", "dispatched", "reported", "ended"}
 
-    assert {line["kind"] for line in acknowledged} == {"dispatched", "reported", "ended"}
+    registered = {line["job_id"] for line in acknowledged if line["kind"] == "registered"}
+    every_job = [job for generation in scene.generations for job in jobs(generation)]
+    assert registered == {job.job_id for job in every_job}
     check_numbers(acknowledged)
-    check_jobs(database_url, acknowledged)
-    let_every_job_explore(database_url)
-    # The trials that were abandoned by this lose nothing either.
-    check_jobs(database_url, acknowledged)
+    check_jobs(database_url, every_job, acknowledged)
+    let_every_job_explore(database_url, every_job)
+    # What was acknowledged of the trials that were abandoned by this is still there, too.
+    check_jobs(database_url, every_job, acknowledged)
 
 
-def cause_chaos(database_url: str, directory: Path, rng: random.Random) -> list[Acknowledgement]:
-    """Let everything happen at least once, in another order each time; what was acknowledged meanwhile."""
+def cause_chaos(database_url: str, directory: Path, rng: random.Random) -> Scene:
+    """Let everything happen at least once, and go on, in another order each time, until the time is over."""
     scene = Scene(database_url, directory, rng)
     end = time.monotonic() + CHAOS_S
     try:
         scene.start()
         disasters = scene.disasters()
-        while True:
-            for disaster in rng.sample(disasters, len(disasters)):
-                scene.wait_for(rng.randint(0, LONGEST_PEACE))
-                disaster()
-            if time.monotonic() > end:
+        to_come: list[Callable[[], None]] = []
+        for number in count(1):
+            to_come = to_come or rng.sample(disasters, len(disasters))
+            scene.wait_for(rng.randint(0, LONGEST_PEACE))
+            to_come.pop()()
+            if number >= len(disasters) and time.monotonic() > end:
                 break
+        # Some jobs must be amid their exploration when all ends.
+        scene.begin_new_jobs()
     finally:
         scene.stop()
-    return read_logs(scene.logs)
+    return scene
 
 
-def check_jobs(database_url: str, acknowledged: list[Acknowledgement]) -> None:
+def check_jobs(database_url: str, every_job: list[Job], acknowledged: list[Acknowledgement]) -> None:
     def check(transaction: Transaction) -> None:
-        for job in JOBS:
+        for job in every_job:
             check_job(transaction, job.job_id, acknowledged)
 
     on_database(database_url, lambda store: store.read(check))
 
 
-def let_every_job_explore(database_url: str) -> None:
-    """Two days later no trial is left that a job would wait for."""
+def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
+    """Two days later no trial is left that a job would wait for, and each explores until it has tried all sizes."""
 
     def alive(transaction: Transaction) -> list[StoredTrial]:
-        trials = [trial for job in JOBS for trial in transaction.all_trials(job.job_id)]
+        trials = [trial for job in every_job for trial in transaction.all_trials(job.job_id)]
         return [trial for trial in trials if trial.record.state in ALIVE]
 
-    async def ask(store: Store) -> list[Origin | None]:
+    async def explore_all(store: Store) -> int:
         service = BatchSizeService(store, clock=lambda: datetime.now(UTC) + AFTER_ALL_LEASES)
         await service.reap()
         assert await store.read(alive) == []
-        return [(await service.suggest(job.job_id)).origin for job in JOBS]
+        return sum([await explore(service, job) for job in every_job])
 
-    origins = on_database(database_url, ask)
-    assert set(origins) <= {Origin.EXPLORATION, Origin.BANDIT}
+    assert on_database(database_url, explore_all) > 0
+
+
+async def explore(service: BatchSizeService, job: Job) -> int:
+    """Train until the job has nothing left to explore; how many trials it took."""
+    for trials in range(MANY_TRIALS):
+        trial = await service.suggest(job.job_id)
+        if trial.origin is Origin.BANDIT:
+            return trials
+        assert trial.origin is Origin.EXPLORATION, trial
+        identity = {"job_id": job.job_id, "batch_size": trial.batch_size, "trial_number": trial.trial_number}
+        if trial.batch_size == job.out_of_memory:
+            await service.end_trial(TrialEnd(**identity, outcome=TrialState.INFEASIBLE))
+            continue
+        for epoch in count(1):
+            if (await service.report(TrainingResult(**identity, **result(trial.batch_size, epoch)))).stop_train:
+                break
+    raise AssertionError(f"{job.job_id} does not end exploring")
 
 
 def on_database(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:

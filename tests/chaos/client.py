@@ -1,8 +1,9 @@
 """A process that trains without end, and keeps what the server acknowledged where a SIGKILL cannot take it away.
 
-Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED``. It sends each request until it is answered, as if it knew
-nothing of what happens to the server, and only then writes the answer to LOG: one JSON object per line, on the disk
-before the next request.
+Usage: ``python -m tests.chaos.client SERVER_URL LOG SEED GENERATION``. It trains the jobs of that generation. It sends
+each request until it is answered, as if it knew nothing of what happens to the server, and only then writes the answer
+to LOG: one JSON object per line, on the disk before the next request. It ends when an answer says anything else than
+that the request succeeded or may be sent again (503).
 """
 
 from __future__ import annotations
@@ -12,35 +13,41 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.chaos.jobs import DEFAULT, EPOCH_J, EPOCHS, JOBS, Job
+from tests.chaos.jobs import DEFAULT, EPOCH_J, Job, jobs, result
 
 LONGEST_EPOCH_S = 0.01
 RETRY_AFTER_S = 0.05
+TIMEOUT_S = 60.0
 CRASHES = 0.1
 PREEMPTIONS = 0.1
 NEVER_BACK = 0.2
 
 
 class RefusedError(Exception):
-    """The server says that the client is at fault. It never is."""
+    """The server says that the client is at fault, which it never is, or that it is broken itself."""
 
 
 class Client:
     """Trains one trial after another.
 
     Args:
+        jobs: What to train.
         server_url: The server.
         log: Where to write what was acknowledged.
         rng: Decides on everything that is left to chance.
     """
 
-    def __init__(self, server_url: str, log: Path, rng: random.Random) -> None:
-        self._http = httpx.Client(base_url=server_url)
+    def __init__(self, jobs: Sequence[Job], server_url: str, log: Path, rng: random.Random) -> None:
+        self._jobs = jobs
+        # A request that was given up could still be served after the next one.
+        self._http = httpx.Client(base_url=server_url, timeout=TIMEOUT_S)
         self._log = log.open("a")
         self._rng = rng
 
@@ -50,10 +57,11 @@ class Client:
         Raises:
             RefusedError: The server refused something.
         """
-        for job in JOBS:
+        for job in self._jobs:
             self._send("POST", "/jobs", json=job.body)
+            self._write("registered", {"job_id": job.job_id})
         while True:
-            self._train(self._rng.choice(JOBS))
+            self._train(self._rng.choice(self._jobs))
 
     def _train(self, job: Job) -> None:
         key = self._rng.randbytes(16).hex()
@@ -73,26 +81,22 @@ class Client:
                 self._end(trial, "failed")
                 return
             if self._rng.random() < PREEMPTIONS:
-                self._end(trial, "suspended")
-                if self._rng.random() < NEVER_BACK:
+                comes_back = self._rng.random() >= NEVER_BACK
+                self._end(trial, "suspended", comes_back=comes_back)
+                if not comes_back:
                     return
             if self._rng.random() < 0.5:
                 self._send("PATCH", "/trials/heartbeat", json=trial)
             epoch += 1
-            result = {
-                "time": epoch * 1.5,
-                "energy": epoch * epoch_j,
-                "metric": 0.95 if epoch >= EPOCHS[trial["batch_size"]] else epoch / 100,
-                "current_epoch": epoch,
-            }
-            answer = self._send("POST", "/report", json=trial | result)
-            self._write("reported", trial, result=result, answer=answer)
+            reported = result(trial["batch_size"], epoch, epoch_j)
+            answer = self._send("POST", "/report", json=trial | reported)
+            self._write("reported", trial, result=reported, answer=answer)
             if answer["stop_train"]:
                 return
 
-    def _end(self, trial: dict[str, Any], outcome: str) -> None:
+    def _end(self, trial: dict[str, Any], outcome: str, *, comes_back: bool = False) -> None:
         self._send("PATCH", "/trials", json=trial | {"outcome": outcome})
-        self._write("ended", trial, outcome=outcome)
+        self._write("ended", trial, outcome=outcome, comes_back=comes_back)
 
     def _send(self, method: str, path: str, **request: Any) -> Any:
         while True:
@@ -103,7 +107,7 @@ class Client:
                 continue
             if answer.is_success:
                 return answer.json() if answer.content else None
-            if not answer.is_server_error:
+            if answer.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
                 raise RefusedError(f"{method} {path} {request}: {answer.status_code} {answer.text}")
             time.sleep(RETRY_AFTER_S)
 
@@ -114,4 +118,6 @@ class Client:
 
 
 if __name__ == "__main__":
-    Client(sys.argv[1], Path(sys.argv[2]), random.Random(int(sys.argv[3]))).run()  # noqa: S311 - no secret
+    server_url, log, seed, generation = sys.argv[1:]
+    chances = random.Random(int(seed))  # noqa: S311 - no secret
+    Client(jobs(int(generation)), server_url, Path(log), chances).run()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from bso_server.database import open_database
 from bso_server.service import BatchSizeService
 from bso_server.store import Store
+from tests.chaos.jobs import jobs
 from tests.conftest import SERVER_START_S, Server
 
 CLIENTS = 4
@@ -68,6 +70,10 @@ class Scene:
         database_url: A database with the server's schema.
         directory: For logs.
         rng: Chooses victims, and seeds the clients.
+
+    Attributes:
+        logs: What the clients were told.
+        struck: How often each disaster found a victim.
     """
 
     def __init__(self, database_url: str, directory: Path, rng: random.Random) -> None:
@@ -75,13 +81,16 @@ class Scene:
         self._directory = directory
         self._rng = rng
         self._clients: list[RunningClient] = []
+        self._generation = 0
         self.logs: list[Path] = []
+        self.struck: Counter[str] = Counter()
 
     def start(self) -> None:
         """Start the server and all clients."""
         self._server.start(*WORKERS)
         for _ in range(CLIENTS):
             self._start_client()
+        self._wait_until_it_trains(self._clients[-1])
 
     def stop(self) -> None:
         """Kill everything, amid whatever it does."""
@@ -91,48 +100,61 @@ class Scene:
 
     def wait_for(self, acknowledgements: int) -> None:
         """Wait until the clients were told so many more things, and make sure that nothing has ended of itself."""
-        deadline = time.monotonic() + PATIENCE_S
-        before = self._acknowledgements
-        while True:
-            self._check()
-            if self._acknowledgements >= before + acknowledgements:
-                return
-            assert time.monotonic() < deadline, f"the clients get no answers: {self._server.log.read_text()}"
-            time.sleep(0.02)
+        wanted = self._acknowledgements + acknowledgements
+        self._wait(lambda: self._acknowledgements >= wanted, "the clients get no answers")
+
+    @property
+    def generations(self) -> range:
+        """Those of the jobs that were begun."""
+        return range(self._generation + 1)
 
     def disasters(self) -> list[Callable[[], None]]:
         """What can happen; the frequent stands here more than once."""
         cut = [] if self._backend == "sqlite" else [self.cut_connections] * 2
-        return [*[self.replace_client] * 3, *[self.kill_worker] * 2, *[self.expire_leases] * 2, *cut, self.kill_server]
+        leases = [self.expire_leases] * 2
+        return [
+            *[self.replace_client] * 3,
+            *[self.kill_worker] * 2,
+            *leases,
+            *cut,
+            self.kill_server,
+            self.begin_new_jobs,
+        ]
 
     def replace_client(self) -> None:
         """Kill a client; another one takes its place."""
         self._kill_a_client()
         self._start_client()
 
+    def begin_new_jobs(self) -> None:
+        """Let one client, and those that are started from now on, train jobs that nobody has trained yet."""
+        self._generation += 1
+        self.replace_client()
+        self._wait_until_it_trains(self._clients[-1])
+
     def kill_worker(self) -> None:
         """Kill a worker process of the server, which starts another one."""
-        assert self._server.process is not None
-        workers = [child for child in _children(self._server.process.pid) if _is_worker(child)]
-        if workers:
-            _kill(self._rng.choice(workers))
+        # The last ones may just have been killed.
+        self._wait(lambda: self._workers() != [], "the server has no workers")
+        self.struck["worker"] += _kill(self._rng.choice(self._workers()))
 
     def kill_server(self) -> None:
         """Kill the server with its workers, and start it again."""
         self._kill_server()
+        self.struck["server"] += 1
         self._server.start(*WORKERS)
 
     def expire_leases(self) -> None:
         """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
 
-        async def reap() -> None:
+        async def reap() -> int:
             store = Store(open_database(self._server.database_url))
             try:
-                await BatchSizeService(store, clock=lambda: datetime.now(UTC) + HOURS_LATER).reap()
+                return await BatchSizeService(store, clock=lambda: datetime.now(UTC) + HOURS_LATER).reap()
             finally:
                 await store.close()
 
-        asyncio.run(reap())
+        self.struck["lease"] += asyncio.run(reap())
 
     def cut_connections(self) -> None:
         """End some of the server's connections to its database, from the database's side."""
@@ -146,6 +168,7 @@ class Scene:
                             # It may have ended meanwhile.
                             with suppress(DBAPIError):
                                 await connection.execute(text(_END[self._backend].format(number)))
+                                self.struck["connection"] += 1
             finally:
                 await engine.dispose()
 
@@ -154,6 +177,23 @@ class Scene:
     @property
     def _acknowledgements(self) -> int:
         return sum(client.acknowledgements for client in self._clients)
+
+    def _workers(self) -> list[int]:
+        assert self._server.process is not None
+        return [child for child in _children(self._server.process.pid) if _is_worker(child)]
+
+    def _wait_until_it_trains(self, client: RunningClient) -> None:
+        jobs_to_register = len(jobs(self._generation))
+        self._wait(lambda: client.acknowledgements > jobs_to_register, "a new client gets no trial")
+
+    def _wait(self, until: Callable[[], bool], otherwise: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            self._check()
+            if until():
+                return
+            assert time.monotonic() < deadline, f"{otherwise}: {self._server.log.read_text()}"
+            time.sleep(0.02)
 
     def _check(self) -> None:
         process = self._server.process
@@ -170,7 +210,7 @@ class Scene:
         log = self._directory / f"client-{len(self.logs) + 1}.jsonl"
         log.touch()
         self.logs.append(log)
-        arguments = [self._server.url, str(log), str(self._rng.getrandbits(32))]
+        arguments = [self._server.url, str(log), str(self._rng.getrandbits(32)), str(self._generation)]
         errors = log.with_suffix(".err")
         with errors.open("w") as output:
             process = subprocess.Popen(
@@ -185,6 +225,7 @@ class Scene:
         self._clients.remove(client)
         client.process.kill()
         client.process.wait()
+        self.struck["client"] += 1
 
     def _kill_server(self) -> None:
         process = self._server.process
@@ -211,9 +252,13 @@ def _is_worker(pid: int) -> bool:
     return False
 
 
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
+def _kill(pid: int) -> bool:
+    """End a process; False if it had ended of itself."""
+    try:
         os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _wait_for_ends(pids: list[int]) -> None:

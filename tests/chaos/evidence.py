@@ -30,12 +30,11 @@ REASONS: dict[TrialState, set[EndReason | None]] = {
     TrialState.SUSPENDED: {EndReason.PREEMPTED},
     TrialState.ABANDONED: {EndReason.LEASE_EXPIRED},
 }
-# What a trial may have become that its client ended so.
+# What a trial may have become that its client ended so, without ever going on with it.
 OUTCOMES = {
     "failed": {TrialState.FAILED, TrialState.INFEASIBLE},
     "infeasible": {TrialState.INFEASIBLE},
-    # It may have gone on, or have been given up; its client was killed before it was told.
-    "suspended": set(TrialState),
+    "suspended": {TrialState.SUSPENDED, TrialState.ABANDONED},
 }
 
 
@@ -66,7 +65,8 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
         _check_state(trial)
     _check_events(job, trials)
     _check_cache(transaction, job, trials)
-    _check_acknowledged(transaction, trials, [line for line in acknowledged if line.get("job_id") == job_id])
+    about_trials = [line for line in acknowledged if line["job_id"] == job_id and line["kind"] != "registered"]
+    _check_acknowledged(transaction, job_id, trials, about_trials)
 
 
 def _check_state(trial: StoredTrial) -> None:
@@ -83,7 +83,7 @@ def _check_events(job: StoredJob, trials: Iterable[StoredTrial]) -> None:
     records = [trial.record for trial in trials]
     events = [event for record in records for event in (record.started_event, record.ended_event) if event is not None]
     assert len(set(events)) == len(events)
-    assert max(events) <= job.event_count
+    assert max(events, default=0) <= job.event_count
 
 
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[StoredTrial]) -> None:
@@ -98,18 +98,18 @@ def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[Stor
 
 
 def _check_acknowledged(
-    transaction: Transaction, trials: Iterable[StoredTrial], acknowledged: Iterable[Acknowledgement]
+    transaction: Transaction, job_id: str, trials: Iterable[StoredTrial], acknowledged: Iterable[Acknowledgement]
 ) -> None:
     by_key = {trial.key: trial for trial in trials}
     going_on: dict[TrialKey, list[tuple[float, ...]]] = {key: [] for key in by_key}
-    for epoch in epochs_of(transaction, next(iter(by_key))[0]):
+    for epoch in epochs_of(transaction, job_id):
         going_on[epoch.job_id, epoch.trial_number].append((epoch.time_s, epoch.energy_j, epoch.epoch, epoch.metric))
     for totals in going_on.values():
         assert totals == sorted(set(totals)), "a report is there twice"
     for line in acknowledged:
         trial = by_key[key_of(line)]
         assert trial.record.batch_size == line["batch_size"]
-        if line["kind"] == "ended":
+        if line["kind"] == "ended" and not line["comes_back"]:
             assert trial.record.state in OUTCOMES[line["outcome"]], (trial, line)
         elif line["kind"] == "reported":
             _check_report(trial, going_on[trial.key], line)

@@ -30,24 +30,36 @@ class Job:
         return job_id
 
 
-def _job(name: str, *, out_of_memory: int | None = None, **fields: Any) -> Job:
-    body = {
-        "job_id_prefix": "chaos",
-        "job_id": f"chaos-{name}",
-        "batch_sizes": sorted(EPOCHS),
-        "default_batch_size": DEFAULT,
-        "eta_knob": 1.0,
-        "target_metric": 0.9,
-        "max_epochs": 10,
-        "max_power": 300.0,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
+def jobs(generation: int) -> tuple[Job, ...]:
+    """The jobs of one generation: the next one has the same, under other ids, still to be explored."""
+
+    def job(name: str, *, out_of_memory: int | None = None, **fields: Any) -> Job:
+        body = {
+            "job_id_prefix": "chaos",
+            "job_id": f"chaos-{name}-{generation}",
+            "batch_sizes": sorted(EPOCHS),
+            "default_batch_size": DEFAULT,
+            "eta_knob": 1.0,
+            "target_metric": 0.9,
+            "max_epochs": 10,
+            "max_power": 300.0,
+            "number_of_gpus": 1,
+            "gpu_model": "V100",
+        }
+        return Job(body | fields, out_of_memory)
+
+    return (
+        job("bounded", out_of_memory=64, num_pruning_rounds=2, beta_knob=2.0, window_size=3, mab_seed=1),
+        job("unbounded", num_pruning_rounds=1, beta_knob=None),
+        job("without-exploration", num_pruning_rounds=0, mab_seed=2),
+    )
+
+
+def result(batch_size: int, epoch: int, epoch_j: float = EPOCH_J) -> dict[str, Any]:
+    """What a training with this batch size reports after an epoch."""
+    return {
+        "time": epoch * 1.5,
+        "energy": epoch * epoch_j,
+        "metric": 0.95 if epoch >= EPOCHS[batch_size] else epoch / 100,
+        "current_epoch": epoch,
     }
-    return Job(body | fields, out_of_memory)
-
-
-JOBS = (
-    _job("bounded", out_of_memory=64, num_pruning_rounds=2, beta_knob=2.0, window_size=3, mab_seed=1),
-    _job("unbounded", num_pruning_rounds=1, beta_knob=None),
-    _job("without-exploration", num_pruning_rounds=0, mab_seed=2),
-)

@@ -18,7 +18,9 @@ import httpx
 from tests.conftest import SERVER_START_S, free_port
 
 _HERE = Path(__file__).parent
-_INSTALL_S = 900.0
+# As long as the suite may wait for an installation, which takes half a minute where packages are near.
+_INSTALL_S = 240.0
+_PIP = ["-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--timeout=15", "--retries=1"]
 _SERVER = "zeus.optimizer.batch_size.server.router:app"
 
 
@@ -92,16 +94,18 @@ def install(directory: Path) -> Peer:
     stamp = directory / "installed.txt"
     wanted = f"# Python {sys.version}\n{requirements.read_text()}"
     if not stamp.exists() or stamp.read_text() != wanted:
-        _install(["-m", "venv", "--clear", str(directory)], Path(sys.executable))
-        _install(["-m", "pip", "install", "--only-binary", ":all:", "--retries", "1", "-r", str(requirements)], python)
+        deadline = time.monotonic() + _INSTALL_S
+        _install(Path(sys.executable), ["-m", "venv", "--clear", str(directory)], deadline)
+        _install(python, [*_PIP, "-r", str(requirements)], deadline)
         stamp.write_text(wanted)
     return Peer(python)
 
 
-def _install(arguments: list[str], python: Path) -> None:
+def _install(python: Path, arguments: list[str], deadline: float) -> None:
+    seconds_left = max(1.0, deadline - time.monotonic())
     try:
         result = subprocess.run(
-            [python, *arguments], env=_environment(), capture_output=True, text=True, timeout=_INSTALL_S, check=False
+            [python, *arguments], env=_environment(), capture_output=True, text=True, timeout=seconds_left, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerMissingError(str(error)) from error
