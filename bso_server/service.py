@@ -403,7 +403,7 @@ class BatchSizeService:
     def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
         """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
         abandoned = []
-        for expired in transaction.expired_trials(job.job.job_id, now):
+        for expired in transaction.locked_expired_trials(job.job.job_id, now):
             message = f"abandoned: not heard of since {expired.reported_at or expired.started_at:%Y-%m-%d %H:%M:%S} UTC"
             state, reason = TrialState.ABANDONED, EndReason.LEASE_EXPIRED
             job, trial = moves.ended(job, expired, state, reason, message, now)

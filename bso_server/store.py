@@ -218,9 +218,12 @@ class Transaction:
         found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
         return sorted((trial.record for trial in found), key=lambda record: record.ended_event or 0)
 
-    def expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
-        """The job's trials whose leases have run out, in order of dispatch."""
-        return self._trials(trials.c.job_id == job_id, *_expired(now))
+    def locked_expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
+        """The job's trials whose leases have run out, in order of dispatch; other writers wait.
+
+        A trial whose report is just being taken has a new lease by the time that its row can be had.
+        """
+        return self._trials(trials.c.job_id == job_id, *_expired(now), lock=True)
 
     def jobs_with_expired_trials(self, now: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
@@ -360,9 +363,11 @@ class Transaction:
         row = (self._connection.execute(statement)).mappings().one_or_none()
         return None if row is None else job_from(row)
 
-    def _trials(self, *conditions: ColumnElement[bool]) -> list[StoredTrial]:
+    def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[StoredTrial]:
+        statement = select(trials).where(*conditions)
+        rows = self._connection.execute(statement.with_for_update() if lock else statement).mappings()
         # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
-        found = (trial_from(row) for row in self._connection.execute(select(trials).where(*conditions)).mappings())
+        found = (trial_from(row) for row in rows)
         return sorted(found, key=lambda trial: trial.record.trial_number)
 
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:

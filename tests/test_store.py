@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -189,6 +190,41 @@ def test_work_that_lost_against_another_transaction_is_done_again(database_url: 
         for outcome in [pool.submit(in_thread, "dead-a", "dead-b"), pool.submit(in_thread, "dead-b", "dead-a")]:
             outcome.result()
     assert tries.total() == (2 if database_url.startswith("sqlite") else 3)
+
+
+def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_url: str) -> None:
+    """The reaper looks while a report on an expired trial is under way, and waits for the new lease."""
+    now = datetime.now(UTC)
+    job_id = "saved"
+    is_locked = threading.Event()
+
+    def renew(transaction: Transaction) -> None:
+        _, trial = transaction.locked_trials([(job_id, 1)])[job_id, 1]
+        is_locked.set()
+        # Long enough for the reaper to look; it makes no difference to the outcome.
+        time.sleep(0.5)
+        transaction.update_progress([replace(trial, lease_expires_at=now + timedelta(hours=1))])
+
+    def in_thread(use: Callable[[Store], Awaitable[T]]) -> T:
+        return in_store(database_url, use)
+
+    async def begin(store: Store) -> None:
+        await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=now))
+        record = TrialRecord(trial_number=1, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
+        trial = StoredTrial(job_id, record, "", now, lease_expires_at=now - timedelta(hours=1))
+        await store.write(partial(Transaction.insert_trial, trial=trial))
+
+    async def reap(store: Store) -> list[StoredTrial]:
+        assert is_locked.wait(30)
+        await BatchSizeService(store).reap()
+        return await store.read(lambda transaction: transaction.all_trials(job_id))
+
+    in_store(database_url, begin)
+    with ThreadPoolExecutor(2) as pool:
+        report = pool.submit(in_thread, lambda store: store.write(renew))
+        reaper = pool.submit(in_thread, reap)
+        report.result()
+        assert [trial.record.state for trial in reaper.result()] == [TrialState.RUNNING]
 
 
 def test_how_many_statements_a_report_takes(database_url: str) -> None:
