@@ -270,8 +270,8 @@ class ZeusBSOCallback(Callback):
         every = trainer.check_val_every_n_epoch
         if trainer.enable_validation and every is not None and limit // every * every <= first:
             raise ZeusBSOConfigError(
-                f"Trainer(check_val_every_n_epoch={every}) never validates in {limit - first} epochs, so there would be "
-                f"nothing to report: validate more often"
+                f"Trainer(check_val_every_n_epoch={every}) never validates in {limit - first} epochs, so there would "
+                "be nothing to report: validate more often"
             )
 
     def _split(self, batch_sizes: Sequence[int], trainer: Trainer, pl_module: LightningModule) -> BatchSplit:
