@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.lightning_models import Classifier, HardCodedData, quiet_trainer
@@ -34,6 +34,17 @@ class ScoreByRank(Classifier):
         self.log("score", SCORES[self.global_rank])
 
 
+def job_named(job_id: str, target: float) -> JobSpec:
+    return JobSpec(
+        job_id=job_id,
+        job_id_prefix="digits",
+        batch_sizes=(BATCH_SIZE,),
+        default_batch_size=BATCH_SIZE,
+        target_metric=target,
+        max_epochs=2,
+    )
+
+
 class OutOfMemory(Callback):
     """Fails one rank."""
 
@@ -50,24 +61,39 @@ class Preemption(Callback):
             raise SystemExit(143)
 
 
+class WriteDown(Callback):
+    """Leaves what a spawned process saw, which ends with all it knows."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        seen = {"sizes": pl_module.seen_sizes, "steps": trainer.global_step}
+        Path(self._folder, f"rank{trainer.global_rank}.json").write_text(json.dumps(seen))
+
+
+def spawn(server_url: str, job_id: str, target: float, folder: str) -> None:
+    callback = ZeusBSOCallback(job_named(job_id, target), "score", server_url=server_url)
+    trainer = quiet_trainer(callback, WriteDown(folder), max_epochs=2, devices=WORLD_SIZE, strategy="ddp_spawn")
+    trainer.fit(ScoreByRank(), HardCodedData())
+    try:
+        trial = str(callback.trial)
+    except ZeusBSOError as error:
+        trial = str(error)
+    Path(folder, "parent.json").write_text(json.dumps(trial))
+
+
 def train(server_url: str, job_id: str, target: float, folder: str, scenario: str) -> dict[str, Any]:
     """Train two epochs at most.
 
     Returns:
         What this rank saw.
     """
-    job = JobSpec(
-        job_id=job_id,
-        job_id_prefix="digits",
-        batch_sizes=(BATCH_SIZE,),
-        default_batch_size=BATCH_SIZE,
-        target_metric=target,
-        max_epochs=2,
-    )
+    job = job_named(job_id, target)
     callback = ZeusBSOCallback(job, "score", server_url=server_url)
     module = ScoreByRank()
     others: list[Callback] = [OutOfMemory()] if scenario == "memory" else []
-    options = {"max_epochs": 2, "devices": WORLD_SIZE, "strategy": "ddp_spawn" if scenario == "spawn" else "ddp"}
+    options = {"max_epochs": 2, "devices": WORLD_SIZE, "strategy": "ddp"}
     resume = {}
     if scenario == "preempted":
         saver = ModelCheckpoint(folder, save_last=True)
@@ -97,6 +123,9 @@ def train(server_url: str, job_id: str, target: float, folder: str, scenario: st
 def main(server_url: str, job_id: str, target: str, folder: str, scenario: str) -> None:
     """Train, and write what was seen to a file per rank."""
     torch.set_num_threads(1)
+    if scenario == "spawn":
+        spawn(server_url, job_id, float(target), folder)
+        return
     seen = train(server_url, job_id, float(target), folder, scenario)
     Path(folder, f"rank{seen['rank']}.json").write_text(json.dumps(seen))
 

@@ -104,3 +104,12 @@ def test_a_preempted_trial_goes_on_on_both_ranks(server: Server, tmp_path: Path)
         assert rank["steps"] == 2 * steps
     trial = only_trial(server)
     assert (trial.state, trial.trial_number, trial.epochs) == (TrialState.EXHAUSTED, 1, 2)
+
+
+def test_spawned_processes_share_one_trial(server: Server, tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(server.url, target=sum(SCORES) / 2, folder=tmp_path, scenario="spawn")
+    for rank in ranks:
+        assert rank == {"sizes": [24, 24, 24, 12], "steps": 4}
+    assert only_trial(server).state is TrialState.COMPLETED
+    # The callback that knows the trial ended with its process.
+    assert "spawned processes" in json.loads((tmp_path / "parent.json").read_text())
