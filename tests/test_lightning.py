@@ -59,6 +59,11 @@ DATA: dict[str, DataKind] = {
     "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
     "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
     "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
+    "stream with a length": lambda: (Classifier(), {"train_dataloaders": models.measured_stream_loader()}),
+    "persistent workers": lambda: (Classifier(), {"train_dataloaders": models.persistent_loader()}),
+    "own distributed sampler": lambda: (Classifier(), {"train_dataloaders": models.own_distributed_sampler_loader()}),
+    "module.hparams": lambda: (models.HyperparameterModule(), {}),
+    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
 }
 COLLECTIONS: dict[str, DataKind] = {
     "list": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_list()}),
@@ -74,6 +79,8 @@ def kinds(data: dict[str, DataKind]) -> pytest.MarkDecorator:
 # The batch size
 
 
+# Lightning's own remark on a stream with a length.
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 @kinds(DATA)
 def test_every_way_to_give_data_trains_at_the_servers_size(bench: Bench, kind: DataKind) -> None:
     module, data = kind()
@@ -122,9 +129,14 @@ def test_attributes_and_hyperparameters_name_the_servers_size_while_training(ben
     assert seen == [SERVERS_SIZE, SERVERS_SIZE]
 
 
-def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: train_loader(batch_size=None), models.list_of_batches, models.list_of_tensors],
+    ids=["batch_size=None", "list of batches", "list of tensors"],
+)
+def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench, make: Callable[[], Any]) -> None:
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
-        quiet_trainer(bench.callback()).fit(Classifier(), train_loader(batch_size=None))
+        quiet_trainer(bench.callback()).fit(Classifier(), make())
     assert bench.only_trial().state is TrialState.FAILED
 
 

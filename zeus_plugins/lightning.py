@@ -165,7 +165,7 @@ class ZeusBSOCallback(Callback):
         self._awaits_checkpoint = False
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
-            self._stay_out()
+            self._stay_out(trainer)
             return
         self._first_epoch = state["first_epoch"]
         self._check_epochs(trainer)
@@ -187,7 +187,7 @@ class ZeusBSOCallback(Callback):
         if self._patches is None:
             return
         if self._awaits_checkpoint:  # A checkpoint with weights alone has no part for callbacks.
-            self._stay_out()
+            self._stay_out(trainer)
             return
         self._lr_factor = self._chosen_lr_factor(trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -313,20 +313,24 @@ class ZeusBSOCallback(Callback):
         goes_on = session.resume(state)
         return session.trial, goes_on
 
-    def _stay_out(self) -> None:
+    def _stay_out(self, trainer: Trainer) -> None:
         self._awaits_checkpoint = False
         self._patches = None
-        _logger.warning(
+        _say(
+            trainer,
+            logging.WARNING,
             "the checkpoint holds no trial, so this training goes on with its own batch size, and nothing of it is "
             "measured or reported: the rest of a training says nothing about a whole one. Train from the start to let "
-            "the server choose"
+            "the server choose",
         )
 
     def _chosen_lr_factor(self, trainer: Trainer) -> float:
         if self._lr_scaling != "none" and any(_finders(trainer, "LearningRateFinder")):
-            _logger.info(
-                "lr_scaling=%r is left out: LearningRateFinder finds the learning rate for the batch size in force",
-                self._lr_scaling,
+            _say(
+                trainer,
+                logging.INFO,
+                f"lr_scaling={str(self._lr_scaling)!r} is left out: LearningRateFinder finds the learning rate for the "
+                "batch size in force",
             )
             return 1.0
         return lr_factor(self._lr_scaling, self.trial.batch_size, self._job.default_batch_size)
@@ -416,6 +420,11 @@ class ZeusBSOCallback(Callback):
 
 def _over(verdict: ReportResponse | None) -> bool:
     return verdict is not None and verdict.stop_train
+
+
+def _say(trainer: Trainer, level: int, message: str) -> None:
+    if trainer.is_global_zero:
+        _logger.log(level, message)
 
 
 def _is_rehearsal(trainer: Trainer) -> bool:
