@@ -1,4 +1,4 @@
-"""Batch size optimization for PyTorch Lightning: hooks only, the counting is `zeus_plugins.session`'s.
+"""Batch size optimization and energy for PyTorch Lightning: hooks only, the counting is done in other modules.
 
 Example:
     The whole change to a training script::
@@ -27,16 +27,17 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from zeus_plugins import energy
+from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, is_over, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
-from zeus_plugins.energy import EnergyMonitor
+from zeus_plugins.energy import EnergyMonitor, EpochMeter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
-from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader, split_batch
+from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader
 from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.patches import Patches
-from zeus_plugins.protocol import JobSpec, ReportResponse
+from zeus_plugins.protocol import JobSpec
 from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
 
-__all__ = ["ZeusBSOCallback"]
+__all__ = ["ZeusBSOCallback", "ZeusEnergyCallback"]
 
 T = TypeVar("T")
 
@@ -87,10 +88,7 @@ class ZeusBSOCallback(Callback):
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
     ) -> None:
-        if on_failure not in ("raise", "stop"):
-            raise ZeusBSOConfigError(f"on_failure is {on_failure!r}: choose 'raise' or 'stop'")
-        if max_per_device_batch_size is not None and max_per_device_batch_size < 1:
-            raise ZeusBSOConfigError(f"max_per_device_batch_size is {max_per_device_batch_size}: it is at least 1")
+        check_options(on_failure=on_failure, max_per_device=max_per_device_batch_size)
         self._job = job
         self._metric_name = monitor
         self._server_url = server_url
@@ -147,7 +145,7 @@ class ZeusBSOCallback(Callback):
             return
         self._check_epochs(trainer)
         # Before a trial is spent on a size that cannot be.
-        self._split(self._job.batch_sizes, trainer, pl_module)
+        self._splits(self._job, trainer, pl_module)
         self._trial = _decided_by_rank_zero(trainer, lambda: self._begin_trial(trainer))
         self._open = True
         if self._trial.batch_size not in self._job.batch_sizes:
@@ -228,7 +226,7 @@ class ZeusBSOCallback(Callback):
     # Lightning need not validate after the last epoch, but the server must hear that no more are allowed.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the end of a training whose last validation was earlier."""
-        if self._patches is None or not self._open or _over(self.trial.verdict) or self.trial.metric is None:
+        if self._patches is None or not self._open or is_over(self.trial.verdict) or self.trial.metric is None:
             return
         epochs = trainer.current_epoch - self._first_epoch
         if epochs >= self._job.max_epochs and epochs > (self.trial.epoch or 0):
@@ -239,9 +237,9 @@ class ZeusBSOCallback(Callback):
         if self._patches is None or stage != "fit":
             return
         self._finish()
-        failure = self._failure()
-        if failure is not None and self._on_failure == "raise":
-            raise ZeusBSOTrainFailError(f"{failure}; launch the training again to try the next batch size")
+        reason = failure(self.trial.verdict) if self._open else None
+        if reason is not None and self._on_failure == "raise":
+            raise ZeusBSOTrainFailError(f"{reason}; launch the training again to try the next batch size")
 
     # Lightning calls no teardown after an exception, and one raised from here would hide it.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -274,28 +272,16 @@ class ZeusBSOCallback(Callback):
                 "be nothing to report: validate more often"
             )
 
-    def _split(self, batch_sizes: Sequence[int], trainer: Trainer, pl_module: LightningModule) -> BatchSplit:
-        """How the first of these sizes is spread; all are checked."""
+    def _splits(self, job: JobSpec, trainer: Trainer, pl_module: LightningModule) -> dict[int, BatchSplit]:
         devices, accumulation = trainer.world_size, trainer.accumulate_grad_batches
-        splits = [
-            split_batch(size, world_size=devices, accumulation=accumulation, max_per_device=self._max_per_device)
-            for size in batch_sizes
-        ]
-        uneven = [size for size, split in zip(batch_sizes, splits, strict=True) if split is None]
-        if uneven:
-            raise ZeusBSOConfigError(
-                f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
-                "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
-                f"{devices * accumulation}"
-            )
-        even = [split for split in splits if split is not None]
-        if not pl_module.automatic_optimization and any(split.accumulation > 1 for split in even):
+        splits = splits_of_job(job, devices=devices, accumulation=accumulation, max_per_device=self._max_per_device)
+        if not pl_module.automatic_optimization and any(split.accumulation > 1 for split in splits.values()):
             raise ZeusBSOConfigError(
                 f"with manual optimization Lightning accumulates no gradients, so sizes above "
                 f"max_per_device_batch_size={self._max_per_device} × {devices} devices cannot be reached: raise it, or "
                 "drop those batch sizes from the job"
             )
-        return even[0]
+        return splits
 
     def _new_session(self, trainer: Trainer) -> TrialSession:
         self._client = client_from_environment(self._server_url, self._token)
@@ -336,7 +322,9 @@ class ZeusBSOCallback(Callback):
         return lr_factor(self._lr_scaling, self.trial.batch_size, self._job.default_batch_size)
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule, patches: Patches) -> None:
-        split = self._split([self.trial.batch_size], trainer, pl_module)
+        # A checkpoint's trial may have a size that the job no longer has.
+        size = self.trial.batch_size
+        split = self._splits(self._job.model_copy(update={"batch_sizes": (size,)}), trainer, pl_module)[size]
         patches.set_attribute(trainer, "accumulate_grad_batches", split.accumulation)
         for holder in (getattr(trainer, "datamodule", None), pl_module):
             _set_batch_size_attributes(holder, split.per_device, patches)
@@ -366,12 +354,12 @@ class ZeusBSOCallback(Callback):
             )
 
     def _report_metric(self, trainer: Trainer) -> None:
-        if self._patches is not None and self._open and not _over(self.trial.verdict):
+        if self._patches is not None and self._open and not is_over(self.trial.verdict):
             self._report(trainer, self._metric(trainer), _epochs_trained(trainer) - self._first_epoch)
 
     def _report(self, trainer: Trainer, metric: float, epochs: float) -> None:
         self._trial = _decided_by_rank_zero(trainer, lambda: self._send_report(metric, epochs))
-        if _over(self._trial.verdict):
+        if is_over(self._trial.verdict):
             trainer.should_stop = True
 
     def _send_report(self, metric: float, epochs: float) -> TrialInfo:
@@ -408,18 +396,80 @@ class ZeusBSOCallback(Callback):
             self._client.close()
             self._client = None
 
-    def _failure(self) -> str | None:
-        """Why the trial failed, or None when it reached its target or says nothing about it."""
-        if not self._open:
-            return None
-        verdict = self.trial.verdict
-        if verdict is None or not verdict.stop_train:
-            return "the training ended before the target was reached"
-        return None if verdict.converged else verdict.message
 
+class ZeusEnergyCallback(Callback):
+    """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
-def _over(verdict: ReportResponse | None) -> bool:
-    return verdict is not None and verdict.stop_train
+    The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
+    and joules, validation included. Rank 0 measures the devices of its machine. A training that continues from a
+    checkpoint continues its totals.
+
+    Args:
+        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+    """
+
+    def __init__(self, energy_monitor: EnergyMonitor | None = None) -> None:
+        self._energy_monitor = energy_monitor
+        self._meter: EpochMeter | None = None
+        self._totals: dict[str, float] = {}
+
+    @property
+    def state_key(self) -> str:
+        """The name of the totals in a checkpoint."""
+        return "zeus_energy"
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all epochs of the present or latest training; 0 on other ranks than 0."""
+        return self._totals.get("time_s", 0.0)
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of the same epochs."""
+        return self._totals.get("energy_j", 0.0)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin the totals anew."""
+        if stage == "fit" and not _is_rehearsal(trainer):
+            self._totals = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The totals."""
+        return dict(self._totals)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint's totals."""
+        self._totals = dict(state_dict)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure."""
+        if not trainer.is_global_zero or _is_rehearsal(trainer):
+            return
+        monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(trainer))
+        self._meter = EpochMeter(monitor, self._totals)
+        self._meter.begin()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the epoch."""
+        if self._meter is None:
+            return
+        metrics = self._meter.end_epoch()
+        self._totals = self._meter.totals
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop measuring."""
+        self._end()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stop measuring."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._meter is not None:
+            self._meter.end()
+            self._meter = None
 
 
 def _say(trainer: Trainer, level: int, message: str) -> None:
@@ -470,19 +520,12 @@ def _refuse_late_checkpoint(trainer: Trainer) -> None:
 
 
 def _decided_by_rank_zero(trainer: Trainer, decide: Callable[[], T]) -> T:
-    """Let rank 0 decide, and give every rank its answer or its error; a rank that raised alone would hang the rest."""
-    if trainer.world_size == 1:
-        return decide()
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if trainer.is_global_zero:
-        try:
-            outcome = (decide(), None)
-        except Exception as error:
-            outcome = (None, error)
-    answer, failure = trainer.strategy.broadcast(outcome, src=0)
-    if failure is not None:
-        raise failure
-    return cast("T", answer)
+    return decided_by_rank_zero(
+        decide,
+        rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        broadcast=lambda outcome: trainer.strategy.broadcast(outcome, src=0),
+    )
 
 
 def _each_loader(loaders: Any) -> list[Any]:
