@@ -167,6 +167,8 @@ class ZeusBSOCallback(Callback):
             return
         self._first_epoch = state["first_epoch"]
         self._check_epochs(trainer)
+        # Before the trial runs again, so that it may still go on elsewhere.
+        self._split(state["trial"]["batch_size"], trainer, pl_module)
         self._trial, self._open = _decided_by_rank_zero(trainer, lambda: self._resume_trial(trainer, state["trial"]))
         self._apply(trainer, pl_module, self._patches)
 
@@ -283,6 +285,11 @@ class ZeusBSOCallback(Callback):
             )
         return splits
 
+    # A checkpoint's trial may have a size that the job no longer has.
+    def _split(self, batch_size: int, trainer: Trainer, pl_module: LightningModule) -> BatchSplit:
+        job = self._job.model_copy(update={"batch_sizes": (batch_size,)})
+        return self._splits(job, trainer, pl_module)[batch_size]
+
     def _new_session(self, trainer: Trainer) -> TrialSession:
         self._client = client_from_environment(self._server_url, self._token)
         monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(trainer))
@@ -322,9 +329,7 @@ class ZeusBSOCallback(Callback):
         return lr_factor(self._lr_scaling, self.trial.batch_size, self._job.default_batch_size)
 
     def _apply(self, trainer: Trainer, pl_module: LightningModule, patches: Patches) -> None:
-        # A checkpoint's trial may have a size that the job no longer has.
-        size = self.trial.batch_size
-        split = self._splits(self._job.model_copy(update={"batch_sizes": (size,)}), trainer, pl_module)[size]
+        split = self._split(self.trial.batch_size, trainer, pl_module)
         patches.set_attribute(trainer, "accumulate_grad_batches", split.accumulation)
         for holder in (getattr(trainer, "datamodule", None), pl_module):
             _set_batch_size_attributes(holder, split.per_device, patches)
