@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +228,20 @@ def test_the_twin_package_trains_at_the_servers_size_and_resumes(bench: Bench, t
     )
     assert second.sizes == EPOCH_OF_48
     assert (bench.only_trial().state, bench.only_trial().epochs) == (TrialState.EXHAUSTED, 3)
+
+
+WITHOUT_LIGHTNING = """
+import sys
+sys.modules["lightning"] = None  # as if it were not installed
+import pytorch_lightning
+from zeus_plugins.lightning import ZeusBSOCallback
+assert issubclass(ZeusBSOCallback, pytorch_lightning.Callback)
+"""
+
+
+def test_the_twin_package_is_enough() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+    subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], check=True)
 
 
 def test_the_twin_packages_finder_is_refused(bench: Bench) -> None:

@@ -22,8 +22,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from zeus_plugins import energy
@@ -36,6 +34,14 @@ from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.patches import Patches
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
+except ModuleNotFoundError:
+    # The same classes under their other name, for those who install only that: distinct types to a type checker.
+    from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
+    from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
 
 __all__ = ["ZeusBSOCallback", "ZeusEnergyCallback"]
 
