@@ -386,10 +386,14 @@ class BatchSizeService:
         if trial.record.state in _ALIVE:
             trial = moves.beating(trial, self._clock(), self._leases)
             transaction.update_trials([trial])
+        record = trial.record
         return HeartbeatResponse(
-            state=trial.record.state,
+            state=record.state,
             lease_s=self._leases.heartbeat_lease_s,
             interval_s=self._leases.heartbeat_interval_s,
+            time_s=record.time_s,
+            energy_j=record.energy_j,
+            epochs=record.epoch,
         )
 
     def _reap(self, transaction: Transaction, job_id: str) -> int:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
 USERS_SIZE = 16
 TRAIN_IMAGES = 168
@@ -140,6 +141,32 @@ class SizedModule(Classifier):
         return train_loader(self.batch_size)
 
 
+class HyperparameterModule(Classifier):
+    """Holds the batch size among its hyperparameters."""
+
+    def __init__(self, batch_size: int = USERS_SIZE) -> None:  # noqa: ARG002 - the next line but one finds it
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Loader:
+        return train_loader(self.hparams["batch_size"])
+
+
+class ManualModule(Classifier):
+    """Steps its optimizer itself."""
+
+    def __init__(self, *scores: float, **options: Any) -> None:
+        super().__init__(*scores, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any) -> None:  # type: ignore[override]  # Lightning takes no loss from it
+        optimizer = self.optimizers()
+        assert isinstance(optimizer, LightningOptimizer)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch))
+        optimizer.step()
+
+
 class HardCodedModule(Classifier):
     """Has the batch size in its code."""
 
@@ -228,6 +255,13 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
         return iter(digits()[0])
 
 
+class MeasuredStream(Stream):
+    """Images that come one after another, so many."""
+
+    def __len__(self) -> int:
+        return TRAIN_IMAGES
+
+
 def batch_sampler_loader() -> Loader:
     return DataLoader(digits()[0], batch_sampler=InOrder(TRAIN_IMAGES, USERS_SIZE))
 
@@ -246,3 +280,25 @@ def loaders_in_a_dict() -> dict[str, Loader]:
 
 def stream_loader() -> Loader:
     return DataLoader(Stream(), batch_size=USERS_SIZE)
+
+
+def measured_stream_loader() -> Loader:
+    return DataLoader(MeasuredStream(), batch_size=USERS_SIZE)
+
+
+def persistent_loader() -> Loader:
+    return DataLoader(digits()[0], batch_size=USERS_SIZE, num_workers=1, persistent_workers=True)
+
+
+def own_distributed_sampler_loader() -> Loader:
+    sampler = DistributedSampler(digits()[0], num_replicas=1, rank=0)
+    return DataLoader(digits()[0], batch_size=USERS_SIZE, sampler=sampler)
+
+
+def list_of_batches() -> list[Batch]:
+    images, labels = digits()[0][:USERS_SIZE]
+    return [[images, labels]] * 4
+
+
+def list_of_tensors() -> list[Tensor]:
+    return [digits()[0][:USERS_SIZE][0]] * 4

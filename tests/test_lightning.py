@@ -5,11 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-import signal
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import repeat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,117 +18,32 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests import lightning_models as models
-from tests.conftest import Server, free_port
+from tests.lightning_bench import (
+    AT_ONCE,
+    EPOCH_OF_16,
+    EPOCH_OF_48,
+    NEVER,
+    NEXT_SIZE,
+    QUIET,
+    SERVERS_SIZE,
+    Bench,
+    Interrupt,
+    Watch,
+    make_bench,  # noqa: F401 - a fixture
+    make_shared_server,  # noqa: F401 - a fixture
+    seconds_and_joules,
+)
 from tests.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
-from zeus_plugins import JobSpec
-from zeus_plugins.client import BsoClient
-from zeus_plugins.energy import EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
-    ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import EndReason, GpuConfig, JobView, TrialState, TrialView
-from zeus_plugins.session import TrialSession
+from zeus_plugins.protocol import EndReason, TrialState
 
-pytestmark = [
-    # A loader in the training's own process is the fastest for digits.
-    pytest.mark.filterwarnings("ignore:.*does not have many workers:UserWarning"),
-    # Lightning calls a deprecated part of torch whenever it walks a collection of loaders.
-    pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\):FutureWarning"),
-]
-
-GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
-SERVERS_SIZE = 48  # the job's default, which the first trial gets
-NEXT_SIZE = 24  # what the second trial gets when the first reached its target
-EPOCH_OF_48 = [48, 48, 48, 24]
-EPOCH_OF_16 = [16] * 10 + [8]
-NEVER = 2.0  # a score no module reaches
-AT_ONCE = 0.0  # a score every module has from the start
-
-
-def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
-    """Every window took as long and as much."""
-    return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
-
-
-@dataclass
-class Bench:
-    """A running server, and one job that no other test knows."""
-
-    server: Server
-    job_id: str
-
-    def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
-        defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
-        return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
-
-    def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOCallback:
-        defaults: dict[str, Any] = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
-        return ZeusBSOCallback(job or self.job(), monitor, **(defaults | options))
-
-    def is_registered(self) -> bool:
-        with BsoClient(self.server.url) as client:
-            return self.job_id in {job.job_id for job in client.list_jobs().jobs}
-
-    def view(self) -> JobView:
-        with BsoClient(self.server.url) as client:
-            return client.show_job(self.job_id)
-
-    def only_trial(self) -> TrialView:
-        (trial,) = self.view().trials
-        return trial
-
-    def complete_first_trial(self, job: JobSpec) -> None:
-        """Without a training: 1 s and 10 J, 55 J by the job's cost."""
-        with BsoClient(self.server.url) as client:
-            session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
-            assert session.ask() == SERVERS_SIZE
-            session.begin_measurement()
-            assert session.report(1.0, 1).converged
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that leave it running."""
-    folder = tmp_path_factory.mktemp("server")
-    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
-    server.start()
-    yield server
-    server.kill()
-
-
-@pytest.fixture
-def bench(shared_server: Server) -> Bench:
-    return Bench(shared_server, f"digits-{uuid.uuid4().hex}")
-
-
-@pytest.fixture
-def mortal_bench(server: Server) -> Bench:
-    """With a server that the test may kill."""
-    return Bench(server, "digits-nightly")
-
-
-class Watch(Callback):
-    """Notes what the callback under test knows after each validation."""
-
-    def __init__(self, zeus: ZeusBSOCallback) -> None:
-        self._zeus = zeus
-        self.epochs: list[float | None] = []
-        self.sanity_metrics: list[float | None] = []
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        if trainer.sanity_checking:
-            self.sanity_metrics.append(self._zeus.trial.metric)
-        else:
-            self.epochs.append(self._zeus.trial.epoch)
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        if not trainer.enable_validation:
-            self.epochs.append(self._zeus.trial.epoch)
-
+pytestmark = QUIET
 
 # How a user may give the training data: the module, and what to pass to fit.
 DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
@@ -148,6 +59,11 @@ DATA: dict[str, DataKind] = {
     "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
     "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
     "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
+    "stream with a length": lambda: (Classifier(), {"train_dataloaders": models.measured_stream_loader()}),
+    "persistent workers": lambda: (Classifier(), {"train_dataloaders": models.persistent_loader()}),
+    "own distributed sampler": lambda: (Classifier(), {"train_dataloaders": models.own_distributed_sampler_loader()}),
+    "module.hparams": lambda: (models.HyperparameterModule(), {}),
+    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
 }
 COLLECTIONS: dict[str, DataKind] = {
     "list": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_list()}),
@@ -163,6 +79,8 @@ def kinds(data: dict[str, DataKind]) -> pytest.MarkDecorator:
 # The batch size
 
 
+# Lightning's own remark on a stream with a length.
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
 @kinds(DATA)
 def test_every_way_to_give_data_trains_at_the_servers_size(bench: Bench, kind: DataKind) -> None:
     module, data = kind()
@@ -211,9 +129,14 @@ def test_attributes_and_hyperparameters_name_the_servers_size_while_training(ben
     assert seen == [SERVERS_SIZE, SERVERS_SIZE]
 
 
-def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [lambda: train_loader(batch_size=None), models.list_of_batches, models.list_of_tensors],
+    ids=["batch_size=None", "list of batches", "list of tensors"],
+)
+def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench, make: Callable[[], Any]) -> None:
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
-        quiet_trainer(bench.callback()).fit(Classifier(), train_loader(batch_size=None))
+        quiet_trainer(bench.callback()).fit(Classifier(), make())
     assert bench.only_trial().state is TrialState.FAILED
 
 
@@ -519,85 +442,3 @@ def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
     with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
         trainer.fit(Classifier(), train_loader())
     assert bench.only_trial().state is TrialState.FAILED
-
-
-# Errors
-
-
-class Interrupt(Callback):
-    """Raises at the second training step."""
-
-    def __init__(self, error: BaseException, before: Callable[[], None] = lambda: None) -> None:
-        self._error = error
-        self._before = before
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 2:
-            self._before()
-            raise self._error
-
-
-def test_the_users_error_is_raised_and_fails_the_trial(bench: Bench) -> None:
-    error = RuntimeError("the user's own")
-    with pytest.raises(RuntimeError) as raised:
-        quiet_trainer(bench.callback(), Interrupt(error)).fit(Classifier(), train_loader())
-    assert raised.value is error
-    assert bench.only_trial().state is TrialState.FAILED
-
-
-def test_a_dead_server_does_not_hide_the_users_error(mortal_bench: Bench) -> None:
-    error = RuntimeError("the user's own")
-    trainer = quiet_trainer(mortal_bench.callback(), Interrupt(error, before=mortal_bench.server.kill))
-    with pytest.raises(RuntimeError) as raised:
-        trainer.fit(Classifier(), train_loader())
-    assert raised.value is error
-
-
-@pytest.fixture
-def _sigint_afterwards() -> Iterator[None]:
-    """Lightning turns Ctrl-C off while it shuts down, and leaves it off."""
-    handler = signal.getsignal(signal.SIGINT)
-    yield
-    signal.signal(signal.SIGINT, handler)
-
-
-@pytest.mark.usefixtures("_sigint_afterwards")
-def test_ctrl_c_fails_the_trial(bench: Bench) -> None:
-    trainer = quiet_trainer(bench.callback(), Interrupt(KeyboardInterrupt()))
-    with pytest.raises(SystemExit) as leaving:
-        trainer.fit(Classifier(), train_loader())
-    assert leaving.value.code == 1
-    assert bench.only_trial().state is TrialState.FAILED
-
-
-def test_an_unreachable_server_is_one_clear_error(bench: Bench) -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    module = Classifier()
-    loader = train_loader()
-    with pytest.raises(ZeusBSOServerUnreachableError, match=url) as raised:
-        quiet_trainer(bench.callback(server_url=url)).fit(module, loader)
-    assert raised.value.__cause__ is None
-    assert raised.value.__suppress_context__
-    assert module.seen_sizes == []
-    assert loader.batch_size == USERS_SIZE
-
-
-class Outage(Callback):
-    """The server is killed between two epochs, and somebody starts it again."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-        if trainer.current_epoch == 0:
-            self._server.kill()
-            self._server.start()
-
-
-def test_a_server_killed_between_epochs_loses_nothing(mortal_bench: Bench) -> None:
-    callback = mortal_bench.callback(mortal_bench.job(0.9, max_epochs=4))
-    trainer = quiet_trainer(callback, Outage(mortal_bench.server), max_epochs=4)
-    trainer.fit(Classifier(0.1, 0.2, 0.9), train_loader())
-    trial = mortal_bench.only_trial()
-    assert (trial.state, trial.epochs, trial.batch_size) == (TrialState.COMPLETED, 3, SERVERS_SIZE)
-    assert (trial.time_s, trial.energy_j) == (3.0, 30.0)

@@ -24,9 +24,9 @@ JOB_ID = "digits-ddp"
 REPOSITORY = Path(__file__).parent.parent
 
 
-def train_on_two_ranks(server_url: str, target: float, folder: Path) -> list[dict[str, Any]]:
-    """What each rank saw; both have ended."""
-    arguments = [server_url, JOB_ID, str(target), str(folder)]
+def run_two_ranks(server_url: str, target: float, folder: Path, scenario: str) -> tuple[int, str]:
+    """Exit status and output of the first rank; both have ended."""
+    arguments = [server_url, JOB_ID, str(target), str(folder), scenario]
     training = subprocess.Popen(
         [sys.executable, "-m", "tests.ddp_training", *arguments],
         cwd=REPOSITORY,
@@ -41,7 +41,13 @@ def train_on_two_ranks(server_url: str, target: float, folder: Path) -> list[dic
         os.killpg(training.pid, signal.SIGKILL)  # the second rank is a child of the first
         output, _ = training.communicate()
         pytest.fail(f"the ranks hang: {output}")
-    assert training.returncode == 0, output
+    return training.returncode, output
+
+
+def train_on_two_ranks(server_url: str, target: float, folder: Path, scenario: str = "plain") -> list[dict[str, Any]]:
+    """What each rank saw."""
+    status, output = run_two_ranks(server_url, target, folder, scenario)
+    assert status == 0, output
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(WORLD_SIZE)]
 
 
@@ -77,3 +83,33 @@ def test_an_unreachable_server_raises_on_both_ranks(tmp_path: Path) -> None:
         assert rank["error"] == "ZeusBSOServerUnreachableError"
         assert url in rank["message"]
         assert rank["sizes"] == []
+
+
+def test_memory_that_ran_out_on_the_second_rank_excludes_the_size(server: Server, tmp_path: Path) -> None:
+    status, output = run_two_ranks(server.url, target=max(SCORES), folder=tmp_path, scenario="memory")
+    assert status != 0
+    assert "CUDA out of memory" in output
+    trial = only_trial(server)
+    assert trial.state is TrialState.INFEASIBLE
+    assert "CUDA out of memory" in (trial.message or "")
+
+
+def test_a_preempted_trial_goes_on_on_both_ranks(server: Server, tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(server.url, target=max(SCORES), folder=tmp_path, scenario="preempted")
+    steps = -(-TRAIN_IMAGES // BATCH_SIZE)
+    for rank in ranks:
+        assert rank["error"] == "ZeusBSOTrainFailError"
+        assert set(rank["sizes"]) == {24, 12}
+        assert len(rank["sizes"]) == 2 * steps + 1  # the step that was interrupted
+        assert rank["steps"] == 2 * steps
+    trial = only_trial(server)
+    assert (trial.state, trial.trial_number, trial.epochs) == (TrialState.EXHAUSTED, 1, 2)
+
+
+def test_spawned_processes_share_one_trial(server: Server, tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(server.url, target=sum(SCORES) / 2, folder=tmp_path, scenario="spawn")
+    for rank in ranks:
+        assert rank == {"sizes": [24, 24, 24, 12], "steps": 4}
+    assert only_trial(server).state is TrialState.COMPLETED
+    # The callback that knows the trial ended with its process.
+    assert "spawned processes" in json.loads((tmp_path / "parent.json").read_text())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeus_plugins.outcomes import detail_of, outcome_of
+from zeus_plugins.outcomes import detail_of, is_lost_peer, outcome_of
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
 
 
@@ -52,3 +52,18 @@ def test_the_detail_fits_the_wire() -> None:
     assert detail_of(ValueError("no such label")) == "ValueError: no such label"
     assert detail_of(ValueError("a\x00b\ud800")) == "ValueError: ab?"
     assert len(detail_of(ValueError("x" * 5000))) == MAX_DETAIL_LENGTH
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:42191"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError("connection closed by peer"), False),
+    ],
+    ids=repr,
+)
+def test_a_lost_peer_is_told_from_a_cause(error: Exception, lost: bool) -> None:
+    assert is_lost_peer(error) is lost

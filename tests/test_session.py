@@ -23,7 +23,7 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, TrialState
-from zeus_plugins.session import TrialInfo, TrialSession
+from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
@@ -502,3 +502,34 @@ def test_a_trial_of_a_zeus_server_goes_on_unasked() -> None:
     resumed = session_of(server)
     assert resumed.resume(TRIAL)
     assert server.requests == []
+
+
+# --- other ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_another_rank_says_what_ended_its_training(client: BsoClient) -> None:
+    trial = interrupted(client).trial
+    end_trial_from_another_rank(client, trial, torch.OutOfMemoryError("CUDA out of memory"))
+    assert [trial.state for trial in client.show_job(trial.job_id).trials] == [TrialState.INFEASIBLE]
+
+
+def test_another_rank_that_lost_the_first_leaves_the_word_to_it(client: BsoClient) -> None:
+    session = interrupted(client)
+    session.end(KeyboardInterrupt())
+    end_trial_from_another_rank(client, session.trial, RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
+    assert [trial.state for trial in client.show_job(session.trial.job_id).trials] == [TrialState.SUSPENDED]
+
+
+@pytest.mark.parametrize("verdict", [None, CONVERGED], ids=["without a trial", "after the verdict"])
+def test_another_rank_has_nothing_to_say(verdict: dict[str, Any] | None) -> None:
+    server = ContractDouble()
+    trial = None if verdict is None else TrialInfo(**TRIAL, verdict=ReportResponse(**verdict))
+    end_trial_from_another_rank(server.client(), trial, ValueError("no such label"))
+    assert server.requests == []
+
+
+def test_another_rank_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None:
+    server = ContractDouble()
+    server.down = True
+    end_trial_from_another_rank(server.client(), TrialInfo(**TRIAL), ValueError("no such label"))
+    assert "could not end trial 7 of job mnist-1" in caplog.text

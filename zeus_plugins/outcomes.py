@@ -7,7 +7,7 @@ from typing import Literal
 
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
 
-__all__ = ["Outcome", "detail_of", "outcome_of"]
+__all__ = ["Outcome", "detail_of", "is_lost_peer", "outcome_of"]
 
 Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
 
@@ -17,6 +17,10 @@ _OUT_OF_MEMORY = re.compile(
     r"out of memory|not enough memory|cublas_status_alloc_failed|resource_exhausted|cannot allocate memory",
     re.IGNORECASE,
 )
+
+# What a rank hears of another one that is gone, in the words of Gloo and of NCCL.
+_LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process has exited", re.IGNORECASE)
+_LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 
 # Ctrl-C, sys.exit in a handler of SIGTERM, and what Lightning raises at SIGTERM.
 _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
@@ -38,6 +42,13 @@ def outcome_of(error: BaseException) -> Outcome:
             return TrialState.INFEASIBLE
         cause = cause.__cause__
     return TrialState.FAILED
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether the error only tells that another process of a distributed training has ended."""
+    if _kinds(error) & _LOST_PEER_KINDS:
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
 
 
 def detail_of(error: BaseException) -> str:

@@ -290,11 +290,17 @@ class HeartbeatResponse(WireMessage):
         state: Where the trial stands; a training whose trial has ended need not send more.
         lease_s: Seconds after which the trial counts as abandoned if nothing more is heard of it.
         interval_s: Seconds after which the next heartbeat is due.
+        time_s: Seconds since the trial began, as of its last report; None, here and below, where unsaid.
+        energy_j: Joules since then.
+        epochs: Epochs trained since then.
     """
 
     state: TrialState
     lease_s: float
     interval_s: float
+    time_s: float | None = None
+    energy_j: float | None = None
+    epochs: float | None = None
 
 
 class TrainingResult(TrialId):

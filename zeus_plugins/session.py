@@ -24,7 +24,7 @@ from zeus_plugins.errors import (
     ZeusBSOOperationOrderError,
     ZeusBSORuntimError,
 )
-from zeus_plugins.outcomes import detail_of, outcome_of
+from zeus_plugins.outcomes import detail_of, is_lost_peer, outcome_of
 from zeus_plugins.protocol import (
     JobRegistration,
     JobSpec,
@@ -36,7 +36,7 @@ from zeus_plugins.protocol import (
     TrialState,
 )
 
-__all__ = ["JOB_ID_VARIABLE", "TrialInfo", "TrialSession"]
+__all__ = ["JOB_ID_VARIABLE", "TrialInfo", "TrialSession", "end_trial_from_another_rank"]
 
 JOB_ID_VARIABLE = "ZEUS_JOB_ID"
 
@@ -108,6 +108,8 @@ class TrialSession:
         self._measuring = False
         self._closed = False
         self._ended = False
+        # The epochs that the server heard of; a checkpoint may be older than the last report.
+        self._reported_epoch = 0.0
 
     @property
     def has_trial(self) -> bool:
@@ -199,10 +201,13 @@ class TrialSession:
         if not math.isfinite(metric):
             return self._conclude(self._diverged(metric))
         self._update(metric=metric)
-        return self._conclude(self._client.report(self._result(metric, epoch)))
+        verdict = self._client.report(self._result(metric, max(epoch, self._reported_epoch)))
+        return self._conclude(verdict)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the session; a trial without a final verdict ends on the server, too.
+
+        The open window counts, for a checkpoint that is written later.
 
         Meant for exit paths: it may be called at any time and more than once, and it logs a warning where the server
         fails, so that it never hides the error that ended the training.
@@ -214,7 +219,7 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
-        self._discard_window()
+        self._close_window()
         if self.has_trial and not self.finished and not self._closed:
             self._end_on_server(error)
 
@@ -263,6 +268,8 @@ class TrialSession:
         Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
         but nothing is measured or reported: the rest of a training says nothing about a whole one.
 
+        What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
+
         Args:
             state: What `state_dict` returned, with a trial.
 
@@ -299,12 +306,19 @@ class TrialSession:
         if self.trial.reason is None:
             return None  # It is a Zeus server's, and those know no heartbeats.
         try:
-            state = self._client.heartbeat(self.trial.trial_id).state
+            heard = self._client.heartbeat(self.trial.trial_id)
         except ZeusBSORuntimError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise
             return str(error)
-        return None if state is TrialState.RUNNING else f"it is {state}"
+        if heard.state is not TrialState.RUNNING:
+            return f"it is {heard.state}"
+        # Epochs after the checkpoint are trained again: what they cost the first time was spent nevertheless.
+        self._reported_epoch = heard.epochs or 0.0
+        self._update(
+            time_s=max(self.trial.time_s, heard.time_s or 0.0), energy_j=max(self.trial.energy_j, heard.energy_j or 0.0)
+        )
+        return None
 
     def _register(self) -> str:
         registered = self._client.register(JobRegistration.of(self._job, self._monitor.gpus()))
@@ -380,6 +394,16 @@ class TrialSession:
         except ZeusBSOError as failure:
             _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, failure)
 
+    def _close_window(self) -> None:
+        if not self._measuring:
+            return
+        try:
+            self._turn_window()
+        except Exception as error:
+            # Not worth an error in place of the one that ended the training.
+            _logger.debug("could not close the last measurement window: %s", error)
+        self._discard_window()
+
     def _discard_window(self) -> None:
         if not self._measuring:
             return
@@ -389,6 +413,30 @@ class TrialSession:
         except Exception as error:
             # Nobody needs this measurement; the verdict, or the error that ended the training, must not be lost to it.
             _logger.debug("could not close the last measurement window: %s", error)
+
+
+def end_trial_from_another_rank(client: BsoClient, trial: TrialInfo | None, error: BaseException | None) -> None:
+    """Say what ended the training of a process that has no session.
+
+    Rank 0 hears of such an error as a lost connection at best, and not that memory ran out. Logs a warning where the
+    server fails, as `TrialSession.end` does.
+
+    Args:
+        client: Talks to the server.
+        trial: The trial as rank 0 broadcast it, or None.
+        error: What ended the training of this process.
+    """
+    if (
+        error is None
+        or trial is None
+        or is_lost_peer(error)
+        or (trial.verdict is not None and trial.verdict.stop_train)
+    ):
+        return
+    try:
+        client.end_trial(trial.trial_id, outcome_of(error), detail_of(error))
+    except ZeusBSOError as failure:
+        _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, failure)
 
 
 def _with_job_id_from(environ: Mapping[str, str], job: JobSpec) -> JobSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from zeus_plugins.energy.auto import DEFAULT_ESTIMATED_POWER_W, auto
 from zeus_plugins.energy.estimate import EstimateMonitor
+from zeus_plugins.energy.meter import EpochMeter
 from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.nvml import NvmlMonitor
 from zeus_plugins.energy.replay import ReplayMonitor
@@ -15,6 +16,7 @@ __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
     "EnergyMonitor",
     "EnergyUnavailableError",
+    "EpochMeter",
     "EstimateMonitor",
     "Measurement",
     "NvmlMonitor",

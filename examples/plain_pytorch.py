@@ -1,0 +1,81 @@
+"""A training loop without a framework that learns, recurrence by recurrence, which batch size is cheapest.
+
+Usage: ``python examples/plain_pytorch.py [--recurrences N] [--server-url URL] [--job-id ID]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, random_split
+
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.errors import ZeusBSOTrainFailError
+
+RATE = 0.003  # for the default batch size
+
+
+def train(server_url: str, job_id: str) -> None:
+    """Train once, as one recurrence of the job."""
+    job = JobSpec(
+        job_id=job_id,
+        job_id_prefix="digits",
+        batch_sizes=(16, 32, 64, 128),
+        default_batch_size=64,
+        target_metric=0.93,
+        max_epochs=20,
+    )
+    images, labels = load_digits(return_X_y=True)
+    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    train_set, validation_set = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+    with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job) as optimizer:
+        batch_size = optimizer.get_batch_size()
+        loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
+        adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
+        optimizer.on_train_begin()
+        try:
+            while not optimizer.training_finished:
+                train_epoch(network, loader, adam)
+                optimizer.on_evaluate(accuracy(network, DataLoader(validation_set, batch_size=256)))
+        except ZeusBSOTrainFailError as failure:
+            print(f"batch size {batch_size}: {failure}", flush=True)
+        else:
+            print(f"batch size {batch_size}: target reached", flush=True)
+
+
+def train_epoch(
+    network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]], optimizer: torch.optim.Optimizer
+) -> None:
+    """One pass over the training data."""
+    for images, labels in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(images), labels).backward()
+        optimizer.step()
+
+
+@torch.no_grad()
+def accuracy(network: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]) -> float:
+    """Share of images that are recognised."""
+    correct = [(network(images).argmax(dim=1) == labels).float() for images, labels in loader]
+    return torch.cat(correct).mean().item()
+
+
+def main() -> None:
+    """Train once or several times."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
+    parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--job-id", default="digits-plain")
+    options = parser.parse_args()
+    for _ in range(options.recurrences):
+        train(options.server_url, options.job_id)
+
+
+if __name__ == "__main__":
+    main()
