@@ -1,6 +1,6 @@
 """A training of the Hugging Face Trainer on two processes; each writes down what happened to it.
 
-Usage: ``torchrun --nproc_per_node 2 -m tests.hf_distributed_training SERVER_URL JOB_ID FOLDER WAY``
+Usage: ``torchrun --nproc_per_node 2 -m tests.hf_distributed_training SERVER_URL JOB_ID FOLDER WAY…``
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2
+NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs any more
 NEVER = 2.0
 AT_ONCE = 0.0
 
@@ -50,10 +51,10 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class FailsOnRankOne(Classifier):
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         if torch.distributed.get_rank() == 1 and len(self.seen_sizes) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return super().forward(*args, **kwargs)
+        return super().forward(pixels, labels)
 
 
 def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
         target_metric=NEVER if way == "never" else AT_ONCE,
         max_epochs=1,
     )
-    callback = ZeusBSOTrainerCallback(job, "score", server_url=server_url)
+    url = NOWHERE if way == "unreachable" else server_url
+    callback = ZeusBSOTrainerCallback(job, "score", server_url=url)
     options = dict(WAYS[way])
     data = {
         "model": FailsOnRankOne() if way == "memory" else Classifier(),
