@@ -547,6 +547,19 @@ def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
     assert bench.only_trial().metric == 0.9
 
 
+# TRL still sets an argument that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_sft_trainer_reports_a_metric_that_it_adds_to_the_logs(bench: Bench) -> None:
+    trl = pytest.importorskip("trl", reason="SFTTrainer needs trl")
+    callback = bench.callback(monitor="mean_token_accuracy")
+    trainer = models.sft_trainer(trl, bench.folder, callback)
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
+    logged = [entry["eval_mean_token_accuracy"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [bench.only_trial().metric] == pytest.approx(logged)
+
+
 # Verdicts
 
 

@@ -70,6 +70,7 @@ class _Training:
         missed: Names of the metrics of evaluations that lack the one to report.
         misses: Number of those evaluations.
         missed_at: Their step.
+        evaluation_log: What was logged with an evaluation; some trainers add metrics there that it does not return.
         logged: Latest value of the metric in the logs.
         logged_at: The step of that log.
         awaits_log: Whether an epoch has ended that the next log is to be reported for.
@@ -87,6 +88,7 @@ class _Training:
     has_fractions: bool | None = None
     missed: list[str] = field(default_factory=list)
     misses: int = 0
+    evaluation_log: dict[str, float] = field(default_factory=dict)
     missed_at: int = -1
     logged: float | None = None
     logged_at: int = -1
@@ -237,11 +239,12 @@ class ZeusBSOTrainerCallback(TrainerCallback):
     ) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
         training = self._active(state)
-        names = [name for name in metrics or () if name.startswith(_EVALUATION_PREFIX)]
         # Before the first step there is nothing to report; other prefixes are of evaluations that the script makes.
-        if training is None or training.is_measured_by_logs or state.global_step == 0 or not names:
+        if training is None or training.is_measured_by_logs or state.global_step == 0 or not _is_evaluation(metrics):
             return
-        self._report(training, control, lambda: self._evaluated(training, metrics or {}, state.global_step))
+        known = {**training.evaluation_log, **(metrics or {})}
+        training.evaluation_log = {}
+        self._report(training, control, lambda: self._evaluated(training, known, state.global_step))
 
     def on_log(
         self,
@@ -251,8 +254,10 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         logs: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Note the metric of a training without evaluations."""
+        """Note the metric of a training without evaluations, and those that are logged with an evaluation."""
         training = self._active(state)
+        if training is not None and _is_evaluation(logs):
+            training.evaluation_log = dict(logs or {})
         if training is None or not training.is_measured_by_logs or self._metric_name not in (logs or {}):
             return
         training.logged, training.logged_at = float((logs or {})[self._metric_name]), state.global_step
@@ -496,6 +501,10 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             session = TrialSession(self._job, training.client, energy.EstimateMonitor(energy.DEFAULT_ESTIMATED_POWER_W))
             session.load_state_dict(training.trial.model_dump(mode="json"))
             session.end(error)
+
+
+def _is_evaluation(metrics: Mapping[str, float] | None) -> bool:
+    return any(name.startswith(_EVALUATION_PREFIX) for name in metrics or ())
 
 
 def _trainer_under_construction(args: TrainingArguments) -> Trainer | None:
