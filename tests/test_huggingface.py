@@ -195,6 +195,7 @@ def test_every_way_trains_at_the_servers_size(bench: Bench, way: dict[str, Any])
     trainer.train()
     assert sizes_of(trainer) == EPOCH_OF_48
     assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
+    assert trainer.state.train_batch_size == SERVERS_SIZE
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
