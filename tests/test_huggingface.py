@@ -770,12 +770,22 @@ def test_a_checkpoint_without_a_trial_is_trained_on_as_the_script_says(
     assert not bench.is_registered()
 
 
-def test_a_resumed_size_that_the_job_has_no_more_is_refused(bench: Bench) -> None:
+def test_a_resumed_size_that_the_job_has_no_more_is_trained_on(bench: Bench) -> None:
     interrupt(bench, long_job(bench), KeyboardInterrupt())
     job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(48, 96))
-    trainer = bench.trainer(bench.callback(job), **RESUMABLE)
-    with pytest.raises(ZeusBSOConfigError, match=r"batch size is 24, which is not one of the job's: \[48, 96\]"):
+    trainer = bench.trainer(bench.callback(job), scores=(0.9,), **RESUMABLE)
+    trainer.train(resume_from_checkpoint=True)
+    assert sizes_of(trainer) == EPOCH_OF_24
+    assert bench.view().trials[-1].state is TrialState.COMPLETED
+
+
+def test_a_resumed_size_that_cannot_be_spread_is_refused_and_waits(bench: Bench) -> None:
+    interrupt(bench, long_job(bench), KeyboardInterrupt())
+    job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(96,), default_batch_size=96)
+    trainer = bench.trainer(bench.callback(job), gradient_accumulation_steps=32, **RESUMABLE)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[24\] cannot be spread"):
         trainer.train(resume_from_checkpoint=True)
+    assert bench.view().trials[-1].state is TrialState.SUSPENDED
 
 
 def test_callbacks_that_are_restored_leave_the_trial_alone(bench: Bench) -> None:

@@ -292,17 +292,12 @@ class ZeusBSOTrainerCallback(TrainerCallback):
                 "search without the ZeusBSOTrainerCallback (trainer.remove_callback), then train with it"
             )
         training = self._checked(trainer)
-        splits = splits_of_job(
-            self._job,
-            devices=training.processes * max(1, trainer.args.n_gpu),
-            accumulation=trainer.args.gradient_accumulation_steps,
-            max_per_device=self._max_per_device,
-        )
+        self._splits(training, self._job)  # before a trial is spent on a size that cannot be
         self._training, self._trial = training, None
         try:
             self._begin(training, checkpoint)
             if training.trial is not None:
-                self._apply(training, training.trial.batch_size, splits)
+                self._apply(training, training.trial.batch_size)
             result = train(*args, **kwargs)
         except BaseException as error:
             self._finish(training, error)
@@ -356,8 +351,15 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(training.trainer.args))
             training.session = TrialSession(self._job, training.client, monitor)
             if saved is None:
-                training.session.ask()
+                batch_size = training.session.ask()
+                if batch_size not in self._job.batch_sizes:
+                    raise ZeusBSOConfigError(
+                        f"the server chose batch size {batch_size}, which is not one of the job's: "
+                        f"{list(self._job.batch_sizes)}"
+                    )
                 return training.session.trial, True
+            # Before the trial runs again, so that it may still go on elsewhere.
+            self._split(training, saved["trial"]["batch_size"])
             training.has_fractions = saved["has_fractions"]
             is_live = training.session.resume(saved["trial"])
             return training.session.trial, is_live
@@ -370,12 +372,21 @@ class ZeusBSOTrainerCallback(TrainerCallback):
                 "own batch size, and nothing of it is measured or reported"
             )
 
-    def _apply(self, training: _Training, batch_size: int, splits: Mapping[int, BatchSplit]) -> None:
-        if batch_size not in splits:
-            raise ZeusBSOConfigError(
-                f"the trial's batch size is {batch_size}, which is not one of the job's: {list(self._job.batch_sizes)}"
-            )
-        split = splits[batch_size]
+    def _splits(self, training: _Training, job: JobSpec) -> dict[int, BatchSplit]:
+        args = training.trainer.args
+        return splits_of_job(
+            job,
+            devices=training.processes * max(1, args.n_gpu),
+            accumulation=args.gradient_accumulation_steps,
+            max_per_device=self._max_per_device,
+        )
+
+    # A checkpoint's trial may have a size that the job has no more.
+    def _split(self, training: _Training, batch_size: int) -> BatchSplit:
+        return self._splits(training, self._job.model_copy(update={"batch_sizes": (batch_size,)}))[batch_size]
+
+    def _apply(self, training: _Training, batch_size: int) -> None:
+        split = self._split(training, batch_size)
         trainer, args, patches = training.trainer, training.trainer.args, training.patches
         per_process = split.per_device * max(1, args.n_gpu)
         # With split batches, accelerate deals the trainer's batch out to all processes.

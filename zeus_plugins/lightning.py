@@ -19,7 +19,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -27,14 +27,13 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from zeus_plugins import energy
-from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, is_over, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
 from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
-from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader
+from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader, split_batch
 from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.patches import Patches
-from zeus_plugins.protocol import JobSpec
+from zeus_plugins.protocol import JobSpec, ReportResponse
 from zeus_plugins.session import TrialInfo, TrialSession
 
 __all__ = ["ZeusBSOCallback"]
@@ -84,7 +83,10 @@ class ZeusBSOCallback(Callback):
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
     ) -> None:
-        check_options(on_failure=on_failure, max_per_device=max_per_device_batch_size)
+        if on_failure not in ("raise", "stop"):
+            raise ZeusBSOConfigError(f"on_failure is {on_failure!r}: choose 'raise' or 'stop'")
+        if max_per_device_batch_size is not None and max_per_device_batch_size < 1:
+            raise ZeusBSOConfigError(f"max_per_device_batch_size is {max_per_device_batch_size}: it is at least 1")
         self._job = job
         self._metric_name = monitor
         self._server_url = server_url
@@ -118,12 +120,7 @@ class ZeusBSOCallback(Callback):
         if stage != "fit" or _is_rehearsal(trainer):
             return
         self._check_epochs(trainer)
-        splits = splits_of_job(
-            self._job,
-            devices=trainer.world_size,
-            accumulation=trainer.accumulate_grad_batches,
-            max_per_device=self._max_per_device,
-        )
+        splits = self._splits(trainer)
         self._patches = Patches()
         self._trial = _decided_by_rank_zero(trainer, lambda: self._begin_trial(trainer))
         if self._trial.batch_size not in splits:
@@ -178,9 +175,9 @@ class ZeusBSOCallback(Callback):
         if self._patches is None or stage != "fit":
             return
         self._finish()
-        reason = failure(self.trial.verdict)
-        if reason is not None and self._on_failure == "raise":
-            raise ZeusBSOTrainFailError(f"{reason}; launch the training again to try the next batch size")
+        failure = self._failure()
+        if failure is not None and self._on_failure == "raise":
+            raise ZeusBSOTrainFailError(f"{failure}; launch the training again to try the next batch size")
 
     # Lightning calls no teardown after an exception, and one raised from here would hide it.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -198,6 +195,24 @@ class ZeusBSOCallback(Callback):
                 f"would never learn that a batch size cannot reach the target: set JobSpec(max_epochs={limit}) or "
                 f"Trainer(max_epochs={self._job.max_epochs})"
             )
+
+    def _splits(self, trainer: Trainer) -> dict[int, BatchSplit]:
+        """How each of the job's sizes is spread, all checked before a trial is spent on one that cannot be."""
+        devices, accumulation = trainer.world_size, trainer.accumulate_grad_batches
+        splits = {
+            batch_size: split_batch(
+                batch_size, world_size=devices, accumulation=accumulation, max_per_device=self._max_per_device
+            )
+            for batch_size in self._job.batch_sizes
+        }
+        uneven = [batch_size for batch_size, split in splits.items() if split is None]
+        if uneven:
+            raise ZeusBSOConfigError(
+                f"the batch sizes {uneven} cannot be spread evenly over {devices} devices × {accumulation} accumulated "
+                "batches: batch sizes are global, samples per optimizer step over all devices; choose multiples of "
+                f"{devices * accumulation}"
+            )
+        return {batch_size: split for batch_size, split in splits.items() if split is not None}
 
     def _begin_trial(self, trainer: Trainer) -> TrialInfo:
         self._client = client_from_environment(self._server_url, self._token)
@@ -236,12 +251,12 @@ class ZeusBSOCallback(Callback):
             )
 
     def _report(self, trainer: Trainer) -> None:
-        if self._patches is None or is_over(self.trial.verdict):
+        if self._patches is None or _over(self.trial.verdict):
             return
         metric = self._metric(trainer)
         epochs = _epochs_trained(trainer)
         self._trial = _decided_by_rank_zero(trainer, lambda: self._send_report(metric, epochs))
-        if is_over(self._trial.verdict):
+        if _over(self._trial.verdict):
             trainer.should_stop = True
 
     def _send_report(self, metric: float, epochs: float) -> TrialInfo:
@@ -274,6 +289,17 @@ class ZeusBSOCallback(Callback):
             self._client.close()
             self._client = None
 
+    def _failure(self) -> str | None:
+        """Why the trial failed, or None when it reached its target."""
+        verdict = self.trial.verdict
+        if verdict is None or not verdict.stop_train:
+            return "the training ended before the target was reached"
+        return None if verdict.converged else verdict.message
+
+
+def _over(verdict: ReportResponse | None) -> bool:
+    return verdict is not None and verdict.stop_train
+
 
 def _is_rehearsal(trainer: Trainer) -> bool:
     """Whether this `fit` is a `fast_dev_run` or a `Tuner`'s trial, and so no recurrence of the job."""
@@ -284,12 +310,19 @@ def _is_rehearsal(trainer: Trainer) -> bool:
 
 
 def _decided_by_rank_zero(trainer: Trainer, decide: Callable[[], T]) -> T:
-    return decided_by_rank_zero(
-        decide,
-        rank=trainer.global_rank,
-        world_size=trainer.world_size,
-        broadcast=lambda outcome: trainer.strategy.broadcast(outcome, src=0),
-    )
+    """Let rank 0 decide, and give every rank its answer or its error; a rank that raised alone would hang the rest."""
+    if trainer.world_size == 1:
+        return decide()
+    outcome: tuple[Any, Exception | None] = (None, None)
+    if trainer.is_global_zero:
+        try:
+            outcome = (decide(), None)
+        except Exception as error:
+            outcome = (None, error)
+    answer, failure = trainer.strategy.broadcast(outcome, src=0)
+    if failure is not None:
+        raise failure
+    return cast("T", answer)
 
 
 def _each_loader(loaders: Any) -> list[Any]:
