@@ -53,7 +53,7 @@ WAYS: dict[str, dict[str, Any]] = {
 class FailsOnRankOne(Classifier):
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         if torch.distributed.get_rank() == 1 and len(self.seen_sizes) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         return super().forward(pixels, labels)
 
 

@@ -635,7 +635,7 @@ def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
 # Errors
 
 ENDS = {
-    "out of memory": (torch.OutOfMemoryError("CUDA out of memory"), TrialState.INFEASIBLE),
+    "out of memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), TrialState.INFEASIBLE),
     "Ctrl-C": (KeyboardInterrupt(), TrialState.SUSPENDED),
     "SIGTERM": (SystemExit(143), TrialState.SUSPENDED),
     "other": (RuntimeError("the user's own"), TrialState.FAILED),
