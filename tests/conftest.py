@@ -28,6 +28,9 @@ from bso_server.cli import main
 
 SERVER_START_S = 60.0
 
+# No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Where the databases of the test run are made; a user points these elsewhere by the environment.
 POSTGRES_URL = os.environ.get("ZEUS_TEST_POSTGRES_URL", "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres")
 MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.1:3306/")

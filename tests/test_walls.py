@@ -105,7 +105,7 @@ def test_routes_only_call_the_service(module: str) -> None:
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_only_adapters_import_frameworks(module: str) -> None:
-    adapters = {"zeus_plugins/lightning.py", *USER_SCRIPTS}
+    adapters = {"zeus_plugins/huggingface.py", "zeus_plugins/lightning.py", *USER_SCRIPTS}
     assert module in adapters or not offenders(imports(module), FRAMEWORKS)
 
 

@@ -1,6 +1,7 @@
 """The training side of zeus-plugins.
 
-Importing this package loads no deep-learning framework; `zeus_plugins.lightning` holds the callbacks for Lightning.
+Importing this package loads no deep-learning framework; `zeus_plugins.lightning` and `zeus_plugins.huggingface` hold
+the callbacks for Lightning and for the Hugging Face Trainer.
 """
 
 from __future__ import annotations

@@ -12,7 +12,14 @@ from typing import Any
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.patches import Patches
 
-__all__ = ["BatchSplit", "delivered_batch_size", "resize_loader", "split_batch"]
+__all__ = [
+    "BatchSplit",
+    "delivered_batch_size",
+    "process_batch_sizes",
+    "resize_loader",
+    "resize_process_loader",
+    "split_batch",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +78,7 @@ def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
     if delivered == batch_size:
         return
     if delivered is None:
-        raise ZeusBSOConfigError(
-            f"the training data ({type(loader).__name__}) does not say how many samples it puts into a batch, so its "
-            f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
-            "sampler that has a batch_size"
-        )
+        raise _sizeless(loader, batch_size)
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batch_sampler is not None:
         _resize(batch_sampler, batch_size, patches)
@@ -90,6 +93,59 @@ def delivered_batch_size(loader: Any) -> int | None:
         if isinstance(size, int):
             return size
     return None
+
+
+def resize_process_loader(loader: Any, batch_size: int, processes: int, patches: Patches) -> None:
+    """Make the loader of one of several processes, as accelerate prepares it, deliver `batch_size` to that process.
+
+    Accelerate puts samplers around samplers, each of which keeps a batch size; where it splits batches over the
+    processes, that size is the one of all processes together.
+
+    Args:
+        loader: What accelerate's `prepare` returned, or a loader that it never saw.
+        batch_size: Samples per batch for each process.
+        processes: Number of processes that get different data.
+        patches: Takes note of every change.
+
+    Raises:
+        ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
+    """
+    batchers = _batchers(loader)
+    if not batchers:
+        raise _sizeless(loader, batch_size)
+    for batcher, is_shared in batchers:
+        patches.set_attribute(batcher, "batch_size", batch_size * processes if is_shared else batch_size)
+
+
+def process_batch_sizes(loader: Any, processes: int) -> set[float]:
+    """The batch sizes that the parts of a loader as in `resize_process_loader` would deliver; one, if they agree."""
+    return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
+
+
+def _batchers(loader: Any) -> list[tuple[Any, bool]]:
+    """All that keeps a batch size in a loader, and whether it is the one of all processes together."""
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only passes on
+    is_shared = getattr(loader, "split_batches", False)
+    found: list[tuple[Any, bool]] = [(inner, is_shared)]
+    batcher = getattr(inner, "batch_sampler", None)
+    if batcher is None:
+        batcher = getattr(inner, "sampler", None)
+    while batcher is not None:
+        is_shared = is_shared or getattr(batcher, "split_batches", False)
+        found.append((batcher, is_shared))
+        batcher = getattr(batcher, "batch_sampler", None)
+    dataset: Any = getattr(inner, "dataset", None)
+    if hasattr(dataset, "split_batches"):  # accelerate's share of a stream
+        found.append((dataset, dataset.split_batches))
+    return [(each, is_shared) for each, is_shared in found if isinstance(getattr(each, "batch_size", None), int)]
+
+
+def _sizeless(loader: Any, batch_size: int) -> ZeusBSOConfigError:
+    return ZeusBSOConfigError(
+        f"the training data ({type(loader).__name__}) does not say how many samples it puts into a batch, so its "
+        f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
+        "sampler that has a batch_size"
+    )
 
 
 def _resize(batcher: Any, batch_size: int, patches: Patches) -> None:

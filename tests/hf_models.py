@@ -1,0 +1,259 @@
+"""Small Trainer trainings on scikit-learn's digits, and several ways to give a Trainer its data.
+
+The user of these trainings says `USERS_SIZE` everywhere; a trial at another size shows that the callback set it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+)
+
+USERS_SIZE = 16
+TRAIN_IMAGES = 168
+VAL_IMAGES = 40
+
+Example = dict[str, Tensor]
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
+
+
+class Digits(Dataset[Example]):
+    """Some of the images, as a Trainer takes them."""
+
+    def __init__(self, first: int = 0, length: int = TRAIN_IMAGES) -> None:
+        self._first, self._length = first, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Example:
+        images, labels = digits()
+        return {"pixels": images[self._first + index], "labels": labels[self._first + index]}
+
+
+class Stream(IterableDataset[Example]):
+    """Images that come one after another, nobody knows how many."""
+
+    def __iter__(self) -> Iterator[Example]:
+        data = Digits()
+        return (data[index] for index in range(len(data)))
+
+
+class Tokens(Dataset[Example]):
+    """The images as rows of tokens, for models of language."""
+
+    def __init__(self, *, to_sequence: bool = False) -> None:
+        self._to_sequence = to_sequence
+
+    def __len__(self) -> int:
+        return TRAIN_IMAGES
+
+    def __getitem__(self, index: int) -> Example:
+        if index >= len(self):  # what ends a loop over a data set
+            raise IndexError(index)
+        images, labels = digits()
+        tokens = (images[index, :8] * 16).long()
+        return {"input_ids": tokens, "labels": tokens[:4] if self._to_sequence else labels[index]}
+
+
+def val_digits() -> Digits:
+    return Digits(TRAIN_IMAGES, VAL_IMAGES)
+
+
+class Counting(nn.Module):
+    """Mixin: notes the batches that the model trains on."""
+
+    def note(self, batch: Tensor) -> None:
+        sizes: list[int] = vars(self).setdefault("seen_sizes", [])
+        if self.training:
+            sizes.append(len(batch))
+
+
+class Classifier(Counting):
+    """A linear classifier; it notes the size of each training batch.
+
+    Args:
+        error: Raised by the training batch `fails_at`.
+        fails_at: Counts training batches from 1.
+    """
+
+    def __init__(self, error: BaseException | None = None, fails_at: int = 2) -> None:
+        super().__init__()
+        self.network = nn.Linear(64, 10)
+        self.seen_sizes: list[int] = []
+        self._error, self._fails_at = error, fails_at
+
+    def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.note(pixels)
+        if self._error is not None and len(self.seen_sizes) == self._fails_at:
+            raise self._error
+        logits = self.network(pixels)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class CountingBert(BertForSequenceClassification, Counting):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        self.note(input_ids)
+        return super().forward(input_ids, labels=labels)
+
+
+class CountingT5(T5ForConditionalGeneration, Counting):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        self.note(input_ids)
+        return super().forward(input_ids, labels=labels)
+
+
+def tiny_bert() -> CountingBert:
+    return CountingBert(
+        BertConfig(
+            vocab_size=17,
+            hidden_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            max_position_embeddings=8,
+            num_labels=10,
+        )
+    )
+
+
+def tiny_t5() -> CountingT5:
+    return CountingT5(
+        T5Config(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    )
+
+
+class CountingGpt2(GPT2LMHeadModel, Counting):
+    pass
+
+
+def sft_trainer(trl: Any, folder: Path, callback: Any) -> Trainer:
+    """TRL's trainer of a tiny model of language, which counts with a tokenizer of numbers."""
+    from datasets import Dataset as Table
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    words = {"<pad>": 0, "<end>": 1, "<unknown>": 2, **{str(number): number + 3 for number in range(17)}}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unknown>")),  # noqa: S106 - a word, no password
+        pad_token="<pad>",  # noqa: S106 - as above
+        eos_token="<end>",  # noqa: S106 - as above
+        unk_token="<unknown>",  # noqa: S106 - as above
+    )
+    config = GPT2Config(vocab_size=len(words), n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    rows = [{"input_ids": [int(token) + 3 for token in Tokens()[index]["input_ids"]]} for index in range(TRAIN_IMAGES)]
+
+    # It puts another forward into the model, so the batches are counted just before.
+    class CountingTrainer(trl.SFTTrainer):  # type: ignore[misc]  # trl is known at run time only
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            self.model.note(inputs["input_ids"])
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer: Trainer = CountingTrainer(
+        model=CountingGpt2(config),
+        args=trl.SFTConfig(output_dir=str(folder), max_length=8, **QUIET),
+        train_dataset=Table.from_list(rows),
+        eval_dataset=Table.from_list(rows[:VAL_IMAGES]),
+        processing_class=tokenizer,
+        callbacks=[callback],
+    )
+    return trainer
+
+
+class Scores:
+    """A `compute_metrics` with a score that is given for each evaluation; the last one stays."""
+
+    def __init__(self, *scores: float) -> None:
+        self._scores = list(scores or (0.0,))
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        accuracy = float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())
+        score = self._scores.pop(0) if len(self._scores) > 1 else self._scores[0]
+        return {"accuracy": accuracy, "score": score}
+
+
+class HardCodedTrainer(Trainer):
+    """Has the batch size in its code, and a loader that accelerate never sees."""
+
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(self.train_dataset, batch_size=16)
+
+
+class PreparedTrainer(Trainer):
+    """Has the batch size in its code, and lets accelerate prepare the loader."""
+
+    def get_train_dataloader(self) -> Any:
+        return self.accelerator.prepare(DataLoader(self.train_dataset, batch_size=16, shuffle=True))
+
+
+class BuiltOnceTrainer(Trainer):
+    """Hands out the same loader again and again."""
+
+    loader: Any = None
+
+    def get_train_dataloader(self) -> Any:
+        self.loader = self.loader or super().get_train_dataloader()
+        return self.loader
+
+
+QUIET: dict[str, Any] = {
+    "per_device_train_batch_size": USERS_SIZE,
+    "per_device_eval_batch_size": VAL_IMAGES,
+    "num_train_epochs": 1,
+    "eval_strategy": "epoch",
+    "save_strategy": "no",
+    "logging_strategy": "no",
+    "learning_rate": 0.1,
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+}
+
+
+def quiet_arguments(folder: Path, **options: Any) -> Seq2SeqTrainingArguments:
+    given = {"output_dir": str(folder), **QUIET, **options}
+    # Any Trainer takes these arguments; Seq2SeqTrainer takes no others.
+    return Seq2SeqTrainingArguments(**given)
+
+
+def quiet_trainer(
+    folder: Path,
+    *callbacks: Any,
+    kind: type[Trainer] = Trainer,
+    trainer_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Trainer:
+    """A trainer of a `Classifier`; `options` are those of its arguments."""
+    defaults: dict[str, Any] = {
+        "train_dataset": Digits(),
+        "eval_dataset": val_digits(),
+        "compute_metrics": Scores(),
+        "callbacks": list(callbacks),
+    }
+    given = defaults | (trainer_options or {})
+    if "model" not in given and "model_init" not in given:
+        given["model"] = Classifier()
+    return kind(args=quiet_arguments(folder, **options), **given)

@@ -1,0 +1,797 @@
+"""Real trainings of tiny models with the Hugging Face Trainer against a real server process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):
+    pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback
+
+from tests import hf_models as models
+from tests.conftest import Server, free_port
+from tests.hf_models import USERS_SIZE, Classifier, Digits, Scores, quiet_trainer, val_digits
+from zeus_plugins import JobSpec
+from zeus_plugins.client import BsoClient
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.errors import (
+    ZeusBSOConfigError,
+    ZeusBSOOperationOrderError,
+    ZeusBSOServerUnreachableError,
+    ZeusBSOTrainFailError,
+)
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.protocol import EndReason, GpuConfig, JobView, TrialState, TrialView
+from zeus_plugins.session import TrialSession
+
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+SERVERS_SIZE = 48  # the job's default, which the first trial gets
+NEXT_SIZE = 24  # what the second trial gets when the first reached its target
+EPOCH_OF_48 = [48, 48, 48, 24]
+EPOCH_OF_24 = [24] * 7
+NEVER = 2.0  # a score no evaluation gives
+AT_ONCE = 0.0  # a score every evaluation gives
+
+
+def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
+    """Every window took as long and as much."""
+    return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
+
+
+@dataclass
+class Bench:
+    """A running server, one job that no other test knows, and a folder."""
+
+    server: Server
+    job_id: str
+    folder: Path
+
+    def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
+        defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
+        return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
+
+    def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOTrainerCallback:
+        defaults: dict[str, Any] = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
+        return ZeusBSOTrainerCallback(job or self.job(), monitor, **(defaults | options))
+
+    def trainer(self, *callbacks: Any, scores: tuple[float, ...] = (), data: Any = None, **options: Any) -> Trainer:
+        trainer_options = {"compute_metrics": Scores(*scores)} | (data or {})
+        return quiet_trainer(self.folder, *callbacks, trainer_options=trainer_options, **options)
+
+    def is_registered(self) -> bool:
+        with BsoClient(self.server.url) as client:
+            return self.job_id in {job.job_id for job in client.list_jobs().jobs}
+
+    def view(self) -> JobView:
+        with BsoClient(self.server.url) as client:
+            return client.show_job(self.job_id)
+
+    def only_trial(self) -> TrialView:
+        (trial,) = self.view().trials
+        return trial
+
+    def complete_first_trial(self, job: JobSpec) -> None:
+        """Without a training: 1 s and 10 J, 55 J by the job's cost."""
+        with BsoClient(self.server.url) as client:
+            session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
+            assert session.ask() == SERVERS_SIZE
+            session.begin_measurement()
+            assert session.report(1.0, 1).converged
+
+
+@pytest.fixture(scope="module")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests."""
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """So small a network gains nothing from several threads, and waits for them where tests run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def bench(shared_server: Server, tmp_path: Path) -> Bench:
+    return Bench(shared_server, f"digits-{uuid.uuid4().hex}", tmp_path)
+
+
+class Watch(TrainerCallback):
+    """Notes what the callback under test knows after each evaluation, and the learning rate of each step."""
+
+    def __init__(self, zeus: ZeusBSOTrainerCallback | None = None) -> None:
+        self._zeus = zeus
+        self.epochs: list[float | None] = []
+        self.rates: list[float] = []
+        self.accumulation: set[int] = set()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if self._zeus is not None:
+            self.epochs.append(self._zeus.trial.epoch)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+        self.accumulation.add(args.gradient_accumulation_steps)
+
+
+# The batch size: how a user may give model, data and arguments.
+LOSS = {"monitor": "loss", "target": 1000.0, "higher_is_better_metric": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "loader in a subclass": {"kind": models.HardCodedTrainer},
+    "prepared loader in a subclass": {"kind": models.PreparedTrainer},
+    "loader built once": {"kind": models.BuiltOnceTrainer},
+    "model_init": {"data": {"model_init": lambda: Classifier()}},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "stream": {"data": {"train_dataset": models.Stream()}, "max_steps": 4},
+    "stream in shares": {
+        "data": {"train_dataset": models.Stream()},
+        "max_steps": 4,
+        "accelerator_config": {"dispatch_batches": False},
+    },
+    "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    "BERT by length": {
+        "data": {"model": models.tiny_bert, "train_dataset": models.Tokens(), "eval_dataset": models.Tokens()},
+        "train_sampling_strategy": "group_by_length",
+    },
+    "BERT in balanced batches": {
+        "data": {"model": models.tiny_bert, "train_dataset": models.Tokens(), "eval_dataset": models.Tokens()},
+        "train_sampling_strategy": "batch_rebalance",
+    },
+    "Seq2SeqTrainer": {
+        "kind": Seq2SeqTrainer,
+        "data": {
+            "model": models.tiny_t5,
+            "train_dataset": models.Tokens(to_sequence=True),
+            "eval_dataset": models.Tokens(to_sequence=True),
+            "compute_metrics": None,
+        },
+        "job": LOSS,
+    },
+}
+
+
+def made(options: dict[str, Any]) -> dict[str, Any]:
+    """With a new model for each test."""
+    data = dict(options.get("data", {}))
+    if "model" in data:
+        data["model"] = data["model"]()
+    return {**{name: value for name, value in options.items() if name != "job"}, "data": data}
+
+
+def sizes_of(trainer: Trainer) -> list[int]:
+    model: Any = trainer.model
+    return list(model.seen_sizes)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_every_way_trains_at_the_servers_size(bench: Bench, way: dict[str, Any]) -> None:
+    spec = dict(way.get("job", {}))
+    callback = bench.callback(monitor=spec.pop("monitor", "score"), job=bench.job(**spec))
+    trainer = bench.trainer(callback, **made(way))
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
+    assert trainer.state.train_batch_size == SERVERS_SIZE
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+class FixedBatchesTrainer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(list(DataLoader(Digits(), batch_size=16)), batch_size=None)
+
+
+def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), kind=FixedBatchesTrainer)
+    with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
+        trainer.train()
+    assert sizes_of(trainer) == []
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+class Meddler(TrainerCallback):
+    """Sets another accumulation when everything is ready."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        args.gradient_accumulation_steps = 4
+
+
+def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), Meddler())
+    with pytest.raises(ZeusBSOConfigError, match=r"delivers \[48.0\] samples per batch instead of 12"):
+        trainer.train()
+    assert sizes_of(trainer) == []
+
+
+# Attaching
+
+
+def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
+    trainer, callback = bench.trainer(), bench.callback()
+    callback.attach(trainer)
+    callback.attach(trainer)
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.callback_handler.callbacks.count(callback) == 1
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+def test_a_callback_added_without_attaching_says_what_to_do(bench: Bench) -> None:
+    trainer = bench.trainer()
+    trainer.add_callback(bench.callback())
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"callback.attach\(trainer\)"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_removed_callback_leaves_the_training_alone(bench: Bench) -> None:
+    callback = bench.callback()
+    trainer = bench.trainer(callback)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert set(sizes_of(trainer)[:-1]) == {USERS_SIZE}
+    assert not bench.is_registered()
+
+
+def test_two_callbacks_on_one_trainer_are_refused(bench: Bench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="two ZeusBSOTrainerCallback"):
+        bench.trainer(bench.callback(), bench.callback())
+
+
+@pytest.mark.parametrize("run", ["evaluate", "predict"])
+def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> None:
+    callback = bench.callback()
+    getattr(bench.trainer(callback), run)(val_digits())
+    with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
+        _ = callback.trial
+    assert not bench.is_registered()
+
+
+def test_a_search_of_hyperparameters_is_refused(bench: Bench) -> None:
+    pytest.importorskip("optuna", reason="the search needs optuna")
+    trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
+    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
+        trainer.hyperparameter_search(n_trials=1)
+    assert not bench.is_registered()
+
+
+def test_a_trial_of_a_search_is_refused(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
+    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
+        trainer.train(trial={"learning_rate": 0.5})
+    assert not bench.is_registered()
+
+
+# Several trainings
+
+
+def test_a_second_training_is_a_second_trial(bench: Bench) -> None:
+    callback = bench.callback(lr_scaling="linear")
+    watch = Watch()
+    trainer = bench.trainer(callback, watch, lr_scheduler_type="constant")
+    trainer.train()
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48 + EPOCH_OF_24
+    assert callback.trial.trial_number == 2
+    # The trainer keeps its optimizer, whose rate must not be scaled on top of an earlier scaling.
+    assert watch.rates == pytest.approx([0.1] * 4 + [0.05] * 7)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert set(sizes_of(trainer)[11:-1]) == {USERS_SIZE}
+    assert watch.rates[11:] == pytest.approx([0.1] * 11)
+
+
+def test_two_trainers_may_share_a_callback(bench: Bench) -> None:
+    callback = bench.callback()
+    first, second = bench.trainer(callback), bench.trainer(callback)
+    first.train()
+    second.train()
+    assert (sizes_of(first), sizes_of(second)) == (EPOCH_OF_48, EPOCH_OF_24)
+    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
+
+
+class TrainsAnother(TrainerCallback):
+    def __init__(self, other: Trainer) -> None:
+        self._other = other
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._other.evaluate()
+        self._other.train()
+
+
+def test_one_callback_in_two_trainings_at_a_time_is_refused(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER))
+    trainer = bench.trainer(callback, TrainsAnother(bench.trainer(callback)))
+    with pytest.raises(ZeusBSOOperationOrderError, match="make a callback for each Trainer"):
+        trainer.train()
+    # The other trainer's evaluation was none of this trial's.
+    assert bench.only_trial().metric is None
+
+
+# Taking everything back
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after train", "after an error"])
+def test_everything_is_taken_back(bench: Bench, error: Exception | None) -> None:
+    trainer = bench.trainer(
+        bench.callback(),
+        kind=models.BuiltOnceTrainer,
+        data={"model": Classifier(error)},
+        gradient_accumulation_steps=2,
+        auto_find_batch_size=error is None,
+    )
+    before = trainer.args.to_dict()
+    loader = trainer.get_train_dataloader()
+    with pytest.raises(RuntimeError, match="the user's own") if error else contextlib.nullcontext():
+        trainer.train()
+    assert sizes_of(trainer)[0] == SERVERS_SIZE // 2
+    assert trainer.args.to_dict() == before
+    assert trainer._train_batch_size == USERS_SIZE
+    assert loader.base_dataloader.batch_sampler.batch_size == USERS_SIZE
+    assert set(vars(trainer)) & {"get_train_dataloader", "create_scheduler", "_save_checkpoint"} == set()
+
+
+# Accumulation
+
+
+def test_a_size_too_large_for_the_device_is_accumulated(bench: Bench) -> None:
+    watch = Watch()
+    trainer = bench.trainer(bench.callback(max_per_device_batch_size=20), watch)
+    trainer.train()
+    assert sizes_of(trainer) == [16] * 10 + [8]
+    assert watch.accumulation == {3}
+    assert trainer.state.global_step == trainer.state.max_steps == 4
+
+
+def test_the_users_accumulation_divides_the_size(bench: Bench) -> None:
+    watch = Watch()
+    trainer = bench.trainer(bench.callback(), watch, gradient_accumulation_steps=4)
+    trainer.train()
+    assert sizes_of(trainer) == [12] * 14
+    assert watch.accumulation == {4}
+    assert trainer.state.global_step == trainer.state.max_steps == 4
+
+
+def test_sizes_that_cannot_be_accumulated_are_refused_before_a_trial(bench: Bench) -> None:
+    job = bench.job(batch_sizes=(48, 50))
+    trainer = bench.trainer(bench.callback(job), gradient_accumulation_steps=4)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[50\] cannot be spread .*; choose multiples of 4"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+# The learning rate
+
+
+class OwnRateTrainer(Trainer):
+    """Makes an optimizer whose rate is not the arguments'."""
+
+    def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        return self.optimizer
+
+
+def own_optimizer() -> dict[str, Any]:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"data": {"model": model, "optimizers": (optimizer, LambdaLR(optimizer, lambda step: 0.9**step))}}
+
+
+RATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "linear": dict,
+    "floor": lambda: {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}},
+    "polynomial": lambda: {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.02}},
+    "own optimizer": own_optimizer,
+    "optimizer in a subclass": lambda: {"kind": OwnRateTrainer},
+}
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES.keys())
+def test_the_learning_rate_follows_the_batch_size(
+    bench: Bench, make: Callable[[], dict[str, Any]], scaling: str, factor: float
+) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    unscaled, scaled = Watch(), Watch()
+    bench.trainer(unscaled, **make(), per_device_train_batch_size=NEXT_SIZE).train()
+    trainer = bench.trainer(bench.callback(job, lr_scaling=scaling), scaled, **make())
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_24
+    assert scaled.rates == pytest.approx([rate * factor for rate in unscaled.rates])
+
+
+# Reports
+
+
+def test_evaluations_within_an_epoch_are_reported_with_its_share(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop")
+    watch = Watch(callback)
+    bench.trainer(callback, watch, num_train_epochs=2, eval_strategy="steps", eval_steps=2).train()
+    assert watch.epochs == [0.5, 1.0, 1.5, 2.0]
+    assert bench.only_trial().epochs == 2
+
+
+@pytest.mark.parametrize("evaluation", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 4}])
+def test_an_epoch_that_max_steps_cuts_short_counts_as_one(bench: Bench, evaluation: dict[str, Any]) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+    watch = Watch(callback)
+    bench.trainer(callback, watch, max_steps=10, **evaluation).train()
+    assert watch.epochs == [1.0, 2.0, 3.0]
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_an_evaluation_before_the_first_step_is_not_reported(bench: Bench) -> None:
+    callback = bench.callback()
+    watch = Watch(callback)
+    bench.trainer(callback, watch, eval_on_start=True).train()
+    assert watch.epochs == [None, 1.0]
+
+
+class EvaluatesMore(TrainerCallback):
+    """A script's own evaluation of other data, within the epoch."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if state.global_step == 1:
+            self.trainer.evaluate(Digits(), metric_key_prefix="train")
+
+
+def test_evaluations_of_other_data_are_not_reported(bench: Bench) -> None:
+    more = EvaluatesMore()
+    callback = bench.callback(bench.job(0.9))
+    trainer = bench.trainer(more, callback, scores=(0.1, 0.9))
+    more.trainer = trainer
+    trainer.train()
+    assert bench.only_trial().metric == 0.9
+
+
+SETS = {"left": val_digits(), "right": val_digits()}
+
+
+@pytest.mark.parametrize(("monitor", "metric"), [("eval_left_score", 0.3), ("right_score", 0.7)])
+def test_one_of_several_evaluation_sets_is_reported(bench: Bench, monitor: str, metric: float) -> None:
+    callback = bench.callback(bench.job(0.1), monitor=monitor)
+    bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
+    assert bench.only_trial().metric == metric
+
+
+@pytest.mark.parametrize("data", [{}, {"eval_dataset": SETS}], ids=["one set", "two sets"])
+def test_a_metric_that_is_not_computed_is_an_error_that_lists_those_that_are(
+    bench: Bench, data: dict[str, Any]
+) -> None:
+    trainer = bench.trainer(bench.callback(monitor="f1"), data=data)
+    last = "eval_right_score" if data else "eval_score"
+    with pytest.raises(ZeusBSOConfigError, match=f"'f1' is not among .*{last}"):
+        trainer.train()
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) -> None:
+    job = bench.job(-1.0, higher_is_better_metric=False, max_epochs=2)
+    callback = bench.callback(job, "loss", on_failure="stop")
+    trainer = bench.trainer(callback, eval_strategy="no", num_train_epochs=2, logging_strategy="steps", logging_steps=3)
+    trainer.train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs) == (TrialState.EXHAUSTED, 2)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert trial.metric == pytest.approx(losses[-1])
+    assert callback.trial.time_s == 2.0
+
+
+class LoggingTrainer(Trainer):
+    """Logs a metric of its own at every step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.log({"progress": self.state.global_step / 10})
+        return super().training_step(*args, **kwargs)
+
+
+def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(0.6, max_epochs=3), "progress")
+    trainer = bench.trainer(callback, kind=LoggingTrainer, eval_strategy="no", num_train_epochs=3)
+    trainer.train()
+    assert (bench.only_trial().metric, bench.only_trial().epochs) == (0.7, 2)
+    assert trainer.state.epoch == 2
+
+
+def test_without_evaluations_a_metric_that_nobody_logs_is_an_error(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(monitor="speed"), kind=LoggingTrainer, eval_strategy="no")
+    with pytest.raises(ZeusBSOConfigError, match="'speed' was not logged"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("monitor", ["eval_loss", "score"])
+def test_a_metric_of_evaluations_that_never_come_is_refused_before_a_trial(bench: Bench, monitor: str) -> None:
+    trainer = bench.trainer(bench.callback(monitor=monitor), eval_strategy="no")
+    with pytest.raises(ZeusBSOConfigError, match="set eval_strategy='epoch' or 'steps'"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_trainer_that_ends_before_the_job_is_refused(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(bench.job(max_epochs=30)), num_train_epochs=20)
+    with pytest.raises(ZeusBSOConfigError, match=r"num_train_epochs=20\) ends before the job's max_epochs \(30\)"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
+    single = float(torch.tensor(0.9))
+    assert single < 0.9
+    bench.trainer(bench.callback(bench.job(0.9)), scores=(single,)).train()
+    assert bench.only_trial().metric == 0.9
+
+
+# TRL still sets an argument that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+def test_sft_trainer_reports_a_metric_that_it_adds_to_the_logs(bench: Bench) -> None:
+    trl = pytest.importorskip("trl", reason="SFTTrainer needs trl")
+    callback = bench.callback(monitor="mean_token_accuracy")
+    trainer = models.sft_trainer(trl, bench.folder, callback)
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
+    logged = [entry["eval_mean_token_accuracy"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert [bench.only_trial().metric] == pytest.approx(logged)
+
+
+# Verdicts
+
+
+def test_reaching_the_target_ends_the_training(bench: Bench) -> None:
+    callback = bench.callback(bench.job(0.9, max_epochs=4))
+    trainer = bench.trainer(callback, num_train_epochs=4, scores=(0.1, 0.9))
+    trainer.train()
+    assert trainer.state.epoch == 2
+    assert (callback.trial.batch_size, callback.trial.trial_number) == (SERVERS_SIZE, 1)
+    assert (callback.trial.time_s, callback.trial.energy_j) == (2.0, 20.0)
+    on_server = bench.only_trial()
+    assert (on_server.state, on_server.epochs, on_server.metric) == (TrialState.COMPLETED, 2, 0.9)
+    assert (on_server.time_s, on_server.energy_j, on_server.energy_source) == (2.0, 20.0, "replayed")
+
+
+def test_reaching_the_target_within_an_epoch_ends_the_training_there(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert sizes_of(trainer) == [48, 48]
+
+
+class Logs(TrainerCallback):
+    def __init__(self) -> None:
+        self.entries: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.entries.append(dict(logs))
+
+
+def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
+    logs = Logs()
+    trainer = bench.trainer(
+        bench.callback(bench.job(NEVER)),
+        logs,
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+    )
+    with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
+        trainer.train()
+    assert logs.entries[0] == {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
+    assert "train_runtime" in logs.entries[-1]
+    assert trainer.state.best_model_checkpoint == str(bench.folder / "checkpoint-4")
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_a_failed_trial_may_just_stop(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER), on_failure="stop")
+    assert bench.trainer(callback).train().global_step == 4
+    assert callback.trial.verdict is not None
+    assert callback.trial.verdict.reason is EndReason.MAX_EPOCHS_REACHED
+
+
+@pytest.mark.parametrize("cut", ["max_steps", "another callback"])
+def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    others: list[Any] = []
+    if cut == "another callback":
+        others = [EarlyStoppingCallback(early_stopping_patience=1)]
+        options = {
+            "num_train_epochs": 3,
+            "save_strategy": "epoch",
+            "metric_for_best_model": "score",
+            "load_best_model_at_end": True,
+        }
+    trainer = bench.trainer(bench.callback(bench.job(NEVER, max_epochs=3)), *others, **options)
+    with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
+        trainer.train()
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+# Errors
+
+ENDS = {
+    "out of memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), TrialState.INFEASIBLE),
+    "Ctrl-C": (KeyboardInterrupt(), TrialState.SUSPENDED),
+    "SIGTERM": (SystemExit(143), TrialState.SUSPENDED),
+    "other": (RuntimeError("the user's own"), TrialState.FAILED),
+}
+
+
+@pytest.mark.parametrize("auto_find", [False, True], ids=["", "auto_find_batch_size"])
+@pytest.mark.parametrize(("error", "state"), ENDS.values(), ids=ENDS.keys())
+def test_the_users_error_arrives_and_ends_the_trial(
+    bench: Bench, error: BaseException, state: TrialState, auto_find: bool
+) -> None:
+    trainer = bench.trainer(bench.callback(), data={"model": Classifier(error)}, auto_find_batch_size=auto_find)
+    with pytest.raises(type(error)) as raised:
+        trainer.train()
+    assert raised.value is error
+    assert bench.only_trial().state is state
+
+
+def test_a_dead_server_does_not_hide_the_users_error(server: Server, tmp_path: Path) -> None:
+    error = RuntimeError("the user's own")
+    bench = Bench(server, "digits-nightly", tmp_path)
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            server.kill()
+
+    trainer = bench.trainer(bench.callback(), Kill(), data={"model": Classifier(error)})
+    with pytest.raises(RuntimeError) as raised:
+        trainer.train()
+    assert raised.value is error
+
+
+def test_an_unreachable_server_is_one_clear_error(bench: Bench) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    trainer = bench.trainer(bench.callback(server_url=url))
+    with pytest.raises(ZeusBSOServerUnreachableError, match=url):
+        trainer.train()
+    assert sizes_of(trainer) == []
+
+
+# Resuming
+
+RESUMABLE: dict[str, Any] = {"num_train_epochs": 4, "save_strategy": "epoch", "lr_scheduler_type": "constant"}
+
+
+def long_job(bench: Bench, **spec: Any) -> JobSpec:
+    """A job whose next trial gets half the default size, and may cost what it likes."""
+    job = bench.job(0.9, max_epochs=4, beta_knob=None, **spec)
+    bench.complete_first_trial(job)
+    return job
+
+
+def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) -> None:
+    """Train two epochs of seven steps, and some of the next."""
+    data = {"model": Classifier(error, fails_at=16)}
+    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), data=data, **(RESUMABLE | options))
+    with pytest.raises(type(error)):
+        trainer.train()
+    assert sizes_of(trainer) == [NEXT_SIZE] * 16
+
+
+def saved_trial(checkpoint: Path) -> dict[str, Any]:
+    state = json.loads((checkpoint / "trainer_state.json").read_text())
+    trial: dict[str, Any] = state["stateful_callbacks"]["zeus_bso"]["trial"]
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("saving", "step", "last_step", "time_s"),
+    [
+        # One second for each report and each saving: two and two before, one and one after, and the last report.
+        ({}, 14, 28, 7.0),
+        # Before, the report of the first epoch and the saving; afterwards two reports.
+        ({"save_strategy": "steps", "save_steps": 10}, 10, 21, 5.0),
+        ({"save_strategy": "steps", "save_steps": 10, "save_only_model": True}, 10, 21, 5.0),
+    ],
+    ids=["after an epoch", "within an epoch", "without the optimizer"],
+)
+@pytest.mark.parametrize("named", [False, True], ids=["latest", "named"])
+def test_a_resumed_training_goes_on_with_its_trial(
+    bench: Bench, named: bool, saving: dict[str, Any], step: int, last_step: int, time_s: float
+) -> None:
+    job = long_job(bench)
+    interrupt(bench, job, KeyboardInterrupt(), **saving)
+    assert bench.view().trials[-1].state is TrialState.SUSPENDED
+    checkpoint = bench.folder / f"checkpoint-{step}"
+    callback, watch = bench.callback(job, lr_scaling="linear"), Watch()
+    trainer = bench.trainer(callback, watch, scores=(0.1, 0.9), **(RESUMABLE | saving))
+    trainer.train(resume_from_checkpoint=str(checkpoint) if named else True)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
+    assert (trainer.state.max_steps, trainer.state.global_step) == (28, last_step)
+    assert sizes_of(trainer) == [NEXT_SIZE] * (last_step - step)
+    assert set(watch.rates) == {0.05}
+    _, second = bench.view().trials
+    assert (second.state, second.time_s) == (TrialState.COMPLETED, time_s)
+    assert second.time_s > saved_trial(checkpoint)["time_s"]
+
+
+def test_a_resumed_schedule_goes_on_where_it_was(bench: Bench) -> None:
+    job = long_job(bench)
+    undisturbed, resumed = Watch(), Watch()
+    options = {**RESUMABLE, "lr_scheduler_type": "linear"}
+    bench.trainer(undisturbed, per_device_train_batch_size=NEXT_SIZE, **options | {"learning_rate": 0.05}).train()
+    interrupt(bench, job, KeyboardInterrupt(), **options)
+    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), resumed, scores=(0.1, 0.9), **options)
+    trainer.train(resume_from_checkpoint=str(bench.folder / "checkpoint-14"))
+    assert resumed.rates == pytest.approx(undisturbed.rates[14:])
+
+
+def test_a_resumed_trial_that_is_over_is_trained_on_unreported(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    job = long_job(bench)
+    interrupt(bench, job, RuntimeError("a crash"))
+    callback = bench.callback(job)
+    trainer = bench.trainer(callback, scores=(1.0,), **RESUMABLE)
+    trainer.train(resume_from_checkpoint=True)
+    assert "nothing more of it is measured or reported" in caplog.text
+    assert sizes_of(trainer) == [NEXT_SIZE] * 14
+    assert bench.view().trials[-1].state is TrialState.FAILED
+    assert saved_trial(bench.folder / "checkpoint-28")["batch_size"] == NEXT_SIZE
+
+
+def test_a_checkpoint_without_a_trial_is_trained_on_as_the_script_says(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"num_train_epochs": 2, "save_strategy": "epoch"}
+    bench.trainer(**options).train()
+    callback = bench.callback()
+    trainer = bench.trainer(callback, **options)
+    trainer.train(resume_from_checkpoint=str(bench.folder / "checkpoint-11"))
+    assert "the checkpoint holds no trial" in caplog.text
+    assert sizes_of(trainer) == [16] * 10 + [8]
+    assert not bench.is_registered()
+
+
+def test_a_resumed_size_that_the_job_has_no_more_is_trained_on(bench: Bench) -> None:
+    interrupt(bench, long_job(bench), KeyboardInterrupt())
+    job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(48, 96))
+    trainer = bench.trainer(bench.callback(job), scores=(0.9,), **RESUMABLE)
+    trainer.train(resume_from_checkpoint=True)
+    assert sizes_of(trainer) == EPOCH_OF_24
+    assert bench.view().trials[-1].state is TrialState.COMPLETED
+
+
+def test_a_resumed_size_that_cannot_be_spread_is_refused_and_waits(bench: Bench) -> None:
+    interrupt(bench, long_job(bench), KeyboardInterrupt())
+    job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(96,), default_batch_size=96)
+    trainer = bench.trainer(bench.callback(job), gradient_accumulation_steps=32, **RESUMABLE)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[24\] cannot be spread"):
+        trainer.train(resume_from_checkpoint=True)
+    assert bench.view().trials[-1].state is TrialState.SUSPENDED
+
+
+def test_callbacks_that_are_restored_leave_the_trial_alone(bench: Bench) -> None:
+    job = long_job(bench)
+    interrupt(bench, job, KeyboardInterrupt())
+    callback = bench.callback(job)
+    trainer = bench.trainer(callback, scores=(0.9,), restore_callback_states_from_checkpoint=True, **RESUMABLE)
+    trainer.train(resume_from_checkpoint=True)
+    assert bench.view().trials[-1].state is TrialState.COMPLETED
