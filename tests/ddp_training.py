@@ -100,7 +100,9 @@ def train(server_url: str, job_id: str, target: float, folder: str, scenario: st
         interrupted = quiet_trainer(callback, Preemption(), saver, **options, enable_checkpointing=True)
         with suppress(SystemExit):
             interrupted.fit(module, HardCodedData())
-        callback = ZeusBSOCallback(job, "score", server_url=server_url)
+        # Only the first rank may talk to the server: the others are given an address where there is none.
+        url = server_url if interrupted.is_global_zero else "http://127.0.0.1:9"
+        callback = ZeusBSOCallback(job, "score", server_url=url)
         resume = {"ckpt_path": Path(folder, "last.ckpt")}
     trainer = quiet_trainer(callback, *others, **options)
     seen: dict[str, Any] = {}

@@ -86,6 +86,14 @@ def test_a_second_training_after_an_error_begins_anew() -> None:
     assert callback.time_s > 0
 
 
+def test_a_second_training_has_totals_of_its_own() -> None:
+    module = Classifier()
+    callback = metered(module)
+    for _ in range(2):
+        quiet_trainer(callback).fit(module, train_loader())
+        assert callback.time_s == STEPS_OF_16
+
+
 def test_both_callbacks_measure_side_by_side(bench: Bench) -> None:
     module = Classifier()
     monitor = StepMonitor()

@@ -159,6 +159,17 @@ def test_a_checkpoint_holds_the_trial_in_plain_types(bench: Bench, tmp_path: Pat
     assert (trial["epoch"], trial["time_s"], trial["energy_j"]) == (2.0, 8.0, 80.0)
 
 
+def test_a_checkpoint_within_an_epoch_counts_what_is_not_reported_yet(bench: Bench, tmp_path: Path) -> None:
+    module = Classifier()
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=3, save_top_k=-1)
+    quiet_trainer(resumable(bench, max_epochs=2)(module), saver, max_epochs=2, enable_checkpointing=True).fit(
+        module, train_loader()
+    )
+    trial = torch.load(tmp_path / "step=6.ckpt", weights_only=True)["callbacks"]["zeus_bso"]["trial"]
+    assert (trial["epoch"], trial["time_s"], trial["energy_j"]) == (1.0, 6.0, 60.0)
+    assert bench.only_trial().time_s == 8.0
+
+
 def test_epochs_after_the_checkpoint_are_trained_again_and_paid_twice(bench: Bench, tmp_path: Path) -> None:
     make = resumable(bench)
     module = Classifier()
