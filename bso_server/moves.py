@@ -40,10 +40,12 @@ def revived(trial: StoredTrial) -> StoredTrial:
     return replace(trial, record=running, ended_at=None)
 
 
-def beating(trial: StoredTrial, now: datetime, leases: LeasePolicy) -> StoredTrial:
-    """A trial whose training sent a heartbeat."""
+def beating(trial: StoredTrial, now: datetime, leases: LeasePolicy, *, regular: bool) -> StoredTrial:
+    """A trial whose training sent a heartbeat, which more follow if it is `regular`."""
     trial = revived(trial)
-    return renewed(replace(trial, record=replace(trial.record, heartbeats=True)), now, leases)
+    if regular:
+        trial = replace(trial, record=replace(trial.record, heartbeats=True))
+    return renewed(trial, now, leases)
 
 
 def suspended(trial: StoredTrial, message: str, now: datetime, leases: LeasePolicy) -> StoredTrial:

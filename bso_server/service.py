@@ -38,6 +38,7 @@ from bso_server.store import JobExistsError, Store, StoredJob, StoredTrial, Tran
 from bso_server.transfer import ImportedJob
 from zeus_plugins.protocol import (
     EndReason,
+    Heartbeat,
     HeartbeatResponse,
     JobRegistration,
     JobSummary,
@@ -164,7 +165,7 @@ class BatchSizeService:
         if message is not None:
             logger.info("job %s trial %d: %s", end.job_id, end.trial_number, message)
 
-    async def heartbeat(self, trial_id: TrialId, *, caller: Caller = UNRESTRICTED) -> HeartbeatResponse:
+    async def heartbeat(self, heartbeat: Heartbeat, *, caller: Caller = UNRESTRICTED) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again.
 
         Raises:
@@ -172,7 +173,7 @@ class BatchSizeService:
             InvalidReportError: The trial has another batch size.
             ForbiddenError: The trial is another caller's.
         """
-        return await self._store.write(lambda transaction: self._heartbeat(transaction, trial_id, caller))
+        return await self._store.write(lambda transaction: self._heartbeat(transaction, heartbeat, caller))
 
     async def reap(self) -> int:
         """Abandon every trial whose lease has run out; their number."""
@@ -380,16 +381,16 @@ class BatchSizeService:
             message = "failed: the training ended before the server said so"
         return state, reason, _message(message, end)
 
-    def _heartbeat(self, transaction: Transaction, trial_id: TrialId, caller: Caller) -> HeartbeatResponse:
-        _, trial = _locked_trial(transaction, trial_id)
+    def _heartbeat(self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller) -> HeartbeatResponse:
+        _, trial = _locked_trial(transaction, heartbeat)
         _refuse_other_owner(trial, caller)
         if trial.record.state in _ALIVE:
-            trial = moves.beating(trial, self._clock(), self._leases)
+            trial = moves.beating(trial, self._clock(), self._leases, regular=heartbeat.regular)
             transaction.update_trials([trial])
         record = trial.record
         return HeartbeatResponse(
             state=record.state,
-            lease_s=self._leases.heartbeat_lease_s,
+            lease_s=self._leases.lease_s(heartbeats=record.heartbeats, longest_gap_s=record.longest_gap_s),
             interval_s=self._leases.heartbeat_interval_s,
             time_s=record.time_s,
             energy_j=record.energy_j,

@@ -110,7 +110,7 @@ REQUESTS = {
         lambda client: client.heartbeat(TRIAL),
         {"state": "running", "lease_s": 180, "interval_s": 30},
         "PATCH /trials/heartbeat",
-        DISPATCH,
+        DISPATCH | {"regular": True},
     ),
     "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),
     "list_jobs": (lambda client: client.list_jobs(), {"jobs": []}, "GET /api/jobs", None),

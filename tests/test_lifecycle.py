@@ -22,6 +22,7 @@ from bso_server.service import BatchSizeService, load_history
 from bso_server.store import Store, Transaction
 from zeus_plugins.protocol import (
     EndReason,
+    Heartbeat,
     JobRegistration,
     JobView,
     ReportResponse,
@@ -90,6 +91,10 @@ class Server:
 
 def trial_id(trial: TrialId) -> TrialId:
     return TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
+
+
+def beat_of(trial: TrialId, *, regular: bool = True) -> Heartbeat:
+    return Heartbeat(**trial_id(trial).model_dump(), regular=regular)
 
 
 def serve(database_url: str, use: Callable[[Server], Awaitable[None]], **job: object) -> None:
@@ -166,11 +171,23 @@ def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(database_url: str) 
         trial = await server.suggest()
         for _ in range(3):
             server.wait(179)
-            beat = await server.service.heartbeat(trial_id(trial))
+            beat = await server.service.heartbeat(beat_of(trial))
             assert (beat.state, beat.lease_s, beat.interval_s) == (TrialState.RUNNING, 180, 30)
         server.wait(181)
         assert (await server.suggest()).origin == "exploration"
         assert (await server.states())[0] is TrialState.ABANDONED
+
+    serve(database_url, use)
+
+
+def test_one_heartbeat_that_only_asks_leaves_the_lease_long(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.suggest()
+        beat = await server.service.heartbeat(beat_of(trial, regular=False))
+        assert (beat.state, beat.lease_s) == (TrialState.RUNNING, 3600)
+        server.wait(3599)
+        await server.suggest()
+        assert (await server.states())[0] is TrialState.RUNNING
 
     serve(database_url, use)
 
@@ -211,7 +228,7 @@ def test_nothing_is_heard_of_trials_that_never_were(database_url: str) -> None:
     async def use(server: Server) -> None:
         nobody = TrialId(job_id=server.job_id, batch_size=16, trial_number=1)
         with pytest.raises(UnknownTrialError):
-            await server.service.heartbeat(nobody)
+            await server.service.heartbeat(beat_of(nobody))
         with pytest.raises(UnknownTrialError):
             await server.end(nobody)
 
@@ -228,7 +245,7 @@ def test_a_preempted_trial_goes_on(database_url: str) -> None:
         await server.end(trial, TrialState.SUSPENDED)
         server.wait(20 * HOUR_S)
         assert (await server.suggest()).origin == "concurrent"  # its exploration is still to come
-        assert (await server.service.heartbeat(trial_id(trial))).state is TrialState.RUNNING
+        assert (await server.service.heartbeat(beat_of(trial))).state is TrialState.RUNNING
         await server.reach(trial, 200)
         assert (await server.states())[0] is TrialState.COMPLETED
 
@@ -447,7 +464,7 @@ async def act(server: Server, random_source: random.Random, action: str, trial: 
         case "miss":
             await server.report(trial, cost_j=cost_j, epoch=10)
         case "beat":
-            await server.service.heartbeat(trial_id(trial))
+            await server.service.heartbeat(beat_of(trial))
         case "end":
             outcomes: tuple[Server.Outcome, ...] = (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED)
             await server.end(trial, random_source.choices(outcomes, (6, 1, 3))[0])

@@ -20,6 +20,7 @@ from zeus_plugins._error_bodies import said_in_error_body
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
 from zeus_plugins.outcomes import Outcome
 from zeus_plugins.protocol import (
+    Heartbeat,
     HeartbeatResponse,
     JobList,
     JobRegistration,
@@ -148,19 +149,22 @@ class BsoClient:
             outcome: How it ended. A Zeus server takes every end for a failure.
             detail: What happened, in words.
         """
-        name = trial.model_dump(include=set(TrialId.model_fields))
-        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=TrialEnd(**name, outcome=outcome, detail=detail)))
+        self._expect_ours(
+            self._request("PATCH", Paths.TRIALS, body=TrialEnd(**_name_of(trial), outcome=outcome, detail=detail))
+        )
 
-    def heartbeat(self, trial: TrialId) -> HeartbeatResponse:
+    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
 
         Args:
             trial: The trial.
+            regular: Whether more heartbeats follow at the interval that the answer names.
 
         Returns:
             Where the trial stands, and when the next heartbeat is due.
         """
-        return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=trial), HeartbeatResponse)
+        beat = Heartbeat(**_name_of(trial), regular=regular)
+        return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials.
@@ -277,6 +281,10 @@ class BsoClient:
     def _without_secrets(self, text: str) -> str:
         """Hide what a server may have echoed."""
         return text.replace(self._token, "***") if self._token else text
+
+
+def _name_of(trial: TrialId) -> dict[str, Any]:
+    return trial.model_dump(include=set(TrialId.model_fields))
 
 
 def client_from_environment(

@@ -32,6 +32,7 @@ __all__ = [
     "ErrorBody",
     "FieldError",
     "GpuConfig",
+    "Heartbeat",
     "HeartbeatResponse",
     "JobList",
     "JobRegistration",
@@ -281,6 +282,17 @@ class TrialEnd(TrialId):
 
     outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
+
+
+class Heartbeat(TrialId):
+    """Body of ``PATCH /trials/heartbeat``.
+
+    Attributes:
+        regular: Whether more heartbeats follow at the interval that the answer names, so that their absence soon means
+            that the training is gone. A training that only asks where its trial stands says no.
+    """
+
+    regular: bool = True
 
 
 class HeartbeatResponse(WireMessage):

@@ -306,7 +306,7 @@ class TrialSession:
         if self.trial.reason is None:
             return None  # It is a Zeus server's, and those know no heartbeats.
         try:
-            heard = self._client.heartbeat(self.trial.trial_id)
+            heard = self._client.heartbeat(self.trial.trial_id, regular=False)
         except ZeusBSORuntimError as error:
             if error.status != HTTPStatus.NOT_FOUND:
                 raise

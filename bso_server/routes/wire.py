@@ -16,12 +16,12 @@ from bso_server.routes.responses import errors
 from bso_server.security import Scope
 from bso_server.service import BatchSizeService
 from zeus_plugins.protocol import (
+    Heartbeat,
     HeartbeatResponse,
     JobRegistration,
     Paths,
     TrialDispatch,
     TrialEnd,
-    TrialId,
 )
 
 _BODY = (
@@ -78,7 +78,7 @@ async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRe
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
-async def heartbeat(data: TrialId, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
+async def heartbeat(data: Heartbeat, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
     return await service.heartbeat(data, caller=request.user)
 
