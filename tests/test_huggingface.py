@@ -318,6 +318,7 @@ class TrainsAnother(TrainerCallback):
         self._other = other
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._other.state.global_step = 1
         self._other.evaluate()
         self._other.train()
 
@@ -548,9 +549,21 @@ def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
     assert bench.only_trial().metric == 0.9
 
 
+class AddingTrainer(Trainer):
+    """Adds a metric to what it logs of an evaluation, and not to what the evaluation returns."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log({**logs, "eval_added": 0.7} if "eval_loss" in logs else logs, start_time)
+
+
+def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Bench) -> None:
+    bench.trainer(bench.callback(monitor="added"), kind=AddingTrainer).train()
+    assert bench.only_trial().metric == 0.7
+
+
 # TRL still sets an argument that transformers has renamed.
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-def test_sft_trainer_reports_a_metric_that_it_adds_to_the_logs(bench: Bench) -> None:
+def test_sft_trainer_trains_at_the_servers_size_and_reports_a_metric_of_its_own(bench: Bench) -> None:
     trl = pytest.importorskip("trl", reason="SFTTrainer needs trl")
     callback = bench.callback(monitor="mean_token_accuracy")
     trainer = models.sft_trainer(trl, bench.folder, callback)
