@@ -18,7 +18,7 @@ if not os.environ.get("CI"):
     pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
 
 from tests.conftest import Server, free_port
-from tests.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE
+from tests.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE, batch_size_of
 from tests.hf_models import TRAIN_IMAGES
 from zeus_plugins.client import BsoClient
 from zeus_plugins.protocol import TrialState, TrialView
@@ -96,8 +96,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way not in ENDS_AT_ONCE])
 def test_both_processes_train_at_the_servers_size(ran: Ran, way: str) -> None:
+    accumulation = WAYS[way].get("gradient_accumulation_steps", 1)
     for seen in seen_by_each(ran.folder, way):
-        assert set(seen["sizes"][:-1]) == {PER_PROCESS // WAYS[way].get("gradient_accumulation_steps", 1)}
+        assert set(seen["sizes"][:-1]) == {batch_size_of(way) // WORLD_SIZE // accumulation}
         assert (seen["converged"], seen["trial_number"]) == (True, 1)
         assert seen["steps"] == seen["max_steps"]
     trial = only_trial(ran.server, way)
