@@ -39,10 +39,9 @@ from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
-from zeus_plugins.outcomes import outcome_of
 from zeus_plugins.patches import Patches
-from zeus_plugins.protocol import JobSpec, TrialState
-from zeus_plugins.session import TrialInfo, TrialSession
+from zeus_plugins.protocol import JobSpec
+from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
 
 __all__ = ["ZeusBSOTrainerCallback"]
 
@@ -492,26 +491,17 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             training.patches.undo()
             for optimizer, scheduler in training.scaled:
                 scale_learning_rate([optimizer], [scheduler], 1 / self._lr_factor(self.trial.batch_size))
-            if training.session is None:
-                self._tell_of_memory(training, error)
-            else:
+            if training.session is not None:
                 training.session.end(error)
                 self._trial = training.session.trial if training.session.has_trial else None
+            elif training.is_live and error is not None:
+                with client_from_environment(self._server_url, self._token) as client:
+                    end_trial_from_another_rank(client, training.trial, error)
         except Exception:
             _logger.exception("could not clean up after the training")
         finally:
             if training.client is not None:
                 training.client.close()
-
-    def _tell_of_memory(self, training: _Training, error: BaseException | None) -> None:
-        """Say that this process, not process 0, ran out of memory: process 0 will only see that it has gone."""
-        if error is None or training.trial is None or not training.is_live or is_over(training.trial.verdict):
-            return
-        if outcome_of(error) is TrialState.INFEASIBLE:
-            training.client = client_from_environment(self._server_url, self._token)
-            session = TrialSession(self._job, training.client, energy.EstimateMonitor(energy.DEFAULT_ESTIMATED_POWER_W))
-            session.load_state_dict(training.trial.model_dump(mode="json"))
-            session.end(error)
 
 
 def _is_evaluation(metrics: Mapping[str, float] | None) -> bool:
