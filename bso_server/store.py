@@ -433,7 +433,10 @@ class Store:
     @property
     def description(self) -> str:
         """The database's URL as a user would write it, without its password."""
-        return self._database.url.set(drivername=self._dialect).render_as_string(hide_password=True)
+        url = self._database.url
+        # Drivers take it there, too.
+        query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
+        return url.set(drivername=self._dialect, query=query).render_as_string(hide_password=True)
 
     @property
     def _dialect(self) -> str:

@@ -305,6 +305,16 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "url",
+    ["postgresql://bso:s3cret@db/bso", "postgresql://bso@db/bso?password=s3cret", "mysql://bso@db/b?passwd=s3cret"],
+)
+def test_a_description_holds_no_password(url: str) -> None:
+    description = Store(open_database(url)).description
+    assert "s3cret" not in description
+    assert description.startswith(url.split("//")[0])
+
+
+@pytest.mark.parametrize(
     ("url", "words"),
     [("nonsense", "cannot be read"), ("oracle://host/db", "oracle databases are not supported")],
 )
