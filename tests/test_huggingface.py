@@ -721,9 +721,10 @@ def saved_trial(checkpoint: Path) -> dict[str, Any]:
     [
         # One second for each report and each saving: two and two before, one and one after, and the last report.
         ({}, 14, 28, 7.0),
-        # Before, the report of the first epoch and the saving; afterwards two reports.
-        ({"save_strategy": "steps", "save_steps": 10}, 10, 21, 5.0),
-        ({"save_strategy": "steps", "save_steps": 10, "save_only_model": True}, 10, 21, 5.0),
+        # Before, the report of the first epoch, the saving, and the report of the second epoch, which is trained again;
+        # afterwards two reports and a saving.
+        ({"save_strategy": "steps", "save_steps": 10}, 10, 21, 6.0),
+        ({"save_strategy": "steps", "save_steps": 10, "save_only_model": True}, 10, 21, 6.0),
     ],
     ids=["after an epoch", "within an epoch", "without the optimizer"],
 )

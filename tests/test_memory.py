@@ -20,8 +20,10 @@ from bso_server.settings import Settings
 from tests.test_security import RESULT, bearer, spec
 
 # Litestar remembers the latest 1024 paths and queries.
-WARM_UP, REQUESTS = 1100, 2700
+WARM_UP, REQUESTS = 1100, 900
 KINDS = 9
+# What other tests have left in this process may move meanwhile, but not every time.
+ROUNDS = 4
 
 CachedFunction = type(lru_cache(len))
 
@@ -64,12 +66,15 @@ def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
                 assert (await _ask(http, trial, 0, number)).status_code == 404
             for kind in range(KINDS):
                 assert (await _ask(http, trial, kind, WARM_UP + kind)).status_code in {400, 401, 404}
-            gc.collect()
-            before = sys.getallocatedblocks()
-            for number in range(REQUESTS):
-                await _ask(http, trial, number % KINDS, 2 * WARM_UP + number)
-            gc.collect()
-            return sys.getallocatedblocks() - before
+            growths = []
+            for turn in range(ROUNDS):
+                gc.collect()
+                before = sys.getallocatedblocks()
+                for number in range(REQUESTS):
+                    await _ask(http, trial, number % KINDS, 2 * WARM_UP + turn * REQUESTS + number)
+                gc.collect()
+                growths.append(sys.getallocatedblocks() - before)
+            return min(growths)
 
     # Were one name in nine kept, it would be one block each at least.
     assert asyncio.run(run()) < REQUESTS / KINDS / 2
