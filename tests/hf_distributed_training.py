@@ -103,6 +103,8 @@ def main(server_url: str, job_id: str, folder: str, *ways: str) -> None:
     for way in ways:
         seen = train(server_url, f"{job_id}-{way.replace(' ', '-')}", Path(folder), way)
         Path(folder, f"{way} {seen['rank']}.json").write_text(json.dumps(seen))
+    # Its threads, left to the interpreter's end, abort the process now and then.
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,15 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainer
 from tests import hf_models as models
 from tests.conftest import Server, free_port
 from tests.hf_models import USERS_SIZE, Classifier, Digits, Scores, quiet_trainer, val_digits
+from tests.job_bench import (
+    EPOCH_OF_48,
+    NEVER,
+    NEXT_SIZE,
+    SERVERS_SIZE,
+    JobBench,
+    make_shared_server,  # noqa: F401 - a fixture
+)
 from zeus_plugins import JobSpec
-from zeus_plugins.client import BsoClient
-from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
@@ -35,72 +40,23 @@ from zeus_plugins.errors import (
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
-from zeus_plugins.protocol import EndReason, GpuConfig, JobView, TrialState, TrialView
-from zeus_plugins.session import TrialSession
+from zeus_plugins.protocol import EndReason, TrialState
 
-GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
-SERVERS_SIZE = 48  # the job's default, which the first trial gets
-NEXT_SIZE = 24  # what the second trial gets when the first reached its target
-EPOCH_OF_48 = [48, 48, 48, 24]
 EPOCH_OF_24 = [24] * 7
-NEVER = 2.0  # a score no evaluation gives
-AT_ONCE = 0.0  # a score every evaluation gives
-
-
-def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
-    """Every window took as long and as much."""
-    return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
 
 
 @dataclass
-class Bench:
-    """A running server, one job that no other test knows, and a folder."""
+class Bench(JobBench):
+    """One for the Trainer, with a folder."""
 
-    server: Server
-    job_id: str
     folder: Path
 
-    def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
-        defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
-        return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
-
     def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOTrainerCallback:
-        defaults: dict[str, Any] = {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)}
-        return ZeusBSOTrainerCallback(job or self.job(), monitor, **(defaults | options))
+        return ZeusBSOTrainerCallback(job or self.job(), monitor, **self.callback_options(options))
 
     def trainer(self, *callbacks: Any, scores: tuple[float, ...] = (), data: Any = None, **options: Any) -> Trainer:
         trainer_options = {"compute_metrics": Scores(*scores)} | (data or {})
         return quiet_trainer(self.folder, *callbacks, trainer_options=trainer_options, **options)
-
-    def is_registered(self) -> bool:
-        with BsoClient(self.server.url) as client:
-            return self.job_id in {job.job_id for job in client.list_jobs().jobs}
-
-    def view(self) -> JobView:
-        with BsoClient(self.server.url) as client:
-            return client.show_job(self.job_id)
-
-    def only_trial(self) -> TrialView:
-        (trial,) = self.view().trials
-        return trial
-
-    def complete_first_trial(self, job: JobSpec) -> None:
-        """Without a training: 1 s and 10 J, 55 J by the job's cost."""
-        with BsoClient(self.server.url) as client:
-            session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
-            assert session.ask() == SERVERS_SIZE
-            session.begin_measurement()
-            assert session.report(1.0, 1).converged
-
-
-@pytest.fixture(scope="module")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests."""
-    folder = tmp_path_factory.mktemp("server")
-    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
-    server.start()
-    yield server
-    server.kill()
 
 
 @pytest.fixture(autouse=True, scope="module")

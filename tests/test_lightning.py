@@ -18,20 +18,22 @@ from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from tests import lightning_models as models
-from tests.lightning_bench import (
+from tests.job_bench import (
     AT_ONCE,
-    EPOCH_OF_16,
     EPOCH_OF_48,
     NEVER,
     NEXT_SIZE,
-    QUIET,
     SERVERS_SIZE,
+    make_shared_server,  # noqa: F401 - a fixture
+    seconds_and_joules,
+)
+from tests.lightning_bench import (
+    EPOCH_OF_16,
+    QUIET,
     Bench,
     Interrupt,
     Watch,
     make_bench,  # noqa: F401 - a fixture
-    make_shared_server,  # noqa: F401 - a fixture
-    seconds_and_joules,
 )
 from tests.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
 from zeus_plugins.energy import EstimateMonitor

@@ -18,16 +18,18 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests import resumed_training as script
 from tests.conftest import Server
-from tests.lightning_bench import (
+from tests.job_bench import (
     NEVER,
     NEXT_SIZE,
-    QUIET,
     SERVERS_SIZE,
+    make_shared_server,  # noqa: F401 - a fixture
+)
+from tests.lightning_bench import (
+    QUIET,
     Bench,
     Interrupt,
     StepMonitor,
     make_bench,  # noqa: F401 - a fixture
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
 from zeus_plugins.client import BsoClient

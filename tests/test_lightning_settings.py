@@ -13,15 +13,17 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
 
-from tests.lightning_bench import (
+from tests.job_bench import (
     EPOCH_OF_48,
     NEVER,
     NEXT_SIZE,
+    make_shared_server,  # noqa: F401 - a fixture
+)
+from tests.lightning_bench import (
     QUIET,
     Bench,
     Watch,
     make_bench,  # noqa: F401 - a fixture
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.lightning_models import (
     Classifier,

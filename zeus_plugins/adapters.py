@@ -9,7 +9,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.loaders import BatchSplit, split_batch
 from zeus_plugins.protocol import JobSpec, ReportResponse
 
-__all__ = ["check_options", "decided_by_rank_zero", "failure", "is_over", "splits_of_job"]
+__all__ = ["check_options", "decided_by_rank_zero", "failure", "splits_of_job"]
 
 T = TypeVar("T")
 
@@ -80,11 +80,6 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
     if failed is not None:
         raise failed
     return cast("T", answer)
-
-
-def is_over(verdict: ReportResponse | None) -> bool:
-    """Whether the server said stop."""
-    return verdict is not None and verdict.stop_train
 
 
 def failure(verdict: ReportResponse | None) -> str | None:

@@ -33,7 +33,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from zeus_plugins import energy
-from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, is_over, splits_of_job
+from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
 from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
@@ -428,7 +428,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         return training if training is not None and training.trainer.state is state else None
 
     def _report(self, training: _Training, control: TrainerControl, metric: Callable[[], float | None]) -> None:
-        if training.trial is None or not training.is_live or is_over(training.trial.verdict):
+        if training.trial is None or not training.is_live or training.trial.is_over:
             return
         trial = training.trial
 
@@ -440,7 +440,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             return training.session.trial
 
         self._trial = training.trial = _decided_by_process_zero(training.trainer, report)
-        if is_over(training.trial.verdict):
+        if training.trial.is_over:
             control.should_training_stop = True
 
     def _evaluated(self, training: _Training, metrics: Mapping[str, float], step: int) -> float | None:

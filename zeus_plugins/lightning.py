@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeVar, cast
 from torch import Tensor
 
 from zeus_plugins import energy
-from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, is_over, splits_of_job
+from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
 from zeus_plugins.energy import EnergyMonitor, EpochMeter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
@@ -234,7 +234,7 @@ class ZeusBSOCallback(Callback):
     # Lightning need not validate after the last epoch, but the server must hear that no more are allowed.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the end of a training whose last validation was earlier."""
-        if self._patches is None or not self._open or is_over(self.trial.verdict) or self.trial.metric is None:
+        if self._patches is None or not self._open or self.trial.is_over or self.trial.metric is None:
             return
         epochs = trainer.current_epoch - self._first_epoch
         if epochs >= self._job.max_epochs and epochs > (self.trial.epoch or 0):
@@ -365,12 +365,12 @@ class ZeusBSOCallback(Callback):
             )
 
     def _report_metric(self, trainer: Trainer) -> None:
-        if self._patches is not None and self._open and not is_over(self.trial.verdict):
+        if self._patches is not None and self._open and not self.trial.is_over:
             self._report(trainer, self._metric(trainer), _epochs_trained(trainer) - self._first_epoch)
 
     def _report(self, trainer: Trainer, metric: float, epochs: float) -> None:
         self._trial = _decided_by_rank_zero(trainer, lambda: self._send_report(metric, epochs))
-        if is_over(self._trial.verdict):
+        if self._trial.is_over:
             trainer.should_stop = True
 
     def _send_report(self, metric: float, epochs: float) -> TrialInfo:

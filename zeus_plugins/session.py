@@ -74,6 +74,11 @@ class TrialInfo(TrialId):
         """The trial's name on the wire."""
         return TrialId(job_id=self.job_id, batch_size=self.batch_size, trial_number=self.trial_number)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the server said stop."""
+        return self.verdict is not None and self.verdict.stop_train
+
 
 class TrialSession:
     """One trial from the question for a batch size to its end.
@@ -130,7 +135,7 @@ class TrialSession:
     @property
     def finished(self) -> bool:
         """Whether a verdict says stop. The server hears no more of this trial."""
-        return self._trial is not None and self._trial.verdict is not None and self._trial.verdict.stop_train
+        return self._trial is not None and self._trial.is_over
 
     @property
     def failed(self) -> bool:
@@ -221,7 +226,7 @@ class TrialSession:
         self._ended = True
         self._close_window()
         if self.has_trial and not self.finished and not self._closed:
-            self._end_on_server(error)
+            _end_on_server(self._client, self.trial, error)
 
     def state_dict(self) -> dict[str, Any]:
         """The trial for a checkpoint, in plain types (readable by ``torch.load(weights_only=True)``).
@@ -368,7 +373,7 @@ class TrialSession:
         )
 
     def _diverged(self, metric: float) -> ReportResponse:
-        self._end_on_server()
+        _end_on_server(self._client, self.trial)
         return ReportResponse(
             stop_train=True,
             converged=False,
@@ -383,16 +388,6 @@ class TrialSession:
 
     def _update(self, **fields: Any) -> None:
         self._trial = self.trial.model_copy(update=fields)
-
-    def _end_on_server(self, error: BaseException | None = None) -> None:
-        trial = self.trial
-        try:
-            if error is None:
-                self._client.end_trial(trial.trial_id)
-            else:
-                self._client.end_trial(trial.trial_id, outcome_of(error), detail_of(error))
-        except ZeusBSOError as failure:
-            _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, failure)
 
     def _close_window(self) -> None:
         if not self._measuring:
@@ -426,15 +421,16 @@ def end_trial_from_another_rank(client: BsoClient, trial: TrialInfo | None, erro
         trial: The trial as rank 0 broadcast it, or None.
         error: What ended the training of this process.
     """
-    if (
-        error is None
-        or trial is None
-        or is_lost_peer(error)
-        or (trial.verdict is not None and trial.verdict.stop_train)
-    ):
-        return
+    if error is not None and trial is not None and not trial.is_over and not is_lost_peer(error):
+        _end_on_server(client, trial, error)
+
+
+def _end_on_server(client: BsoClient, trial: TrialInfo, error: BaseException | None = None) -> None:
     try:
-        client.end_trial(trial.trial_id, outcome_of(error), detail_of(error))
+        if error is None:
+            client.end_trial(trial.trial_id)
+        else:
+            client.end_trial(trial.trial_id, outcome_of(error), detail_of(error))
     except ZeusBSOError as failure:
         _logger.warning("could not end trial %d of job %s: %s", trial.trial_number, trial.job_id, failure)
 
