@@ -37,11 +37,13 @@ _REQUEST_COUNTS = "request_counts"
 logger = logging.getLogger("bso_server")
 
 
-def create_app(settings: Settings | None = None) -> Litestar:
+def create_app(settings: Settings | None = None, *, in_process: bool = False) -> Litestar:
     """Build the application.
 
     Args:
         settings: How to run; read from the environment when None.
+        in_process: Nobody but the process that it runs in can call it. Who has the database anyway is served without a
+            token, on whatever host name, as often as it likes.
 
     Raises:
         ValueError: The database cannot be used.
@@ -50,8 +52,10 @@ def create_app(settings: Settings | None = None) -> Litestar:
     store = store_of(settings)
     service = BatchSizeService(store, leases=leases_of(settings), crash_retries=settings.crash_retries)
     tokens = Tokens(store)
-    authenticator = Authenticator(tokens, insecure=settings.insecure)
+    authenticator = Authenticator(tokens, insecure=settings.insecure or in_process)
     request_counts = MemoryStore()
+    rate_limit = None if in_process else settings.rate_limit_per_minute
+    allowed_hosts = "*" if in_process else settings.allowed_hosts
 
     reader = JobReader(store)
 
@@ -63,13 +67,16 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
-        await prepare(store)
-        logger.info("database: %s", store.description)
-        await _say_who_is_served(settings, tokens)
-        reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
-        yield
-        reaper.cancel()
-        await store.close()
+        try:
+            await prepare(store)
+            logger.info("database: %s", store.description)
+            if not in_process:
+                await _say_who_is_served(settings, tokens)
+            reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
+            yield
+            reaper.cancel()
+        finally:
+            await store.close()
 
     return Litestar(
         route_handlers=[*HANDLERS, report_route(service, settings.max_body_bytes)],
@@ -78,8 +85,8 @@ def create_app(settings: Settings | None = None) -> Litestar:
             "reader": Provide(provide_reader, sync_to_thread=False),
         },
         middleware=[
-            *([] if settings.rate_limit_per_minute is None else [_rate_limit(settings.rate_limit_per_minute)]),
-            AccessControl(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")]),
+            *([] if rate_limit is None else [_rate_limit(rate_limit)]),
+            AccessControl(authenticator, [host.strip() for host in allowed_hosts.split(",")]),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,

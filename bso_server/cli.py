@@ -23,6 +23,7 @@ from bso_server.cli_common import (
     with_store,
 )
 from bso_server.cli_jobs import add_jobs_commands
+from bso_server.cli_simulate import add_simulate_command
 from bso_server.cli_tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError
 from bso_server.service import BatchSizeService
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add_token_commands(commands)
     add_jobs_commands(commands)
+    add_simulate_command(commands)
     return parser
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from bso_server.app import store_of
-from bso_server.settings import Settings, variable_of
+from bso_server.settings import Settings, problems
 from bso_server.store import Store
 
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
@@ -41,8 +41,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
     try:
         return Settings(**given(options))
     except ValidationError as error:
-        problems = [f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors()]
-        raise CommandError(f"wrong setting, given as an argument or by {'; '.join(problems)}") from error
+        raise CommandError(f"wrong setting, given as an argument or by {problems(error)}") from error
 
 
 def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:

@@ -41,13 +41,13 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
 
     jobs_list = jobs.add_parser("list", help="all jobs")
     jobs_list.add_argument("--json", action="store_true", help="print JSON")
-    _add_source(jobs_list)
+    add_source(jobs_list)
     jobs_list.set_defaults(run=_list)
 
     show = jobs.add_parser("show", help="one job with its arms and trials")
     show.add_argument("job_id", metavar="JOB")
     show.add_argument("--json", action="store_true", help="print JSON")
-    _add_source(show)
+    add_source(show)
     show.set_defaults(run=_show)
 
     export = jobs.add_parser("export", help="everything about one job, to keep or to take elsewhere")
@@ -59,22 +59,23 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
         help="json: all that is kept, which `jobs import` takes (default); csv: a table of its trials",
     )
     export.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
-    _add_source(export)
+    add_source(export)
     export.set_defaults(run=_export)
 
     import_ = jobs.add_parser("import", help="create a job from what `jobs export` wrote")
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
-    _add_source(import_)
+    add_source(import_)
     import_.set_defaults(run=_import)
 
     delete = jobs.add_parser("delete", help="delete a job with all that is known of it")
     delete.add_argument("job_id", metavar="JOB")
-    _add_source(delete)
+    add_source(delete)
     delete.set_defaults(run=_delete)
 
 
-def _add_source(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Let the command line name a database or a server."""
     source = parser.add_mutually_exclusive_group()
     add_database_url(source)
     source.add_argument("--server-url", help="ask this server instead of opening the database")
@@ -88,15 +89,19 @@ def _list(options: argparse.Namespace) -> None:
     print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
 
 
+def read_job(options: argparse.Namespace) -> JobView:
+    """The job that the command line names, from the server or the database that it names."""
+    return _read(options, JobView, "", lambda reader: reader.show_job(options.job_id))
+
+
 def _show(options: argparse.Namespace) -> None:
-    job = _read(options, JobView, "", lambda reader: reader.show_job(options.job_id))
+    job = read_job(options)
     print(job.model_dump_json(indent=2) if options.json else job_text(job))
 
 
 def _export(options: argparse.Namespace) -> None:
     if options.format == "csv":
-        job = _read(options, JobView, "", lambda reader: reader.show_job(options.job_id))
-        text = views.trials_csv(job.trials)
+        text = views.trials_csv(read_job(options).trials)
     else:
         export = _read(options, JobExport, "/export", lambda reader: reader.export_job(options.job_id))
         text = export.model_dump_json(indent=2) + "\n"

@@ -10,7 +10,6 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,6 +21,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from bso_server.filesystem import network_filesystem
+from bso_server.threads import DaemonThreads
 
 # Seconds that a SQLite connection waits for another process's transaction before it gives up.
 _SQLITE_BUSY_TIMEOUT_S = 30
@@ -100,8 +100,8 @@ class SqliteDatabase:
         _configure_sqlite(self._engine)
         self._own = threading.local()
         self._connections: list[Connection] = []
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="bso-writer")
-        self._readers = ThreadPoolExecutor(_SQLITE_READERS, thread_name_prefix="bso-reader")
+        self._writer = DaemonThreads(1, "bso-writer")
+        self._readers = DaemonThreads(_SQLITE_READERS, "bso-reader")
 
     @property
     def url(self) -> URL:
@@ -115,8 +115,9 @@ class SqliteDatabase:
 
     async def close(self) -> None:
         """Let the work in hand end, and close every connection."""
-        await asyncio.to_thread(self._writer.shutdown)
-        await asyncio.to_thread(self._readers.shutdown)
+        # All that this event loop still has to do is to end.
+        self._writer.shutdown()
+        self._readers.shutdown()
         for connection in self._connections:
             connection.close()
         self._engine.dispose()

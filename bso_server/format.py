@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from bso_server.security import TokenRecord
-from zeus_plugins.protocol import JobList, JobView
+from zeus_plugins.protocol import JobList, JobView, TrialView
 
 
 def job_list_text(jobs: JobList) -> str:
@@ -18,7 +18,7 @@ def job_list_text(jobs: JobList) -> str:
         [job.job_id, job.policy, str(job.trials), _number(job.min_cost_j), _text(job.min_cost_batch_size)]
         for job in jobs.jobs
     ]
-    return _table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
+    return table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
 
 
 def job_text(view: JobView) -> str:
@@ -27,7 +27,7 @@ def job_text(view: JobView) -> str:
         f"job {view.job.job_id}: {view.stage} stage, {len(view.trials)} trials, "
         f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
     )
-    arms = _table(
+    arms = table(
         ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J"],
         [
             [str(arm.batch_size), str(arm.trials), str(arm.n), _number(arm.mean_cost_j), _number(arm.std_cost_j)]
@@ -37,7 +37,7 @@ def job_text(view: JobView) -> str:
     # A server that asks for no tokens has nothing to say there.
     owned = any(trial.owner for trial in view.trials)
     measured = ["EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC"]
-    trials = _table(
+    trials = table(
         ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", *measured, *(["TOKEN"] if owned else []), "WHY THIS SIZE"],
         [
             [
@@ -51,7 +51,7 @@ def job_text(view: JobView) -> str:
                 _number(trial.cost_j),
                 _number(trial.metric),
                 *([_text(trial.owner)] if owned else []),
-                trial.reason,
+                trial.reason if trial.epoch_bound is None else f"{trial.reason}; {_bound(trial)}",
             ]
             for trial in view.trials
         ],
@@ -59,6 +59,10 @@ def job_text(view: JobView) -> str:
     sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
     energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
     return "\n\n".join([head, arms, trials, energy])
+
+
+def _bound(trial: TrialView) -> str:
+    return f"it has {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
 
 
 def token_list_text(tokens: Sequence[TokenRecord]) -> str:
@@ -69,7 +73,7 @@ def token_list_text(tokens: Sequence[TokenRecord]) -> str:
         [one.token_id, one.name, " ".join(sorted(one.scopes)), _time(one.created_at), _time(one.revoked_at)]
         for one in tokens
     ]
-    return _table(["ID", "NAME", "SCOPES", "CREATED (UTC)", "REVOKED (UTC)"], rows)
+    return table(["ID", "NAME", "SCOPES", "CREATED (UTC)", "REVOKED (UTC)"], rows)
 
 
 def token_list_json(tokens: Sequence[TokenRecord]) -> str:
@@ -99,7 +103,8 @@ def _text(value: object | None) -> str:
     return "-" if value is None else str(value)
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them, two blanks apart."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -198,6 +198,10 @@ class TrialExport(WireMessage):
         longest_gap_s: Longest time between two of them, seconds.
         lease_expires_at: When it counts as abandoned if nothing more is heard of it (UTC); None for one that has ended.
         heartbeats: Whether its training sends heartbeats.
+        first_epoch: Epochs trained as of its first report, or None.
+        first_cost_j: Its cost in joules by then, or None.
+        epoch_bound: Epochs after which policy `gp_voi` stops it, or None.
+        epoch_bound_reason: Why, in words, or None.
         epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
     """
 
@@ -222,6 +226,10 @@ class TrialExport(WireMessage):
     longest_gap_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
     lease_expires_at: Instant | None
     heartbeats: bool
+    first_epoch: Epochs | None = None
+    first_cost_j: Joules | None = None
+    epoch_bound: PositiveInt | None = None
+    epoch_bound_reason: LongText | None = None
     epochs: tuple[EpochExport, ...] = ()
 
 

@@ -8,12 +8,28 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from bso_server.core.history import Cheapest
+from bso_server.core.history import Cheapest, after_report
 from bso_server.core.lease import LeasePolicy
-from bso_server.core.model import Report, TrialRecord, check_transition
+from bso_server.core.model import Report, Suggestion, TrialRecord, check_transition
 from bso_server.core.policy import Verdict
 from bso_server.store import StoredJob, StoredTrial
 from zeus_plugins.protocol import EndReason, TrialState
+
+
+def dispatched(
+    job: StoredJob, suggestion: Suggestion, now: datetime, leases: LeasePolicy, *, owner: str | None
+) -> StoredTrial:
+    """The job's next trial, running."""
+    record = TrialRecord(
+        trial_number=job.trial_count + 1,
+        batch_size=suggestion.batch_size,
+        state=TrialState.RUNNING,
+        origin=suggestion.origin,
+        started_event=job.event_count + 1,
+        bound=suggestion.bound,
+    )
+    trial = StoredTrial(job.job.job_id, record, suggestion.reason, now, lease_expires_at=None, owner=owner)
+    return renewed(trial, now, leases)
 
 
 def renewed(trial: StoredTrial, now: datetime, leases: LeasePolicy) -> StoredTrial:
@@ -84,17 +100,7 @@ def reported(
     leases: LeasePolicy,
 ) -> tuple[StoredJob, StoredTrial]:
     """A running trial that has reported, and goes on or ends as the verdict says."""
-    before = trial.record
-    record = replace(
-        before,
-        time_s=report.time_s,
-        energy_j=report.energy_j,
-        epoch=report.epoch,
-        metric=report.metric,
-        message=verdict.message,
-        reports=before.reports + 1,
-        longest_gap_s=max(before.longest_gap_s, report.time_s - before.time_s),
-    )
+    record = replace(after_report(job.job, trial.record, report), message=verdict.message)
     trial = replace(
         trial,
         record=record,

@@ -19,7 +19,7 @@ from bso_server import moves, transfer, views
 from bso_server.core import policy
 from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.lease import LeasePolicy
-from bso_server.core.model import Report, TrialRecord
+from bso_server.core.model import Report, Suggestion, TrialRecord
 from bso_server.errors import (
     BsoError,
     DatabaseUnavailableError,
@@ -42,7 +42,9 @@ from zeus_plugins.protocol import (
     HeartbeatResponse,
     JobRegistration,
     JobSummary,
+    OfflineTrial,
     Origin,
+    PolicyName,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -135,6 +137,30 @@ class BatchSizeService:
         """
         dispatch, new = await self._store.write(
             lambda transaction: self._suggest(transaction, job_id, idempotency_key, caller)
+        )
+        if new:
+            logger.info("job %s trial %d: batch size %d, %s", *_told(dispatch))
+        return dispatch
+
+    async def record_offline(
+        self, offline: OfflineTrial, idempotency_key: str, *, caller: Caller = UNRESTRICTED
+    ) -> TrialDispatch:
+        """Start a trial of a training that chose its batch size itself, because the server was away.
+
+        Its reports come next. It counts for what it measured, and never as an exploration that was asked for.
+
+        Args:
+            offline: The trial.
+            idempotency_key: Made by the client for this trial; repeated with it, the answer is the same trial.
+            caller: Who asks; the trial is theirs.
+
+        Raises:
+            UnknownJobError: No such job.
+            InvalidReportError: The job has no such batch size, or the key's trial has another one.
+            ForbiddenError: The key's trial is another caller's.
+        """
+        dispatch, new = await self._store.write(
+            lambda transaction: self._record_offline(transaction, offline, idempotency_key, caller)
         )
         if new:
             logger.info("job %s trial %d: batch size %d, %s", *_told(dispatch))
@@ -252,35 +278,57 @@ class BatchSizeService:
             started = transaction.trial_with_key(job_id, idempotency_key)
             if started is not None:
                 _refuse_other_owner(started, caller)
-                return _dispatch_again(started), False
+                return _dispatch_again(job, started), False
         job = self._abandon_expired(transaction, job, now)
         history, changed = load_history(transaction, job)
         rng = _generator(job)
         suggestion = policy.suggest(history, rng)
         drawn = suggestion.origin is Origin.BANDIT
-        event = job.event_count + 1
-        record = TrialRecord(
-            trial_number=job.trial_count + 1,
-            batch_size=suggestion.batch_size,
-            state=TrialState.RUNNING,
-            origin=suggestion.origin,
-            started_event=event,
-        )
-        trial = StoredTrial(job_id, record, suggestion.reason, now, lease_expires_at=None, owner=caller.token_id)
-        transaction.insert_trial(moves.renewed(trial, now, self._leases), idempotency_key=idempotency_key)
-        changed[record.batch_size] = history.arms[record.batch_size].after_dispatch()
+        started = moves.dispatched(job, suggestion, now, self._leases, owner=caller.token_id)
+        transaction.insert_trial(started, idempotency_key=idempotency_key)
+        changed[suggestion.batch_size] = history.arms[suggestion.batch_size].after_dispatch()
         transaction.update_arms(job_id, changed.values())
+        event = started.record.started_event
         job = replace(
             job,
             event_count=event,
-            trial_count=record.trial_number,
+            trial_count=started.record.trial_number,
             folded_event=job.event_count,
             bandit_entered_at=event if drawn and job.bandit_entered_at is None else job.bandit_entered_at,
             survivors=suggestion.survivors,
             rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
         )
         transaction.update_jobs([job])
-        return _dispatch(trial), True
+        return _dispatch(job, started), True
+
+    def _record_offline(
+        self, transaction: Transaction, offline: OfflineTrial, idempotency_key: str, caller: Caller
+    ) -> tuple[TrialDispatch, bool]:
+        job = transaction.locked_job(offline.job_id)
+        if job is None:
+            raise UnknownJobError(offline.job_id)
+        recorded = transaction.trial_with_key(offline.job_id, idempotency_key)
+        if recorded is not None:
+            _refuse_other_owner(recorded, caller)
+            _refuse_other_size(recorded, offline.batch_size)
+            # Even if it has ended: its reports may come again, too.
+            return _dispatch(job, recorded), False
+        arm = transaction.arms(offline.job_id).get(offline.batch_size)
+        if arm is None:
+            raise InvalidReportError(
+                f"{offline.batch_size} is not one of the job's batch sizes {list(job.job.batch_sizes)}",
+                field="batch_size",
+            )
+        suggestion = Suggestion(
+            offline.batch_size, Origin.OFFLINE, "not chosen: the training began while the server was away"
+        )
+        started = moves.dispatched(job, suggestion, self._clock(), self._leases, owner=caller.token_id)
+        transaction.insert_trial(started, idempotency_key=idempotency_key)
+        transaction.update_arms(offline.job_id, [arm.after_dispatch()])
+        record = started.record
+        job = replace(job, event_count=record.started_event, trial_count=record.trial_number)
+        transaction.update_jobs([job])
+        return _dispatch(job, started), True
 
     async def _take_reports(self, results: Sequence[tuple[TrainingResult, Caller]]) -> list[ReportResponse | Exception]:
         try:
@@ -297,18 +345,23 @@ class BatchSizeService:
     ) -> tuple[list[ReportResponse | Exception], list[StoredTrial]]:
         now = self._clock()
         found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in results})
-        page, answers = self._judged(found, results, now)
+        histories: dict[str, History] = {}
+        if any(policy.needs_bound(job.job, trial.record) for job, trial in found.values()):
+            # Bounds rest on the job's history, which must not move on while it is read.
+            found = _with_locked_jobs(transaction, found, [job.job.job_id for job, _ in found.values()])
+            histories = _histories_for_bounds(transaction, found)
+        page, answers = self._judged(found, histories, results, now)
         if page.changed_jobs and not transaction.locks_jobs_with_trials:
             # Which jobs end a trial is known only now. What the others of their trials did meanwhile may matter.
-            jobs = transaction.locked_jobs(page.changed_jobs)
-            found = {key: (jobs.get(job.job.job_id, job), trial) for key, (job, trial) in found.items()}
-            page, answers = self._judged(found, results, now)
+            found = _with_locked_jobs(transaction, found, page.changed_jobs)
+            page, answers = self._judged(found, histories, results, now)
         page.save(transaction)
         return answers, page.ended_trials
 
     def _judged(
         self,
         found: Mapping[TrialKey, tuple[StoredJob, StoredTrial]],
+        histories: Mapping[str, History],
         results: Sequence[tuple[TrainingResult, Caller]],
         now: datetime,
     ) -> tuple[_Page, list[ReportResponse | Exception]]:
@@ -316,20 +369,24 @@ class BatchSizeService:
         answers: list[ReportResponse | Exception] = []
         for result, caller in results:
             try:
-                answers.append(self._report(page, result, caller, now))
+                answers.append(self._report(page, histories, result, caller, now))
             except BsoError as error:
                 answers.append(error)
         return page, answers
 
-    def _report(self, page: _Page, result: TrainingResult, caller: Caller, now: datetime) -> ReportResponse:
+    def _report(
+        self, page: _Page, histories: Mapping[str, History], result: TrainingResult, caller: Caller, now: datetime
+    ) -> ReportResponse:
         job, trial = page.find(result)
         _refuse_other_owner(trial, caller)
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.record.state is TrialState.RUNNING and trial.record.last_report == report
         if repeated or trial.record.state not in _ALIVE:
-            return _answer_again(trial.record, report)
+            return _answer_again(job, trial.record, report)
         trial = moves.revived(trial)
-        verdict = policy.judge(job.job, trial.record, report, None if job.cheapest is None else job.cheapest.cost_j)
+        if policy.needs_bound(job.job, trial.record):
+            trial = replace(trial, record=policy.bounded(histories[trial.job_id], trial.record, report))
+        verdict = policy.judge(job.job, trial.record, report, _min_cost_j(job), judged_by=result.judged_by)
         job, trial = moves.reported(
             job,
             trial,
@@ -341,7 +398,11 @@ class BatchSizeService:
         )
         page.put(job, trial)
         return ReportResponse(
-            stop_train=verdict.stop, converged=verdict.converged, message=verdict.message, reason=verdict.reason
+            stop_train=verdict.stop,
+            converged=verdict.converged,
+            message=verdict.message,
+            reason=verdict.reason,
+            stop_rule=None if verdict.stop else verdict.rule,
         )
 
     def _end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller) -> str | None:
@@ -437,7 +498,7 @@ class _Page:
         trial = self._trials.get((trial_id.job_id, trial_id.trial_number))
         if trial is None:
             raise UnknownTrialError(trial_id.job_id, trial_id.trial_number)
-        _refuse_other_size(trial, trial_id)
+        _refuse_other_size(trial, trial_id.batch_size)
         return self._jobs[trial.job_id], trial
 
     def put(self, job: StoredJob, trial: StoredTrial) -> None:
@@ -475,12 +536,34 @@ class _Page:
         """Write what has changed."""
         changed = [(self._trials_before[key], trial) for key, trial in self._trials.items()]
         changed = [(before, after) for before, after in changed if after is not before]
-        progressed = [after for before, after in changed if before.record.state is after.record.state]
-        moved = [after for before, after in changed if before.record.state is not after.record.state]
+        progressed = [after for before, after in changed if _has_only_progressed(before.record, after.record)]
+        moved = [after for before, after in changed if not _has_only_progressed(before.record, after.record)]
         transaction.update_progress(progressed)
         transaction.update_trials(moved)
         transaction.insert_epochs(self._epochs)
         transaction.update_jobs([self._jobs[job_id] for job_id in self.changed_jobs])
+
+
+def _has_only_progressed(before: TrialRecord, after: TrialRecord) -> bool:
+    return before.state is after.state and before.bound == after.bound
+
+
+def _with_locked_jobs(
+    transaction: Transaction, found: Mapping[TrialKey, tuple[StoredJob, StoredTrial]], job_ids: Sequence[str]
+) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
+    """The same rows with those of these jobs locked, and as they are by then."""
+    if transaction.locks_jobs_with_trials:
+        return dict(found)
+    jobs = transaction.locked_jobs(set(job_ids))
+    return {key: (jobs.get(job.job.job_id, job), trial) for key, (job, trial) in found.items()}
+
+
+def _histories_for_bounds(
+    transaction: Transaction, found: Mapping[TrialKey, tuple[StoredJob, StoredTrial]]
+) -> dict[str, History]:
+    """The histories of jobs that have a trial here which needs a bound."""
+    jobs = {job.job.job_id: job for job, trial in found.values() if policy.needs_bound(job.job, trial.record)}
+    return {job_id: load_history(transaction, job)[0] for job_id, job in jobs.items()}
 
 
 def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:
@@ -489,9 +572,22 @@ def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dic
     arms = transaction.arms(job_id)
     ended = transaction.ended_after(job_id, job.folded_event)
     changed = arms_after(job.job, arms, ended, bandit_entered_at=job.bandit_entered_at)
-    # The bandit stage needs them no more.
-    explorations = transaction.counted_explorations(job_id) if job.survivors is None else ()
-    history = History(job.job, arms | changed, tuple(explorations), job.cheapest, job.bandit_entered_at, job.survivors)
+    explorations: Sequence[TrialRecord] = ()
+    in_flight: Sequence[TrialRecord] = ()
+    if job.job.policy is PolicyName.GP_VOI:
+        in_flight = transaction.in_flight(job_id)
+    elif job.survivors is None:
+        # The bandit stage needs them no more.
+        explorations = transaction.counted_explorations(job_id)
+    history = History(
+        job.job,
+        arms | changed,
+        tuple(explorations),
+        job.cheapest,
+        job.bandit_entered_at,
+        job.survivors,
+        tuple(in_flight),
+    )
     return history, changed
 
 
@@ -522,7 +618,11 @@ def _generator(job: StoredJob) -> np.random.Generator:
     return rng
 
 
-def _dispatch(trial: StoredTrial) -> TrialDispatch:
+def _min_cost_j(job: StoredJob) -> float | None:
+    return None if job.cheapest is None else job.cheapest.cost_j
+
+
+def _dispatch(job: StoredJob, trial: StoredTrial) -> TrialDispatch:
     record = trial.record
     return TrialDispatch(
         job_id=trial.job_id,
@@ -530,17 +630,18 @@ def _dispatch(trial: StoredTrial) -> TrialDispatch:
         trial_number=record.trial_number,
         origin=record.origin,
         reason=trial.reason,
+        stop_rule=policy.stop_rule(job.job, record, _min_cost_j(job)),
     )
 
 
-def _dispatch_again(trial: StoredTrial) -> TrialDispatch:
+def _dispatch_again(job: StoredJob, trial: StoredTrial) -> TrialDispatch:
     if trial.record.state not in _ALIVE:
         raise KeyConflictError(
             f"the request with this Idempotency-Key started trial {trial.record.trial_number}, which has ended "
             f"({trial.record.state}): make a new key for a new trial",
             field="Idempotency-Key",
         )
-    return _dispatch(trial)
+    return _dispatch(job, trial)
 
 
 def _told(dispatch: TrialDispatch) -> tuple[object, ...]:
@@ -552,12 +653,11 @@ def _locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJo
     return _Page(transaction.locked_trials([key])).find(trial_id)
 
 
-def _refuse_other_size(trial: StoredTrial, trial_id: TrialId) -> None:
+def _refuse_other_size(trial: StoredTrial, batch_size: int) -> None:
     dispatched = trial.record.batch_size
-    if dispatched != trial_id.batch_size:
+    if dispatched != batch_size:
         raise InvalidReportError(
-            f"trial {trial_id.trial_number} of job {trial_id.job_id!r} has batch size {dispatched}, "
-            f"not {trial_id.batch_size}",
+            f"trial {trial.record.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
             field="batch_size",
         )
 
@@ -574,7 +674,7 @@ def _message(message: str, end: TrialEnd) -> str:
     return message if end.detail is None else f"{message} ({end.detail})"
 
 
-def _answer_again(record: TrialRecord, report: Report) -> ReportResponse:
+def _answer_again(job: StoredJob, record: TrialRecord, report: Report) -> ReportResponse:
     """The answer that this very report got, from what the trial keeps of it."""
     if record.last_report != report or record.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
         raise ReportConflictError(
@@ -587,4 +687,5 @@ def _answer_again(record: TrialRecord, report: Report) -> ReportResponse:
         converged=record.state is TrialState.COMPLETED,
         message=record.message or "",
         reason=EndReason.KEEP_TRAINING if alive else record.end_reason,
+        stop_rule=policy.stop_rule(job.job, record, _min_cost_j(job)) if alive else None,
     )

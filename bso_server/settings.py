@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from dotenv import dotenv_values
 from platformdirs import user_data_path
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 PREFIX = "ZEUS_BSO_"
@@ -88,6 +88,11 @@ class Settings(BaseSettings):
 def variable_of(name: str) -> str:
     """The environment variable of a setting."""
     return PREFIX + name.upper()
+
+
+def problems(error: ValidationError) -> str:
+    """What is wrong with the settings, each with its environment variable."""
+    return "; ".join(f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors())
 
 
 def source_of(name: str, arguments: Mapping[str, Any]) -> str:

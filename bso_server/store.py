@@ -8,9 +8,10 @@ import logging
 import random
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -32,9 +33,10 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from bso_server import migrations
-from bso_server.core.history import Arm, Cheapest
-from bso_server.core.model import OBSERVED, UNCOUNTED, Job, TrialRecord
-from bso_server.core.statistics import Statistics
+from bso_server.core.beliefs import Belief, Streak
+from bso_server.core.history import Arm, Cheapest, bandit_entered_from_the_start
+from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, EpochBound, Job, TrialRecord
+from bso_server.core.statistics import Statistics, WeightedStatistics
 from bso_server.database import Database, NoConnectionError, SqliteDatabase, is_passing
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.security import Scope, TokenRecord
@@ -213,6 +215,11 @@ class Transaction:
         )
         return [trial.record for trial in found]
 
+    def in_flight(self, job_id: str) -> list[TrialRecord]:
+        """The job's trials that are running or may go on, in order of dispatch."""
+        found = self._trials(trials.c.job_id == job_id, trials.c.state.in_([state.value for state in ALIVE]))
+        return [trial.record for trial in found]
+
     def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
         """Trials that ended after this event of the job, in order of their ends."""
         found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
@@ -266,6 +273,7 @@ class Transaction:
             "event_count": 0,
             "trial_count": 0,
             "folded_event": 0,
+            "bandit_entered_event": bandit_entered_from_the_start(job_of(registration)),
         }
         try:
             self._connection.execute(insert(jobs).values(row))
@@ -386,7 +394,7 @@ def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Up
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    alive = [TrialState.RUNNING.value, TrialState.SUSPENDED.value]
+    alive = [state.value for state in ALIVE]
     return trials.c.state.in_(alive), trials.c.lease_expires_at < now
 
 
@@ -429,6 +437,11 @@ class Store:
     def is_sqlite(self) -> bool:
         """Whether the database is a SQLite file."""
         return self._dialect == "sqlite"
+
+    @property
+    def file(self) -> Path | None:
+        """The SQLite file, or None for a database of another kind."""
+        return Path(self._database.url.database or "") if self.is_sqlite else None
 
     @property
     def description(self) -> str:
@@ -614,6 +627,8 @@ def _trial_row(trial: StoredTrial) -> dict[str, Any]:
         "ended_at": trial.ended_at,
         "ended_event": record.ended_event,
         "heartbeats": record.heartbeats,
+        "epoch_bound": None if record.bound is None else record.bound.epochs,
+        "epoch_bound_reason": None if record.bound is None else record.bound.reason,
     }
 
 
@@ -644,6 +659,8 @@ def _progress_row(trial: StoredTrial) -> dict[str, Any]:
         "epoch": record.epoch if reported else None,
         "metric": record.metric,
         "report_count": record.reports,
+        "first_epoch": record.first_epoch if reported else None,
+        "first_cost_j": record.first_cost_j if reported else None,
         "longest_gap_s": record.longest_gap_s,
         "lease_expires_at": trial.lease_expires_at,
     }
@@ -670,6 +687,9 @@ def trial_from(row: Row) -> StoredTrial:
             reports=row["report_count"],
             longest_gap_s=row["longest_gap_s"],
             heartbeats=row["heartbeats"],
+            first_epoch=row["first_epoch"] or 0.0,
+            first_cost_j=row["first_cost_j"] or 0.0,
+            bound=None if row["epoch_bound"] is None else EpochBound(row["epoch_bound"], row["epoch_bound_reason"]),
         ),
         reason=row["reason"],
         energy_source=row["energy_source"],
@@ -705,8 +725,21 @@ def _arm_from(row: RowMapping) -> Arm:
         refitted=row["refitted"],
         window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
         latest=None if latest is None else (latest[0], latest[1]),
+        belief=_belief_from(row["belief"]),
         **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
     )
+
+
+def _belief_from(text: str | None) -> Belief:
+    if text is None:
+        return Belief()
+    values = json.loads(text)
+    nested = {
+        "observed": WeightedStatistics(**values["observed"]),
+        "exact": WeightedStatistics(**values["exact"]),
+        "streak": Streak(**values["streak"]),
+    }
+    return Belief(**{**values, **nested})
 
 
 def _arm_row(arm: Arm) -> dict[str, Any]:
@@ -717,6 +750,7 @@ def _arm_row(arm: Arm) -> dict[str, Any]:
         "refitted": arm.refitted,
         "window": json.dumps(arm.window),
         "latest": json.dumps(arm.latest),
+        "belief": None if arm.belief == Belief() else json.dumps(asdict(arm.belief)),
     }
     for name in _STATISTICS:
         statistics = getattr(arm, name)

@@ -112,6 +112,12 @@ trials = Table(
     # Liveness: a running or suspended trial that is not heard of by then is abandoned.
     Column("lease_expires_at", UtcDateTime),
     Column("heartbeats", Boolean, nullable=False),
+    # What the first report said. Null before it.
+    Column("first_epoch", Double),
+    Column("first_cost_j", Double),
+    # Policy `gp_voi` stops the trial after so many epochs; null until it is decided, and for other policies.
+    Column("epoch_bound", Integer),
+    Column("epoch_bound_reason", Text),
     # Made by the client, so that a repeated request finds the trial that the first one started.
     Column("idempotency_key", String(255)),
     # The token that dispatched it; null where the server asked for none.
@@ -150,6 +156,8 @@ arms = Table(
     # (trial number, cost) pairs as JSON.
     Column("window", Text, nullable=False),
     Column("latest", Text, nullable=False),
+    # What policy `gp_voi` has learned, as JSON; null for other policies, and before anything is.
+    Column("belief", Text),
     *(
         column
         for name in ("explored", "observed", "completed")

@@ -13,14 +13,14 @@ from itertools import pairwise
 import numpy as np
 
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import OBSERVED, Job, TrialRecord
+from bso_server.core.model import OBSERVED, EpochBound, Job, TrialRecord
 from bso_server.errors import InvalidImportError
 from bso_server.messages import EpochExport, JobExport, TrialExport
 from bso_server.store import StoredEpoch, StoredJob, StoredTrial, job_of
 from zeus_plugins.protocol import Origin, TrialState
 
 _ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
-_MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at")
+_MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoch", "first_cost_j")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +133,8 @@ def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
         yield "report_count", f"a trial becomes {trial.state} by a report"
     if trial.state is TrialState.COMPLETED and cost_of(job, _record(trial)) <= 0:
         yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
+    if (trial.epoch_bound is None) is not (trial.epoch_bound_reason is None):
+        yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
     # The report that ended a trial is not kept beside it.
     kept = trial.report_count - (trial.state in OBSERVED)
     numbers = [epoch.report_number for epoch in trial.epochs]
@@ -207,6 +209,10 @@ def _exported_trial(trial: StoredTrial, epochs: Iterable[EpochExport]) -> TrialE
         longest_gap_s=record.longest_gap_s,
         lease_expires_at=trial.lease_expires_at,
         heartbeats=record.heartbeats,
+        first_epoch=record.first_epoch if reported else None,
+        first_cost_j=record.first_cost_j if reported else None,
+        epoch_bound=None if record.bound is None else record.bound.epochs,
+        epoch_bound_reason=None if record.bound is None else record.bound.reason,
         epochs=tuple(epochs),
     )
 
@@ -228,6 +234,9 @@ def _record(trial: TrialExport) -> TrialRecord:
         reports=trial.report_count,
         longest_gap_s=trial.longest_gap_s,
         heartbeats=trial.heartbeats,
+        first_epoch=trial.first_epoch or 0.0,
+        first_cost_j=trial.first_cost_j or 0.0,
+        bound=None if trial.epoch_bound is None else EpochBound(trial.epoch_bound, trial.epoch_bound_reason or ""),
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from bso_server.core.cost import cost
 from bso_server.core.history import Arm, History, cost_of
@@ -79,6 +80,8 @@ def trial(of_job: Job, stored: StoredTrial) -> TrialView:
         epochs=record.epoch if reported else None,
         metric=record.metric,
         owner=stored.owner,
+        epoch_bound=None if record.bound is None else record.bound.epochs,
+        epoch_bound_reason=None if record.bound is None else record.bound.reason,
     )
 
 
@@ -115,10 +118,20 @@ def events(dispatched: Iterable[StoredTrial], ended: Iterable[StoredTrial], *, s
 
 def trials_csv(trials: Iterable[TrialView]) -> str:
     """Trials as CSV (RFC 4180) with a header line: the fields of `TrialView`, empty where there is no value."""
+    return csv_of([each.model_dump(mode="json") for each in trials], list(TrialView.model_fields))
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """Rows as CSV (RFC 4180) with a header line.
+
+    Args:
+        rows: Values by column.
+        columns: Their order; None: as in the first row.
+    """
     text = io.StringIO()
-    table = csv.DictWriter(text, list(TrialView.model_fields))
+    table = csv.DictWriter(text, columns or list(rows[0]))
     table.writeheader()
-    table.writerows(each.model_dump(mode="json") for each in trials)
+    table.writerows(rows)
     return text.getvalue()
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from bso_server.core.history import History
+from bso_server.core.history import History, after_report
 from bso_server.core.model import Job, Report, TrialRecord, check_transition
-from bso_server.core.policy import Verdict, judge, suggest
+from bso_server.core.policy import Verdict, bounded, judge, needs_bound, suggest
 from zeus_plugins.protocol import Origin, TrialState
 
 
@@ -57,7 +57,9 @@ class Life:
         """Start the trial that the policy wants."""
         suggestion = suggest(self.history, self.rng)
         self.survivors = suggestion.survivors
-        return self.dispatch(suggestion.batch_size, suggestion.origin)
+        trial = replace(self.dispatch(suggestion.batch_size, suggestion.origin), bound=suggestion.bound)
+        self.trials[-1] = trial
+        return trial
 
     def move(self, trial: TrialRecord, state: TrialState, cost_j: float = 0.0) -> TrialRecord:
         """Put a trial into another state, having cost `cost_j` joules."""
@@ -80,9 +82,12 @@ class Life:
 
     def report(self, trial: TrialRecord, cost_j: float, *, epoch: float, metric: float) -> Verdict:
         """Judge a report as the server does, and end the trial where the verdict says so."""
-        cheapest = self.history.cheapest
-        min_cost_j = None if cheapest is None else cheapest.cost_j
-        verdict = judge(self.job, trial, Report(1.0, cost_j, epoch, metric), min_cost_j)
+        history, report = self.history, Report(1.0, cost_j, epoch, metric)
+        trial = self.trials[trial.trial_number - 1]
+        if needs_bound(self.job, trial):
+            trial = bounded(history, trial, report)
+        verdict = judge(self.job, trial, report, None if history.cheapest is None else history.cheapest.cost_j)
+        trial = self.trials[trial.trial_number - 1] = after_report(self.job, trial, report)
         if verdict.stop:
             self.move(trial, verdict.state, cost_j)
         return verdict

@@ -412,6 +412,50 @@ def test_an_idempotency_key_that_cannot_be(scene: Scene, key: bytes) -> None:
         assert_refused(answer, 422, "Idempotency-Key")
 
 
+# --- Trials that began without the server -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "status", "named"),
+    [
+        ({}, None, 422, "Idempotency-Key"),
+        ({}, "", 422, "Idempotency-Key"),
+        ({}, "a b", 422, "Idempotency-Key"),
+        ({"job_id": "job-unknown"}, "key", 404, "job_id"),
+        ({"job_id": "a b"}, "key", 422, "job_id"),
+        ({"batch_size": 7}, "key", 422, "batch_size"),
+        ({"batch_size": 0}, "key", 422, "batch_size"),
+        ({"batch_size": "many"}, "key", 422, "batch_size"),
+    ],
+)
+def test_an_offline_trial_that_cannot_be(
+    scene: Scene, body: dict[str, Any], key: str | None, status: int, named: str
+) -> None:
+    headers = {} if key is None else {"Idempotency-Key": key}
+    with scene.nothing_stored():
+        body = {"job_id": scene.other_job, "batch_size": 8, **body}
+        assert_refused(scene.http.post("/trials", json=body, headers=headers), status, named)
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        ({}, "judged_by.max_epochs"),
+        ({"max_epochs": 0}, "judged_by.max_epochs"),
+        ({"max_epochs": 2.5}, "judged_by.max_epochs"),
+        ({"max_epochs": 3, "max_cost_j": -1}, "judged_by.max_cost_j"),
+        ([], "judged_by"),
+    ],
+)
+def test_a_stop_rule_that_cannot_be(scene: Scene, rule: Any, named: str) -> None:
+    with scene.nothing_stored():
+        body = {**scene.running, **scene.reported, "judged_by": rule}
+        assert_refused(scene.http.post("/report", json=body), 422, named)
+
+
+# --- Keys that can be -------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "key",
     ["x" * 255, '"quoted"', "';DROP/**/TABLE/**/trials;--", "%00", "\\"],

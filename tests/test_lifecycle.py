@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from bso_server.core.history import History
 from bso_server.core.lease import LeasePolicy
 from bso_server.database import open_database
-from bso_server.errors import BsoError, KeyConflictError, NoSurvivorError, ReportConflictError, UnknownTrialError
+from bso_server.errors import (
+    BsoError,
+    InvalidReportError,
+    KeyConflictError,
+    NoSurvivorError,
+    ReportConflictError,
+    UnknownJobError,
+    UnknownTrialError,
+)
 from bso_server.reading import JobReader
 from bso_server.service import BatchSizeService, load_history
 from bso_server.store import Store, Transaction
@@ -25,7 +33,10 @@ from zeus_plugins.protocol import (
     Heartbeat,
     JobRegistration,
     JobView,
+    OfflineTrial,
+    PolicyName,
     ReportResponse,
+    StopRule,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
@@ -67,12 +78,28 @@ class Server:
     async def suggest(self, key: str | None = None) -> TrialDispatch:
         return await self.service.suggest(self.job_id, key)
 
-    async def report(self, trial: TrialId, *, cost_j: float, metric: float = 0.5, epoch: float = 1) -> ReportResponse:
+    async def report(
+        self,
+        trial: TrialId,
+        *,
+        cost_j: float,
+        metric: float = 0.5,
+        epoch: float = 1,
+        judged_by: StopRule | None = None,
+    ) -> ReportResponse:
         """Report totals that cost `cost_j`, with η = 0.5 and 100 W."""
         result = TrainingResult(
-            **trial_id(trial).model_dump(), time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch
+            **trial_id(trial).model_dump(),
+            time=cost_j / 100,
+            energy=cost_j,
+            metric=metric,
+            current_epoch=epoch,
+            judged_by=judged_by,
         )
         return await self.service.report(result)
+
+    async def offline(self, batch_size: int, key: str) -> TrialDispatch:
+        return await self.service.record_offline(OfflineTrial(job_id=self.job_id, batch_size=batch_size), key)
 
     async def reach(self, trial: TrialId, cost_j: float = 500.0) -> None:
         assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5)).converged
@@ -433,6 +460,81 @@ def test_every_epoch_is_kept(database_url: str) -> None:
     serve(database_url, use)
 
 
+# --- Trainings that were cut off --------------------------------------------------------------------------------------
+
+
+def test_the_stop_rule_comes_with_the_trial_and_with_each_verdict(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        first = await server.suggest()
+        assert first.stop_rule == StopRule(max_cost_j=None, max_epochs=10)
+        await server.reach(first, cost_j=500)
+        second = await server.suggest()
+        assert second.stop_rule == StopRule(max_cost_j=1000, max_epochs=10)
+        assert (await server.report(second, cost_j=10)).stop_rule == second.stop_rule
+        assert (await server.report(second, cost_j=10)).stop_rule == second.stop_rule  # the same report again
+        assert (await server.report(second, cost_j=400, metric=0.95, epoch=2)).stop_rule is None
+        assert (await server.suggest()).stop_rule == StopRule(max_cost_j=800, max_epochs=10)
+
+    serve(database_url, use)
+
+
+def test_a_training_that_judged_itself_is_judged_by_the_same_rule(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        own_rule = StopRule(max_cost_j=None, max_epochs=10)
+        trial, rival = await server.suggest(), await server.suggest()
+        await server.reach(rival, cost_j=100)
+        # Above today's bound of 200 J, within that of the time when the training was cut off.
+        assert (await server.report(trial, cost_j=300, judged_by=own_rule)).reason is EndReason.KEEP_TRAINING
+        verdict = await server.report(trial, cost_j=400, metric=0.95, epoch=2, judged_by=own_rule)
+        assert verdict.converged
+
+        strict = await server.suggest()
+        rule = StopRule(max_cost_j=50, max_epochs=10)
+        verdict = await server.report(strict, cost_j=51, metric=0.95, judged_by=rule)
+        assert (verdict.reason, verdict.message) == (
+            EndReason.COST_BOUND_CROSSED,
+            "stopped: 51 J spent, more than 50 J",
+        )
+
+        lasting = await server.suggest()
+        rule = StopRule(max_epochs=20)
+        assert not (await server.report(lasting, cost_j=10, epoch=9, judged_by=rule)).stop_train
+        verdict = await server.report(lasting, cost_j=11, epoch=10, judged_by=rule)
+        assert verdict.reason is EndReason.MAX_EPOCHS_REACHED
+
+    serve(database_url, use)
+
+
+def test_an_offline_trial_is_recorded_once_and_counts(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        trial = await server.offline(32, "key")
+        assert (trial.trial_number, trial.batch_size, trial.origin) == (1, 32, "offline")
+        assert await server.offline(32, "key") == trial
+        await server.reach(trial, cost_j=300)
+        assert (await server.offline(32, "key")).trial_number == 1  # even when it has ended
+        view = await server.show()
+        assert [(each.origin, each.state) for each in view.trials] == [("offline", "completed")]
+        assert view.min_cost_j == 300
+        # No exploration was asked for, and none is done with.
+        assert (await server.suggest()).batch_size == 16
+
+    serve(database_url, use)
+
+
+def test_an_offline_trial_that_cannot_be_is_refused(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        await server.offline(32, "key")
+        with pytest.raises(InvalidReportError, match=r"64 is not one of the job's batch sizes \[8, 16, 32\]"):
+            await server.offline(64, "another")
+        with pytest.raises(InvalidReportError, match=r"trial 1 .* has batch size 32, not 16"):
+            await server.offline(16, "key")
+        with pytest.raises(UnknownJobError):
+            await server.service.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key")
+        assert len((await server.show()).trials) == 1
+
+    serve(database_url, use)
+
+
 # --- Caches -----------------------------------------------------------------------------------------------------------
 
 
@@ -442,10 +544,13 @@ async def live(server: Server, random_source: random.Random, steps: int) -> None
     for _ in range(steps):
         try:
             match random_source.choice(
-                ["suggest", "suggest", "epoch", "reach", "reach", "miss", "end", "beat", "wait"]
+                ["suggest", "suggest", "offline", "epoch", "reach", "reach", "miss", "end", "beat", "wait"]
             ):
                 case "suggest":
                     open_trials.append(await server.suggest())
+                case "offline":
+                    size = random_source.choice(server.job.batch_sizes)
+                    open_trials.append(await server.offline(size, str(random_source.random())))
                 case "wait":
                     server.wait(random_source.choice([100.0, HOUR_S + 1, 25 * HOUR_S]))
                     await server.service.reap()
@@ -480,6 +585,7 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     assert remembered.arms == replayed.arms
     assert remembered.cheapest == replayed.cheapest
     assert remembered.bandit_entered_at == replayed.bandit_entered_at
+    assert remembered.in_flight == replayed.in_flight
     if job.survivors is None:
         assert remembered.explorations == replayed.explorations
     assert job.trial_count == len(trials)
@@ -492,14 +598,17 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     seed=st.integers(0, 2**32),
     window_size=st.sampled_from([0, 1, 3]),
     rounds=st.sampled_from([0, 1, 2]),
+    policy=st.sampled_from(PolicyName),
 )
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_caches_equal_a_replay_of_the_trials(database_url: str, seed: int, window_size: int, rounds: int) -> None:
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_caches_equal_a_replay_of_the_trials(
+    database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
+) -> None:
     async def use(server: Server) -> None:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
         await server.store.read(lambda transaction: assert_caches_equal_a_replay(transaction, server.job_id))
 
-    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds)
+    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds, policy=policy)
 
 
 @pytest.fixture(autouse=True)

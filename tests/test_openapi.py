@@ -33,6 +33,7 @@ ROUTES = [
     ("DELETE", "/jobs"),
     ("GET", "/jobs/batch_size"),
     ("POST", "/report"),
+    ("POST", "/trials"),
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
     ("GET", "/api/jobs"),

@@ -13,8 +13,8 @@ from tests.conftest import Server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
-from zeus_plugins.protocol import GpuConfig, TrialState
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
+from zeus_plugins.protocol import GpuConfig, PolicyName, TrialState
 
 GPUS = GpuConfig(max_power=100, number_of_gpus=1, gpu_model="V100")
 JOB = JobSpec(
@@ -27,6 +27,7 @@ JOB = JobSpec(
     num_pruning_rounds=1,
     mab_num_explorations=1,
     mab_seed=7,
+    policy=PolicyName.ZEUS,
 )
 # What one epoch costs in joules and how many of them reach the target; 64 never does.
 EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
@@ -85,15 +86,13 @@ def test_the_server_may_die_between_two_requests(server: Server) -> None:
         optimizer.on_train_begin()
         optimizer.on_evaluate(0.5)
         server.kill()
-        with pytest.raises(ZeusBSORuntimError, match=server.url):
-            optimizer.on_evaluate(0.6)
+        optimizer.on_evaluate(0.6)
         server.start()
         optimizer.on_evaluate(0.95)
         assert optimizer.training_finished
     with BsoClient(server.url) as client:
         (trial,) = client.show_job("loop").trials
 
-    # The epoch whose report was lost is part of the next one.
     assert (trial.state, trial.energy_j, trial.time_s, trial.epochs) == (TrialState.COMPLETED, 300, 3, 3)
 
 

@@ -21,21 +21,22 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event
 
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.database import open_database
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service import BatchSizeService
 from bso_server.store import JobExistsError, Store, StoredTrial, Transaction
 from bso_server.store_reads import jobs_page
 from bso_server.tables import metadata
-from zeus_plugins.protocol import JobRegistration, Origin, TrainingResult, TrialState
+from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
 
 T = TypeVar("T")
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
 
 
-def registration(job_id: str) -> JobRegistration:
+def registration(job_id: str, policy: PolicyName = PolicyName.ZEUS) -> JobRegistration:
     return JobRegistration(
+        policy=policy,
         job_id=job_id,
         job_id_prefix=job_id[:1],
         batch_sizes=(8, 16),
@@ -94,7 +95,15 @@ def test_what_goes_in_comes_out(database_url: str) -> None:
         trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
     )
     trial = StoredTrial("round-trip", record, "first é ✓", started_at=NOW, lease_expires_at=NOW)
-    measured = replace(record, time_s=123456.789012345, energy_j=0.1 + 0.2, metric=0.0)
+    measured = replace(
+        record,
+        time_s=123456.789012345,
+        energy_j=0.1 + 0.2,
+        metric=0.0,
+        first_epoch=0.1,
+        first_cost_j=1 / 3,
+        bound=EpochBound(7, "seven"),
+    )
 
     def write(transaction: Transaction) -> None:
         transaction.insert_job(registration("round-trip"), NOW)
@@ -263,7 +272,8 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
     in_store(database_url, use)
 
 
-def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", PolicyName)
+def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: PolicyName) -> None:
     """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
     queries: dict[str, Any] = {}
 
@@ -277,7 +287,7 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path) 
                 {statement: parameters[0] if many else parameters}
             ),
         )
-        await service.register(registration("planned"))
+        await service.register(registration("planned", policy))
         trials = [await service.suggest("planned") for _ in range(3)]
         results = [
             TrainingResult(

@@ -25,7 +25,7 @@ from bso_server.store import Transaction
 from tests.conftest import Server as ServerProcess
 from tests.test_lifecycle import HOUR_S, Server, live, serve
 from tests.test_wire import assert_refused, begin, reached, report
-from zeus_plugins.protocol import TrialDispatch, TrialState
+from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
 
 JSON = {"content-type": "application/json"}
 
@@ -145,6 +145,8 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("a metric of none", lambda job: job["trials"][0].update(metric=None), "trials.0.metric"),
     ("no reports", lambda job: job["trials"][0].update(report_count=0), "trials.0.time_s"),
     ("costless", lambda job: job["job"].update(eta_knob=1) or job["trials"][0].update(energy_j=0), "trials.0.energy_j"),
+    ("half a bound", lambda job: job["trials"][0].update(epoch_bound=9), "trials.0.epoch_bound_reason"),
+    ("a first report alone", lambda job: job["trials"][3].update(first_epoch=1), "trials.3.first_epoch"),
     ("a report too many", lambda job: job["trials"][0].update(report_count=1), "trials.0.epochs"),
     ("an epoch twice", lambda job: job["trials"][0]["epochs"].append(job["trials"][0]["epochs"][0]), "trials.0.epochs"),
     ("an epoch beyond", lambda job: job["trials"][0]["epochs"][0].update(report_number=9), "trials.0.epochs"),
@@ -259,10 +261,11 @@ async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
     seed=st.integers(0, 2**32),
     window_size=st.sampled_from([0, 1, 3]),
     rounds=st.sampled_from([0, 1, 2]),
+    policy=st.sampled_from(PolicyName),
 )
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_job_lived_through_its_copy_decides_alike(
-    database_url: str, seed: int, window_size: int, rounds: int
+    database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
 ) -> None:
     async def use(server: Server) -> None:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
@@ -271,14 +274,14 @@ def test_whatever_a_job_lived_through_its_copy_decides_alike(
             await server.store.read(lambda transaction, job_id=job_id: remembered(transaction, job_id))
             for job_id in (server.job_id, copy.job_id)
         ]
-        for name in ("arms", "explorations", "cheapest", "bandit_entered_at", "survivors"):
+        for name in ("arms", "explorations", "cheapest", "bandit_entered_at", "survivors", "in_flight"):
             assert getattr(one, name) == getattr(other, name), name
         for _ in range(5):
             assert await outcome(server.suggest()) == await outcome(copy.suggest())
             for each in (server, copy):
                 each.wait(HOUR_S + 1)
 
-    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds)
+    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds, policy=policy)
 
 
 def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:

@@ -7,19 +7,37 @@ ten thousand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from bso_server.core.beliefs import Belief, Outcome, after_crash, after_outcome
 from bso_server.core.cost import cost
-from bso_server.core.model import OBSERVED, UNCOUNTED, Job, TrialRecord
+from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, Job, Report, TrialRecord
 from bso_server.core.statistics import Statistics
-from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import EndReason, Origin, PolicyName, Stage, TrialState
 
 
 def cost_of(job: Job, trial: TrialRecord) -> float:
     """Cost in joules of what the trial has reported so far."""
     return cost(energy_j=trial.energy_j, time_s=trial.time_s, max_power_w=job.max_power, eta=job.eta_knob)
+
+
+def after_report(job: Job, trial: TrialRecord, report: Report) -> TrialRecord:
+    """The trial once it has sent one more report."""
+    reported = replace(
+        trial,
+        time_s=report.time_s,
+        energy_j=report.energy_j,
+        epoch=report.epoch,
+        metric=report.metric,
+        reports=trial.reports + 1,
+        longest_gap_s=max(trial.longest_gap_s, report.time_s - trial.time_s),
+    )
+    if trial.reports:
+        return reported
+    return replace(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +55,7 @@ class Arm:
             of dispatch; empty for a window of all.
         latest: The observed trial that ended last, in the same form, or None.
         refitted: Whether one of its trials was measured to its end within the bandit stage.
+        belief: What policy `gp_voi` has learned of it; untouched with other policies.
     """
 
     batch_size: int
@@ -48,6 +67,7 @@ class Arm:
     window: tuple[tuple[int, float], ...] = ()
     latest: tuple[int, float] | None = None
     refitted: bool = False
+    belief: Belief = field(default_factory=Belief)
 
     def after_dispatch(self) -> Arm:
         """The arm once one more trial was dispatched with it."""
@@ -125,11 +145,12 @@ class History:
         job: The job.
         arms: Per batch size of the job, ascending.
         explorations: Exploration trials that count, in order of dispatch; crashed and abandoned ones do not. Their
-            number is bounded by the job's sizes and rounds.
+            number is bounded by the job's sizes and rounds. Policy `zeus` alone needs them.
         cheapest: The cheapest trial that reached the target, or None.
         bandit_entered_at: Value of the job's event counter at which the bandit stage began, or None before that.
         survivors: The sizes with which that stage was entered, ascending, or None before that. They stay: an abandoned
             exploration that comes back later must not undo the pruning.
+        in_flight: Trials that are running or may go on, in order of dispatch. Policy `gp_voi` alone needs them.
     """
 
     job: Job
@@ -138,6 +159,7 @@ class History:
     cheapest: Cheapest | None = None
     bandit_entered_at: int | None = None
     survivors: tuple[int, ...] | None = None
+    in_flight: tuple[TrialRecord, ...] = ()
 
     @classmethod
     def of(cls, job: Job, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
@@ -152,7 +174,9 @@ class History:
         arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
         for trial in trials:
             arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
-        entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
+        entered_at = bandit_entered_from_the_start(job)
+        if entered_at is None:
+            entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
         ended = sorted(
             (trial for trial in trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
         )
@@ -160,13 +184,23 @@ class History:
         for trial in ended:
             cheapest = Cheapest.of_both(cheapest, job, trial)
         arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
-        explorations = tuple(trial for trial in trials if is_counted_exploration(trial))
-        return cls(job, arms, explorations, cheapest, entered_at, survivors)
+        explorations: tuple[TrialRecord, ...] = ()
+        in_flight: tuple[TrialRecord, ...] = ()
+        if job.policy is PolicyName.ZEUS:
+            explorations = tuple(trial for trial in trials if is_counted_exploration(trial))
+        else:
+            in_flight = tuple(trial for trial in trials if trial.state in ALIVE)
+        return cls(job, arms, explorations, cheapest, entered_at, survivors, in_flight)
 
     @property
     def stage(self) -> Stage:
         """The stage that the last request found the job in."""
         return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT
+
+    @property
+    def recurrences(self) -> int:
+        """How often the job has reached its target."""
+        return sum(arm.completed.count for arm in self.arms.values())
 
     @cached_property
     def fitting_sizes(self) -> tuple[int, ...]:
@@ -209,7 +243,51 @@ def arms_after(
         arm = changed.get(trial.batch_size, arms[trial.batch_size])
         in_bandit = bandit_entered_at is not None and (trial.ended_event or 0) > bandit_entered_at
         changed[trial.batch_size] = arm.after_end(job, trial, in_bandit=in_bandit)
+        if job.policy is PolicyName.GP_VOI:
+            changed |= _arms_believing(job, {**arms, **changed}, trial)
     return changed
+
+
+def _arms_believing(job: Job, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
+    """Arms whose beliefs change when this trial has ended."""
+    before = tuple(arms[size].belief for size in job.batch_sizes)
+    index = job.batch_sizes.index(trial.batch_size)
+    log_first_cost, log_cost = log_costs_per_epoch(job, trial)
+    if trial.state in OBSERVED:
+        outcome = Outcome(
+            index=index,
+            epochs=trial.epoch,
+            log_first_cost=log_first_cost,
+            log_cost=log_cost,
+            epoch_step=trial.epoch / trial.reports,
+            reached=trial.state is TrialState.COMPLETED,
+            conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
+        )
+        after = after_outcome(job.batch_sizes, before, outcome)
+    elif trial.state is TrialState.FAILED and log_cost is not None:
+        after = after_crash(before, index, log_cost)
+    else:
+        return {}
+    beliefs = zip(job.batch_sizes, before, after, strict=True)
+    return {size: replace(arms[size], belief=new) for size, old, new in beliefs if new is not old}
+
+
+def log_costs_per_epoch(job: Job, trial: TrialRecord) -> tuple[float | None, float | None]:
+    """Log of what an epoch of the trial cost (J) until its first report, and since then; None where that is nothing.
+
+    Until their first report trainings also start up and try power limits.
+    """
+    first_j, first_epochs = trial.first_cost_j, trial.first_epoch
+    later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
+    return (
+        math.log(first_j / first_epochs) if first_j > 0 else None,
+        math.log(later_j / later_epochs) if later_j > 0 and later_epochs > 0 else None,
+    )
+
+
+def bandit_entered_from_the_start(job: Job) -> int | None:
+    """The event at which a new job is in its bandit stage: 0 without a pruning stage, else None."""
+    return 0 if job.policy is PolicyName.GP_VOI else None
 
 
 def is_counted_exploration(trial: TrialRecord) -> bool:

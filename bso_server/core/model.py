@@ -24,6 +24,9 @@ TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
 # States whose trials were measured to the end that the server decided on, so that they have a cost.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
 
+# States of trials that are under way, or may go on.
+ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
+
 # States that say nothing about the batch size: its exploration is owed again.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED})
 
@@ -60,6 +63,19 @@ class Job:
     policy: PolicyName = PolicyName.ZEUS
 
 
+@dataclass(frozen=True, slots=True)
+class EpochBound:
+    """When a running trial is stopped that has not reached its target.
+
+    Attributes:
+        epochs: After so many epochs.
+        reason: Why, in words, with its numbers.
+    """
+
+    epochs: int
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
     """One trial as the database remembers it.
@@ -81,6 +97,10 @@ class TrialRecord:
         reports: Number of reports taken.
         longest_gap_s: Longest time that passed between two of its reports, seconds.
         heartbeats: Whether its training sends heartbeats.
+        first_epoch: Epochs trained as of its first report; 0 before any.
+        first_cost_j: Its cost in joules by then.
+        bound: The epochs after which it is stopped for its cost; None until policy `gp_voi` knows what an epoch of it
+            costs, and with other policies.
     """
 
     trial_number: int
@@ -98,6 +118,9 @@ class TrialRecord:
     reports: int = 0
     longest_gap_s: float = 0.0
     heartbeats: bool = False
+    first_epoch: float = 0.0
+    first_cost_j: float = 0.0
+    bound: EpochBound | None = None
 
     @property
     def last_report(self) -> Report | None:
@@ -133,9 +156,11 @@ class Suggestion:
         origin: The kind of decision.
         reason: The decision in words, with its numbers.
         survivors: In the bandit stage the sizes that it was entered with, ascending; else None.
+        bound: When the trial is stopped, if that is known by now.
     """
 
     batch_size: int
     origin: Origin
     reason: str
     survivors: tuple[int, ...] | None = None
+    bound: EpochBound | None = None

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bso_server.core import bandit, pruning
+from bso_server.core import bandit, gp_voi, pruning
 from bso_server.core.cost import cost, early_stop_bound
-from bso_server.core.history import History
+from bso_server.core.history import History, after_report
 from bso_server.core.model import Job, Report, Suggestion, TrialRecord
 from bso_server.errors import InvalidReportError, NoSurvivorError
-from zeus_plugins.protocol import EndReason, Origin, TrialState
+from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,11 +25,13 @@ class Verdict:
         state: The state that the trial takes; RUNNING to go on.
         reason: Why.
         message: The same in words, with its numbers.
+        rule: When a trial that goes on is going to be stopped, as far as is known by now.
     """
 
     state: TrialState
     reason: EndReason
     message: str
+    rule: StopRule
 
     @property
     def stop(self) -> bool:
@@ -42,15 +45,21 @@ class Verdict:
 
 
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:
-    """Choose the next trial's batch size by policy `zeus`.
+    """Choose the next trial's batch size by the job's policy.
 
     Args:
         history: The job's trials.
-        rng: The job's generator; advanced only by decisions of the bandit stage.
+        rng: The job's generator; advanced only by decisions of the bandit stage of policy `zeus`.
 
     Raises:
-        NoSurvivorError: No batch size reached the target in a whole exploration round.
+        NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
     """
+    if history.job.policy is PolicyName.GP_VOI:
+        return gp_voi.suggest(history)
+    return _suggested_by_zeus(history, rng)
+
+
+def _suggested_by_zeus(history: History, rng: np.random.Generator) -> Suggestion:
     if history.survivors is not None:
         return _drawn(history, history.survivors, rng)
     match pruning.explore(history):
@@ -112,54 +121,107 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
     return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
 
 
-def judge(job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None) -> Verdict:
+def needs_bound(job: Job, trial: TrialRecord) -> bool:
+    """Whether the trial's next report needs `bounded` first.
+
+    Policy `gp_voi` decides once when to stop a trial: with the dispatch if it knows by then what an epoch costs, else
+    after the first epochs.
+    """
+    return job.policy is PolicyName.GP_VOI and trial.bound is None
+
+
+def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
+    """A trial that `needs_bound`, with the bound that its next report gives it, if that tells enough.
+
+    Args:
+        history: The job's trials.
+        trial: The trial as of its report before this one.
+        report: The report that is about to be judged.
+    """
+    return replace(trial, bound=gp_voi.bound_of(history, after_report(history.job, trial, report)))
+
+
+def stop_rule(job: Job, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
+    """When a trial that has not reached the target is stopped.
+
+    By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
+
+    Args:
+        job: The job.
+        trial: The trial.
+        min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
+    """
+    if job.policy is PolicyName.GP_VOI:
+        return StopRule(max_epochs=job.max_epochs if trial.bound is None else trial.bound.epochs)
+    bound = early_stop_bound(job.beta_knob, min_cost_j)
+    return StopRule(max_cost_j=bound if math.isfinite(bound) else None, max_epochs=job.max_epochs)
+
+
+def judge(
+    job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None, *, judged_by: StopRule | None = None
+) -> Verdict:
     """Decide whether a running trial goes on.
 
-    With ``bound = β · min_cost``: within the bound, below `max_epochs` and not at the target, the training goes on.
-    Otherwise it stops; reaching the target counts only within the bound.
+    Policy `zeus`, with ``bound = β · min_cost``: within the bound, below `max_epochs` and not at the target, the
+    training goes on. Otherwise it stops; reaching the target counts only within the bound. Policy `gp_voi`: the same
+    with the trial's own bound on its epochs; to reach the target counts always.
 
     Totals never shrink, and a trial that has reported each epoch once, as a whole number, goes on with whole numbers:
     a fraction is then taken for a mistake. A training that validates within its epochs shows that by its first report.
 
     Args:
         job: The job.
-        trial: The trial as of its report before this one.
+        trial: The trial as of its report before this one, `bounded` if it needed to be.
         report: The report to judge.
         min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
+        judged_by: The rule by which the training has judged the report already, while the server was away. What it
+            then did cannot be undone: measured by today's bound, a run to the target might count as stopped before.
 
     Raises:
         InvalidReportError: The report contradicts those before it, or reached the target at no cost.
     """
     _check_against_earlier(trial, report)
+    rule = stop_rule(job, trial, min_cost_j)
+    applied = rule if judged_by is None else judged_by
     spent = cost(energy_j=report.energy_j, time_s=report.time_s, max_power_w=job.max_power, eta=job.eta_knob)
-    bound = early_stop_bound(job.beta_knob, min_cost_j)
-    if spent > bound:
-        return Verdict(
-            TrialState.EARLY_STOPPED,
-            EndReason.COST_BOUND_CROSSED,
-            f"stopped: {spent:.4g} J spent, more than {job.beta_knob:g} times the cheapest run, {bound:.4g} J",
-        )
     reached = report.metric >= job.target_metric if job.higher_is_better_metric else report.metric <= job.target_metric
+    reason = applied.applied(cost_j=spent, epochs=report.epoch, reached=reached)
+    if reason is EndReason.KEEP_TRAINING and report.epoch >= job.max_epochs:
+        reason = EndReason.MAX_EPOCHS_REACHED
+    if reason is EndReason.MAX_EPOCHS_REACHED and report.epoch < job.max_epochs:
+        reason = EndReason.EPOCH_BOUND_REACHED
     measured = f"metric {report.metric:.4g} against a target of {job.target_metric:g}"
-    if reached:
-        if spent <= 0:
-            raise InvalidReportError(
-                "the target was reached at a cost of 0 J, which no later run could beat: with this job's eta_knob "
-                f"({job.eta_knob:g}) time and energy must be measured",
-                field="energy",
-            )
-        return Verdict(
-            TrialState.COMPLETED,
-            EndReason.TARGET_REACHED,
-            f"target reached: {measured} after {report.epoch:g} epochs, {spent:.4g} J",
+    match reason:
+        case EndReason.COST_BOUND_CROSSED:
+            bound = f"{applied.max_cost_j:.4g} J"
+            if judged_by is None:
+                bound = f"{job.beta_knob:g} times the cheapest run, {bound}"
+            state, message = TrialState.EARLY_STOPPED, f"stopped: {spent:.4g} J spent, more than {bound}"
+        case EndReason.TARGET_REACHED:
+            _require_cost(spent, job)
+            state = TrialState.COMPLETED
+            message = f"target reached: {measured} after {report.epoch:g} epochs, {spent:.4g} J"
+        case EndReason.EPOCH_BOUND_REACHED:
+            state, message = TrialState.EARLY_STOPPED, f"stopped: {measured} after {report.epoch:g} epochs"
+            if judged_by is None and trial.bound is not None:
+                message += f"; {trial.bound.reason}"
+        case EndReason.MAX_EPOCHS_REACHED:
+            state = TrialState.EXHAUSTED
+            message = f"stopped: {measured} after {report.epoch:g} epochs, all that max_epochs allows"
+        case _:
+            state, message = TrialState.RUNNING, f"go on: {measured}, {spent:.4g} J spent"
+            if trial.bound is not None:
+                message += f"; it has {trial.bound.epochs} epochs ({trial.bound.reason})"
+    return Verdict(state, reason, message, rule)
+
+
+def _require_cost(spent_j: float, job: Job) -> None:
+    if spent_j <= 0:
+        raise InvalidReportError(
+            "the target was reached at a cost of 0 J, which no later run could beat: with this job's eta_knob "
+            f"({job.eta_knob:g}) time and energy must be measured",
+            field="energy",
         )
-    if report.epoch >= job.max_epochs:
-        return Verdict(
-            TrialState.EXHAUSTED,
-            EndReason.MAX_EPOCHS_REACHED,
-            f"stopped: {measured} after {report.epoch:g} epochs, all that max_epochs allows",
-        )
-    return Verdict(TrialState.RUNNING, EndReason.KEEP_TRAINING, f"go on: {measured}, {spent:.4g} J spent")
 
 
 def _check_against_earlier(trial: TrialRecord, report: Report) -> None:

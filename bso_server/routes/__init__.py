@@ -7,6 +7,7 @@ from bso_server.routes import read, upkeep, wire
 HANDLERS = [
     wire.register_job,
     wire.suggest,
+    wire.record_offline,
     wire.end_trial,
     wire.heartbeat,
     wire.delete_job,

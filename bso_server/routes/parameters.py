@@ -14,16 +14,17 @@ _LARGEST = 2**31 - 1
 
 JobId = Annotated[str, Parameter(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")]
 
-IdempotencyKey = Annotated[
-    str | None,
-    Parameter(
-        header="Idempotency-Key",
-        pattern=r"^[\x21-\x7e]+$",
-        min_length=1,
-        max_length=255,
-        description="Made for this request; the request repeated with it gets the same trial again.",
-    ),
-]
+_IDEMPOTENCY_KEY = Parameter(
+    header="Idempotency-Key",
+    pattern=r"^[\x21-\x7e]+$",
+    min_length=1,
+    max_length=255,
+    description="Made for this request; the request repeated with it gets the same trial again.",
+)
+
+IdempotencyKey = Annotated[str | None, _IDEMPOTENCY_KEY]
+
+RequiredIdempotencyKey = Annotated[str, _IDEMPOTENCY_KEY]
 
 TrialNumber = Annotated[int, Parameter(ge=1, le=_LARGEST, description="The trial, counting from 1 within the job.")]
 

@@ -1,4 +1,4 @@
-"""The routes that Zeus 0.16's clients know, with its statuses, and the heartbeat beside them.
+"""The routes that Zeus 0.16's clients know, with its statuses, and heartbeats and offline trials beside them.
 
 The fifth one, ``POST /report``, is in `routes.report`.
 """
@@ -11,7 +11,7 @@ from litestar import Response, delete, get, patch, post
 from litestar.openapi.datastructures import ResponseSpec
 
 from bso_server.routes.access import CallerRequest, needs
-from bso_server.routes.parameters import IdempotencyKey, JobId
+from bso_server.routes.parameters import IdempotencyKey, JobId, RequiredIdempotencyKey
 from bso_server.routes.responses import errors
 from bso_server.security import Scope
 from bso_server.service import BatchSizeService
@@ -19,6 +19,7 @@ from zeus_plugins.protocol import (
     Heartbeat,
     HeartbeatResponse,
     JobRegistration,
+    OfflineTrial,
     Paths,
     TrialDispatch,
     TrialEnd,
@@ -59,6 +60,19 @@ async def suggest(
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
     return await service.suggest(job_id, idempotency_key, caller=request.user)
+
+
+@post(
+    Paths.TRIALS,
+    summary="Record a trial that began without the server",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def record_offline(
+    data: OfflineTrial, service: BatchSizeService, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
+) -> TrialDispatch:
+    """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
+    return await service.record_offline(data, idempotency_key, caller=request.user)
 
 
 @patch(

@@ -1,0 +1,234 @@
+"""The ``bso-server simulate`` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bso_server.cli_common import CommandError
+from bso_server.cli_jobs import add_source, read_job
+from bso_server.format import table
+from bso_server.simulate.plots import plot
+from bso_server.simulate.recorded import recorded_workload
+from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
+from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
+from bso_server.simulate.workload import Workload
+from bso_server.views import csv_of
+from zeus_plugins.protocol import PolicyName
+
+if TYPE_CHECKING:
+    # argparse keeps the name to itself.
+    from argparse import _SubParsersAction
+
+# What names one workload in the traces; ``--all`` needs none of it.
+_SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
+
+
+def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``simulate``."""
+    parser = commands.add_parser("simulate", help="what a policy would have done with recorded trainings")
+    parser.add_argument("--train-trace", type=Path, metavar="FILE", help="epochs to the target, as CSV")
+    parser.add_argument("--power-trace", type=Path, metavar="FILE", help="time and power, as CSV")
+    parser.add_argument("--job", dest="job_id", metavar="JOB", help="a job's own trials in place of traces")
+    add_source(parser)
+    parser.add_argument("--all", action="store_true", help="the six workloads of the Zeus paper")
+    for name in ("dataset", "network", "optimizer"):
+        parser.add_argument(f"--{name}", help="as in the traces")
+    parser.add_argument("--target-metric", type=float, metavar="X", help="one of the train trace's")
+    parser.add_argument("--max-epochs", type=_at_least_1, metavar="E", help="a run that needs more has failed")
+    parser.add_argument("--default-batch-size", type=_at_least_1, metavar="B", help="what the job's owner would take")
+    parser.add_argument(
+        "--policy", type=PolicyName, choices=list(PolicyName), action="append", help="one or several (default: all)"
+    )
+    parser.add_argument("--recurrences", type=_at_least_1, default=100, metavar="N", help="(default 100)")
+    parser.add_argument("--seeds", type=_at_least_1, default=200, metavar="N", help="simulated jobs (default 200)")
+    parser.add_argument("--eta", type=_share, help="η of the cost, from 0 to 1 (default: the job's, or 0.5)")
+    parser.add_argument(
+        "--beta", type=_beta, default="", help="β of early stopping, or none (default: the job's, or 2)"
+    )
+    parser.add_argument(
+        "--power-limit",
+        choices=["optimal", "max"],
+        default="optimal",
+        help="each size at its cheapest power limit, found in its first epoch (default), or all at the maximum",
+    )
+    parser.add_argument(
+        "--concurrency", type=_at_least_1, default=1, metavar="K", help="recurrences always under way (default 1)"
+    )
+    parser.add_argument(
+        "--no-foresight",
+        dest="foresight",
+        action="store_false",
+        help="trainings end after the epoch that crosses their cost bound, not before it",
+    )
+    parser.add_argument(
+        "--drift",
+        type=_drift,
+        metavar="reversed@N",
+        help="from recurrence N on (counting from 1), sizes need the epochs of those in reverse order",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs over recurrences (png, svg or pdf)")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    workloads, eta, beta = _recorded(options) if options.job_id is not None else _traced(options)
+    setting = Setting(
+        recurrences=options.recurrences,
+        seeds=options.seeds,
+        eta=eta if options.eta is None else options.eta,
+        beta=beta if options.beta == "" else options.beta,
+        optimal_power_limits=options.power_limit == "optimal",
+        concurrency=options.concurrency,
+        foresight=options.foresight,
+        drift_at=options.drift,
+    )
+    policies = list(dict.fromkeys(options.policy or PolicyName))
+    comparisons = [compare(workload, policies, setting) for workload in workloads]
+    if options.json is not None:
+        options.json.write_text(json.dumps(_as_json(comparisons, together=options.all), indent=2) + "\n", "utf-8")
+    if options.history is not None:
+        options.history.write_text(csv_of(_history(comparisons)), encoding="utf-8", newline="")
+    if options.plot is not None:
+        _plot(comparisons, options.plot)
+    print(_text(comparisons))
+
+
+def _plot(comparisons: Sequence[Comparison], file: Path) -> None:
+    try:
+        plot(comparisons, file)
+    except ImportError as error:
+        raise CommandError(f"--plot needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
+
+
+def _recorded(options: argparse.Namespace) -> tuple[Sequence[Workload], float, float | None]:
+    """The workload of a job's own trials, with its η and β."""
+    given = ("train_trace", "power_trace", *_SELECTION)
+    named = [_flag(name) for name in given if getattr(options, name) is not None] + ["--all"] * options.all
+    if named:
+        raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
+    view = read_job(options)
+    return [recorded_workload(view)], view.job.eta_knob, view.job.beta_knob
+
+
+def _traced(options: argparse.Namespace) -> tuple[Sequence[Workload], float, float | None]:
+    """The workloads from the traces, with the defaults of η and β."""
+    missing = [_flag(name) for name in ("train_trace", "power_trace") if getattr(options, name) is None]
+    if missing:
+        raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
+    selections = _selections(options)
+    traces = Traces.read(options.train_trace, options.power_trace)
+    return [traces.workload(selection) for selection in selections], 0.5, 2.0
+
+
+def _selections(options: argparse.Namespace) -> Sequence[Selection]:
+    given = {name: getattr(options, name) for name in _SELECTION}
+    if options.all:
+        named = [_flag(name) for name, value in given.items() if value is not None]
+        if named:
+            raise CommandError(f"--all takes the six workloads as they are: leave out {', '.join(named)}")
+        return PAPER_WORKLOADS
+    missing = [_flag(name) for name, value in given.items() if value is None]
+    if missing:
+        raise CommandError(f"which workload? Give {', '.join(missing)}, or --all for the six of the Zeus paper")
+    return [Selection(**given)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _as_json(comparisons: Sequence[Comparison], *, together: bool) -> dict[str, Any]:
+    if not together:
+        return comparisons[0].as_json()
+    return {"workloads": [each.as_json() for each in comparisons], "geometric_mean": geometric_means(comparisons)}
+
+
+def _text(comparisons: Sequence[Comparison]) -> str:
+    """Ratios of total cost to the oracle's, by policy and number of recurrences."""
+    results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
+    marks = [str(mark) for mark in results[0][2].ratio]
+    rows = [
+        [
+            each.workload.name,
+            policy,
+            *(f"{ratio:.3f}" for ratio in result.ratio.values()),
+            f"{result.worst_seed_ratio:.3f}",
+            str(result.unfinished),
+            f"{100 * result.energy_reduction_last5:.1f} %",
+        ]
+        for each, policy, result in results
+    ]
+    if len(comparisons) > 1:
+        rows += [
+            ["geometric mean", policy, *(f"{ratio:.3f}" for ratio in ratios.values()), "", "", ""]
+            for policy, ratios in geometric_means(comparisons).items()
+        ]
+    header = ["WORKLOAD", "POLICY", *marks, "WORST SEED", "UNFINISHED", "ENERGY SAVED"]
+    return (
+        "total cost over the oracle's, mean over the seeds, by number of recurrences\n\n"
+        + table(header, rows)
+        + "\n\nENERGY SAVED: last five recurrences against the default batch size at the maximum power limit"
+    )
+
+
+def _history(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
+    return [
+        {
+            "workload": each.workload.name,
+            "policy": str(policy),
+            "recurrence": trial.recurrence + 1,
+            "trial_number": trial.record.trial_number,
+            "batch_size": trial.record.batch_size,
+            "origin": str(trial.record.origin),
+            "state": str(trial.record.state),
+            "epochs": trial.record.epoch,
+            "time_s": trial.record.time_s,
+            "energy_j": trial.record.energy_j,
+            "cost_j": trial.cost_j,
+            "reason": trial.reason,
+            "message": trial.record.message,
+        }
+        for each in comparisons
+        for policy, job in each.first_jobs.items()
+        for trial in job.trials
+    ]
+
+
+def _at_least_1(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
+    return number
+
+
+def _beta(text: str) -> float | str | None:
+    # argparse passes a default that is text through here, too.
+    if text == "":
+        return text
+    if text == "none":
+        return None
+    number = float(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return number
+
+
+def _drift(text: str) -> int:
+    match = re.fullmatch(r"reversed@([1-9][0-9]*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no drift: write reversed@50")
+    return int(match[1]) - 1

@@ -1,0 +1,246 @@
+"""Recurrences of a job, one after another or several at a time, each until a trial of it reaches the target."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from bso_server.core.history import Arm, after_report, cost_of
+from bso_server.core.model import Job, Report, TrialRecord
+from bso_server.errors import NoSurvivorError
+from bso_server.simulate.life import Life
+from bso_server.simulate.workload import Landscape, Profile
+from zeus_plugins.protocol import PolicyName, StopRule, TrialState
+
+# A recurrence whose trials are stopped so often in a row is given up.
+_PATIENCE = 20
+
+# Metrics are 1 when the target is reached, and 0 before.
+_TARGET = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What the job is like from a recurrence on.
+
+    Attributes:
+        first: The recurrence, from 0.
+        landscape: What it is like.
+    """
+
+    first: int
+    landscape: Landscape
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedTrial:
+    """One trial of a simulated job.
+
+    Attributes:
+        recurrence: Which recurrence it belongs to, from 0.
+        record: The trial as it ended.
+        cost_j: What it cost, joules.
+        reason: Why it got its batch size.
+    """
+
+    recurrence: int
+    record: TrialRecord
+    cost_j: float
+    reason: str
+
+
+@dataclass
+class Played:
+    """What became of one simulated job.
+
+    Attributes:
+        costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
+        energies_j: Total energy, in the same way.
+        unfinished: Recurrences that were given up.
+        trials: Every trial, in order of their ends.
+        arms: What the job remembers of each batch size in the end.
+    """
+
+    costs_j: list[float]
+    energies_j: list[float]
+    unfinished: int = 0
+    trials: list[PlayedTrial] = field(default_factory=list)
+    arms: Mapping[int, Arm] = field(default_factory=dict)
+
+
+def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> Job:
+    """The job that a landscape is of.
+
+    Args:
+        landscape: What runs take.
+        policy: How batch sizes are chosen.
+        seed: Of the job's draws.
+        fields: Others of `Job`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
+    """
+    return Job(
+        job_id=f"simulated-{policy}",
+        batch_sizes=tuple(landscape.profiles),
+        default_batch_size=landscape.default.batch_size,
+        target_metric=_TARGET,
+        policy=policy,
+        mab_seed=seed,
+        **fields,  # type: ignore[arg-type]  # the keywords are Job's
+    )
+
+
+def play(
+    job: Job,
+    phases: Sequence[Phase],
+    *,
+    recurrences: int,
+    concurrency: int = 1,
+    foresight: bool = True,
+    seed: int = 0,
+) -> Played:
+    """Let a job recur.
+
+    Args:
+        job: The job, whose `mab_seed` seeds its own draws.
+        phases: What it is like, the first phase from recurrence 0 on.
+        recurrences: How often.
+        concurrency: How many of them are always under way.
+        foresight: Whether a training ends before the epoch that would cross its cost bound, as Zeus's data loader does;
+            else after it.
+        seed: Seeds which recorded run each trial follows.
+    """
+    return _Player(job, phases, recurrences, concurrency, foresight, seed).play()
+
+
+@dataclass
+class _Run:
+    """A trial under way."""
+
+    recurrence: int
+    trial: TrialRecord
+    reason: str
+    profile: Profile
+    epochs_to_target: float
+    profiles_limits: bool
+    began_s: float
+    attempts: int
+    epochs: int = 0
+
+    def report_at(self, epochs: int) -> Report:
+        """What it reports after so many epochs."""
+        first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
+        later = epochs - 1
+        return Report(
+            time_s=first.time_s + later * self.profile.epoch.time_s,
+            energy_j=first.energy_j + later * self.profile.epoch.energy_j,
+            epoch=float(epochs),
+            metric=_TARGET if epochs >= self.epochs_to_target else 0.0,
+        )
+
+
+class _Player:
+    def __init__(
+        self, job: Job, phases: Sequence[Phase], recurrences: int, concurrency: int, foresight: bool, seed: int
+    ) -> None:
+        self._job, self._phases = job, phases
+        self._recurrences, self._concurrency, self._foresight = recurrences, concurrency, foresight
+        self._life = Life(job, np.random.default_rng(job.mab_seed))
+        self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
+        self._profiled: set[int] = set()
+        self._played = Played([0.0] * recurrences, [0.0] * recurrences)
+        # What happens next: time, order of insertion, run.
+        self._queue: list[tuple[float, int, _Run]] = []
+        self._pushed = 0
+
+    def play(self) -> Played:
+        started = 0
+        while started < min(self._concurrency, self._recurrences):
+            self._begin(started, attempts=0, now_s=0.0)
+            started += 1
+        while self._queue:
+            now_s, _, run = heapq.heappop(self._queue)
+            if not self._report(run, now_s):
+                continue
+            finished = run.trial.state is TrialState.COMPLETED
+            if not finished and run.attempts < _PATIENCE:
+                self._begin(run.recurrence, run.attempts, now_s)
+                continue
+            self._played.unfinished += not finished
+            if started < self._recurrences:
+                self._begin(started, attempts=0, now_s=now_s)
+                started += 1
+        self._played.arms = self._life.arms
+        return self._played
+
+    def _begin(self, recurrence: int, attempts: int, now_s: float) -> None:
+        try:
+            trial, suggestion = self._life.ask()
+        except NoSurvivorError:
+            # It never comes back from that: neither this recurrence nor any later one is finished.
+            self._played.unfinished += self._recurrences - recurrence
+            self._recurrences = recurrence
+            return
+        profile = self._landscape(recurrence).profiles[trial.batch_size]
+        run = _Run(
+            recurrence,
+            trial,
+            suggestion.reason,
+            profile,
+            epochs_to_target=profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))],
+            profiles_limits=trial.batch_size not in self._profiled,
+            began_s=now_s,
+            attempts=attempts + 1,
+        )
+        self._profiled.add(trial.batch_size)
+        self._schedule(run, epochs=1)
+
+    def _landscape(self, recurrence: int) -> Landscape:
+        return next(phase.landscape for phase in reversed(self._phases) if phase.first <= recurrence)
+
+    def _schedule(self, run: _Run, epochs: int) -> None:
+        run.epochs = epochs
+        self._pushed += 1
+        heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, self._pushed, run))
+
+    def _report(self, run: _Run, now_s: float) -> bool:  # noqa: ARG002 - what happens depends on the order alone
+        """Report where a run stands; whether that ended it."""
+        report = run.report_at(run.epochs)
+        verdict, run.trial = self._life.report(
+            run.trial.trial_number, report, reports=run.epochs, judged_by=self._own_judgement(run, report)
+        )
+        if not verdict.stop:
+            self._schedule(run, self._next_epoch(run))
+            return False
+        cost_j = cost_of(self._job, run.trial)
+        self._played.costs_j[run.recurrence] += cost_j
+        self._played.energies_j[run.recurrence] += report.energy_j
+        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason))
+        return True
+
+    def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:
+        """The rule by which a training with foresight ends itself at this report; None if it does not."""
+        rule = self._life.stop_rule(run.trial.trial_number)
+        if not self._foresight or rule.max_cost_j is None:
+            return None
+        spent_j = cost_of(self._job, after_report(self._job, run.trial, report))
+        if spent_j > rule.max_cost_j or spent_j + run.profile.epoch_j <= rule.max_cost_j:
+            return None
+        return StopRule(max_cost_j=rule.max_cost_j, max_epochs=run.epochs)
+
+    def _next_epoch(self, run: _Run) -> int:
+        """The next epoch whose report may end the run.
+
+        One after another, nothing changes the stop rule during a run: reports that change nothing are left out.
+        """
+        if self._concurrency > 1 or (run.trial.bound is None and self._job.policy is PolicyName.GP_VOI):
+            return run.epochs + 1
+        rule = self._life.stop_rule(run.trial.trial_number)
+        epochs = min(run.epochs_to_target, float(rule.max_epochs))
+        if rule.max_cost_j is not None:
+            left_j = rule.max_cost_j - cost_of(self._job, run.trial)
+            # Rounding may name the epoch before; its report then goes through as any other.
+            epochs = min(epochs, run.epochs + math.floor(left_j / run.profile.epoch_j) + (not self._foresight))
+        return max(int(epochs), run.epochs + 1)

@@ -1,0 +1,67 @@
+"""A job's own trials as a workload, so that the simulator can ask what another policy would have made of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload
+from zeus_plugins.protocol import JobView, TrialState, TrialView
+
+
+def recorded_workload(view: JobView) -> Workload:
+    """The batch sizes that the job has tried, at what their epochs took on average.
+
+    A trial that was stopped after k epochs would have needed more: it is taken for the quickest run of its size that
+    did, and for one that never reaches the target where there is none. (Its share of the runs goes to the next larger
+    observation, as a whole; compare Efron's redistribution to the right, 1967.) Trials that crashed, ran out of memory
+    or were given up tell nothing. Power limits are those that the trials had.
+
+    Raises:
+        ValueError: No trial has reached the target yet.
+    """
+    by_size: dict[int, list[TrialView]] = {}
+    for trial in view.trials:
+        if trial.state in _MEASURED and trial.epochs and trial.time_s:
+            by_size.setdefault(trial.batch_size, []).append(trial)
+    if not any(trial.state is TrialState.COMPLETED for trials in by_size.values() for trial in trials):
+        raise ValueError(
+            f"job {view.job.job_id}: no trial has reached the target yet, so that there is nothing to compare"
+        )
+    sizes = sorted(by_size)
+    default = view.job.default_batch_size
+    return Workload(
+        name=view.job.job_id or view.job.job_id_prefix,
+        sizes=tuple(
+            SizeTrace(size, _epochs_to_target(by_size[size]), {view.job.max_power: _mean_epoch(by_size[size])})
+            for size in sizes
+        ),
+        default_batch_size=min(sizes, key=lambda size: (abs(math.log2(size / default)), size)),
+        max_epochs=view.job.max_epochs,
+        max_power_w=view.job.max_power,
+    )
+
+
+_MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
+
+
+def _epochs_to_target(trials: Sequence[TrialView]) -> tuple[float, ...]:
+    reached = sorted(math.ceil(trial.epochs or 0) for trial in trials if trial.state is TrialState.COMPLETED)
+    return tuple(_completed_epochs(trial, reached) for trial in trials)
+
+
+def _completed_epochs(trial: TrialView, reached: Iterable[int]) -> float:
+    epochs = math.ceil(trial.epochs or 0)
+    if trial.state is TrialState.COMPLETED:
+        return epochs
+    if trial.state is TrialState.EXHAUSTED:
+        return math.inf
+    return next((each for each in reached if each > epochs), math.inf)
+
+
+def _mean_epoch(trials: Sequence[TrialView]) -> Epoch:
+    epochs = sum(trial.epochs or 0 for trial in trials)
+    return Epoch(
+        time_s=sum(trial.time_s or 0 for trial in trials) / epochs,
+        energy_j=sum(trial.energy_j or 0 for trial in trials) / epochs,
+    )

@@ -1,0 +1,153 @@
+"""A recurring training as traces know it: what a run at each batch size takes and costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bso_server.core.cost import cost
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """What one epoch takes.
+
+    Attributes:
+        time_s: Seconds.
+        energy_j: Joules.
+    """
+
+    time_s: float
+    energy_j: float
+
+    def cost_j(self, *, max_power_w: float, eta: float) -> float:
+        """Its cost in joules."""
+        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=max_power_w, eta=eta)
+
+
+@dataclass(frozen=True, slots=True)
+class SizeTrace:
+    """What is recorded of one batch size.
+
+    Attributes:
+        batch_size: The size.
+        epochs_to_target: Of each recorded run the epoch at which it reached the target; infinite if it never did.
+        epochs: An epoch by power limit (W).
+    """
+
+    batch_size: int
+    epochs_to_target: tuple[float, ...]
+    epochs: dict[float, Epoch]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A training job on one kind of GPU.
+
+    Attributes:
+        name: For people.
+        sizes: Its batch sizes, ascending.
+        default_batch_size: What its owner would take.
+        max_epochs: A run that has not reached the target by then has failed.
+        max_power_w: The largest power limit of the GPU.
+    """
+
+    name: str
+    sizes: tuple[SizeTrace, ...]
+    default_batch_size: int
+    max_epochs: int
+    max_power_w: float
+
+    def reversed(self) -> Workload:
+        """The same job after a drift: what the smallest size needed of epochs, the largest now needs, and so on."""
+        paths = [size.epochs_to_target for size in reversed(self.sizes)]
+        sizes = (replace(size, epochs_to_target=path) for size, path in zip(self.sizes, paths, strict=True))
+        return replace(self, sizes=tuple(sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a run at one batch size takes, power limits being decided.
+
+    Attributes:
+        batch_size: The size.
+        epochs_to_target: As in `SizeTrace`, infinite if more than `max_epochs`.
+        epoch: An epoch at the power limit that the run has.
+        profiling: The first epoch of the size's first run, during which all power limits are tried; None if none are.
+        epoch_j: Cost of `epoch`.
+        expected_cost_j: Of a run and of the runs that have to be repeated because they never reach the target; infinite
+            if no run does.
+        expected_energy_j: The same of energy.
+    """
+
+    batch_size: int
+    epochs_to_target: tuple[float, ...]
+    epoch: Epoch
+    profiling: Epoch | None
+    epoch_j: float
+    expected_cost_j: float
+    expected_energy_j: float
+
+
+@dataclass(frozen=True, slots=True)
+class Landscape:
+    """Every size of a workload for one η and one way of choosing power limits.
+
+    Attributes:
+        profiles: Per batch size, ascending.
+        oracle: The profile with the lowest expected cost.
+        default: The profile of the default size at the maximum power limit: what the owner pays without an optimizer.
+    """
+
+    profiles: dict[int, Profile]
+    oracle: Profile
+    default: Profile
+
+
+def landscape(workload: Workload, *, eta: float, optimal_power_limits: bool) -> Landscape:
+    """Decide power limits: for each size that of the lowest cost of an epoch, or the largest.
+
+    Raises:
+        ValueError: No recorded run reaches the target.
+    """
+    profiles = {
+        size.batch_size: _profile(size, workload, eta=eta, optimal=optimal_power_limits) for size in workload.sizes
+    }
+    oracle = min(profiles.values(), key=lambda profile: profile.expected_cost_j)
+    if math.isinf(oracle.expected_cost_j):
+        raise ValueError(f"{workload.name}: no recorded run reaches the target within {workload.max_epochs} epochs")
+    default_trace = next(size for size in workload.sizes if size.batch_size == workload.default_batch_size)
+    return Landscape(profiles, oracle, _profile(default_trace, workload, eta=eta, optimal=False))
+
+
+def _profile(size: SizeTrace, workload: Workload, *, eta: float, optimal: bool) -> Profile:
+    def cost_of(epoch: Epoch) -> float:
+        return epoch.cost_j(max_power_w=workload.max_power_w, eta=eta)
+
+    epoch = min(size.epochs.values(), key=cost_of) if optimal else size.epochs[max(size.epochs)]
+    paths = tuple(epochs if epochs <= workload.max_epochs else math.inf for epochs in size.epochs_to_target)
+    expected = _expected_epochs(paths, workload.max_epochs)
+    return Profile(
+        batch_size=size.batch_size,
+        epochs_to_target=paths,
+        epoch=epoch,
+        profiling=_mean(list(size.epochs.values())) if optimal else None,
+        epoch_j=cost_of(epoch),
+        expected_cost_j=expected * cost_of(epoch),
+        expected_energy_j=expected * epoch.energy_j,
+    )
+
+
+def _expected_epochs(paths: Sequence[float], max_epochs: int) -> float:
+    """Expected epochs until a run reaches the target: every failure costs `max_epochs` and is repeated."""
+    reached = [epochs for epochs in paths if math.isfinite(epochs)]
+    if not reached:
+        return math.inf
+    return (sum(reached) + (len(paths) - len(reached)) * max_epochs) / len(reached)
+
+
+def _mean(epochs: Sequence[Epoch]) -> Epoch:
+    return Epoch(
+        sum(epoch.time_s for epoch in epochs) / len(epochs), sum(epoch.energy_j for epoch in epochs) / len(epochs)
+    )

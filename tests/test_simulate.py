@@ -1,0 +1,388 @@
+"""The simulator on traces made here, whose costs can be counted by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bso_server.cli import main
+from bso_server.core.history import History
+from bso_server.core.model import TrialRecord
+from bso_server.simulate.play import Phase, job_of, play
+from bso_server.simulate.recorded import recorded_workload
+from bso_server.simulate.results import Setting, compare, geometric_means
+from bso_server.simulate.traces import Selection, Traces
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
+from tests.test_lifecycle import Server, serve
+from zeus_plugins.protocol import JobRegistration, JobView, Origin, PolicyName, Stage, TrialState, TrialView
+
+# Two power limits; an epoch at the lower one takes longer and less energy.
+EPOCHS = {100.0: Epoch(20, 1600), 200.0: Epoch(10, 1800)}
+# At η = 0.5 and 200 W an epoch costs 0.5·1600 + 0.5·200·20 = 2800 J, or 0.5·1800 + 0.5·200·10 = 1900 J.
+HALF = {100.0: Epoch(10, 800), 200.0: Epoch(5, 900)}
+NEVER = (math.inf,)
+WORKLOAD = Workload(
+    "made up",
+    (
+        SizeTrace(8, (8.0,), EPOCHS),
+        SizeTrace(16, (4.0,), EPOCHS),
+        SizeTrace(32, (6.0,), HALF),
+        SizeTrace(64, NEVER, HALF),
+    ),
+    default_batch_size=16,
+    max_epochs=20,
+    max_power_w=200.0,
+)
+
+
+def test_what_sizes_cost() -> None:
+    found = landscape(WORKLOAD, eta=0.5, optimal_power_limits=True)
+    assert [profile.epoch_j for profile in found.profiles.values()] == [1900, 1900, 950, 950]
+    assert [profile.expected_cost_j for profile in found.profiles.values()] == [15200, 7600, 5700, math.inf]
+    assert found.oracle.batch_size == 32
+    assert found.default.expected_cost_j == 7600
+    assert found.profiles[8].profiling == Epoch(15, 1700)
+    # Energy alone: the lower limit.
+    energy = landscape(WORKLOAD, eta=1.0, optimal_power_limits=True)
+    assert [profile.epoch_j for profile in energy.profiles.values()] == [1600, 1600, 800, 800]
+    assert energy.default.expected_cost_j == 4 * 1800
+    assert landscape(WORKLOAD, eta=1.0, optimal_power_limits=False).profiles[8].profiling is None
+
+
+def test_runs_that_fail_are_paid_for_and_done_again() -> None:
+    lucky = replace(WORKLOAD, sizes=(SizeTrace(16, (4.0, math.inf, 30.0, 6.0), EPOCHS),))
+    # Half of the runs fail, after 20 epochs each: one failure per success, which takes 5.
+    assert landscape(lucky, eta=0.5, optimal_power_limits=True).oracle.expected_cost_j == 25 * 1900
+    with pytest.raises(ValueError, match="no recorded run reaches the target within 20 epochs"):
+        landscape(replace(lucky, sizes=(SizeTrace(16, NEVER, EPOCHS),)), eta=0.5, optimal_power_limits=True)
+
+
+def only(batch_size: int, **changes: object) -> Workload:
+    """The workload with that size alone."""
+    sizes = tuple(size for size in WORKLOAD.sizes if size.batch_size == batch_size)
+    return replace(WORKLOAD, sizes=sizes, default_batch_size=batch_size, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_job_of_one_size_costs_what_its_runs_cost(policy: PolicyName, concurrency: int) -> None:
+    setting = Setting(recurrences=10, seeds=2, concurrency=concurrency)
+    result = compare(only(16), [policy], setting).results[policy]
+    # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J in place of 1900 J.
+    assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
+    assert result.unfinished == 0
+    assert result.energy_reduction_last5 == pytest.approx(0)
+
+
+def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
+    result = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=1, eta=1.0)).results
+    assert result[PolicyName.GP_VOI].energy_reduction_last5 == pytest.approx(1 - 1600 / 1800)
+
+
+@pytest.mark.parametrize(("foresight", "epochs"), [(True, 8), (False, 9)])
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_zeus_stops_before_or_after_its_bound(foresight: bool, epochs: int, concurrency: int) -> None:
+    # The default costs 4·1900 J at the maximum limit. Twice that is the bound: eight epochs at size 8, which needs 9.
+    slow = replace(WORKLOAD, sizes=(SizeTrace(8, (9.0,), EPOCHS), *WORKLOAD.sizes[1:2]))
+    setting = Setting(recurrences=4, seeds=1, optimal_power_limits=False, foresight=foresight, concurrency=concurrency)
+    trials = compare(slow, [PolicyName.ZEUS], setting).first_jobs[PolicyName.ZEUS].trials
+    assert (trials[0].record.batch_size, trials[0].record.state) == (16, TrialState.COMPLETED)
+    tried = next(trial for trial in trials if trial.record.batch_size == 8)
+    assert (tried.record.state, tried.record.epoch) == (TrialState.EARLY_STOPPED, epochs)
+    assert tried.cost_j == epochs * 1900
+
+
+def test_both_policies_find_the_best_size() -> None:
+    comparison = compare(WORKLOAD, PolicyName, Setting(recurrences=40, seeds=3))
+    for policy, result in comparison.results.items():
+        last = comparison.first_jobs[policy].trials[-5:]
+        assert [trial.record.batch_size for trial in last] == [32] * 5
+        assert result.unfinished == 0
+        assert result.ratio[10] > result.ratio[20] > result.ratio[40] > 1
+        assert result.worst_seed_ratio >= result.ratio[40]
+        assert comparison.curves[policy][9] == result.ratio[10]
+    assert geometric_means([comparison, comparison])["zeus"]["20"] == pytest.approx(
+        comparison.results[PolicyName.ZEUS].ratio[20]
+    )
+
+
+def test_a_job_that_drifts() -> None:
+    reversed_paths = [size.epochs_to_target for size in WORKLOAD.reversed().sizes]
+    assert reversed_paths == [NEVER, (6.0,), (4.0,), (8.0,)]
+    comparison = compare(WORKLOAD, [PolicyName.GP_VOI], Setting(recurrences=60, seeds=3, drift_at=30))
+    result = comparison.results[PolicyName.GP_VOI]
+    assert result.unfinished == 0
+    assert result.ratio_since_drift is not None
+    assert result.ratio_since_drift < 1.5
+    before, after = (phase.landscape.oracle for phase in comparison.phases)
+    assert (before.expected_cost_j, after.expected_cost_j) == (5700, 3800)
+
+
+def test_recurrences_without_an_end_are_given_up() -> None:
+    hopeless = [Phase(0, landscape(WORKLOAD, eta=0.5, optimal_power_limits=True))]
+    # From the second recurrence on nothing ever reaches the target.
+    broken = replace(hopeless[0].landscape)
+    for profile in broken.profiles.values():
+        assert profile.epochs_to_target
+    profiles = {size: replace(profile, epochs_to_target=NEVER) for size, profile in broken.profiles.items()}
+    phases = [*hopeless, Phase(1, replace(broken, profiles=profiles))]
+    fields = {"max_power": 200.0, "max_epochs": 20}
+    gp_voi = play(job_of(broken, PolicyName.GP_VOI, seed=0, **fields), phases, recurrences=4)
+    assert gp_voi.unfinished == 3
+    assert [trial.recurrence for trial in gp_voi.trials].count(3) == 20
+    # Zeus has no size left after a round without any.
+    zeus = play(job_of(broken, PolicyName.ZEUS, seed=0, **fields), phases, recurrences=4)
+    assert zeus.unfinished == 3
+
+
+@given(st.integers(0, 2**32), st.sampled_from(PolicyName), st.sampled_from([1, 3]))
+@settings(max_examples=20, deadline=None)
+def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
+    seed: int, policy: PolicyName, concurrency: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    paths = [tuple(rng.choice([3.0, 5.0, 9.0, math.inf], 3)) for _ in range(4)]
+    sizes = [SizeTrace(8 * 2**n, (4.0, *path), EPOCHS if n % 2 else HALF) for n, path in enumerate(paths)]
+    workload = replace(WORKLOAD, sizes=tuple(sizes))
+    at = landscape(workload, eta=0.5, optimal_power_limits=True)
+    job = job_of(at, policy, seed=seed, max_power=200.0, max_epochs=20)
+    played = play(job, [Phase(0, at)], recurrences=12, concurrency=concurrency, seed=seed)
+    records = sorted((trial.record for trial in played.trials), key=lambda record: record.trial_number)
+    assert_numbered(records)
+    survivors = (8,) if any(record.origin == "bandit" for record in records) else None
+    replayed = History.of(job, records, survivors)
+    assert replayed.arms == played.arms
+    assert sum(played.costs_j) == pytest.approx(sum(trial.cost_j for trial in played.trials))
+
+
+def assert_numbered(records: list[TrialRecord]) -> None:
+    assert [record.trial_number for record in records] == list(range(1, len(records) + 1))
+
+
+def test_the_same_seed_gives_the_same_job() -> None:
+    setting = Setting(recurrences=20, seeds=2)
+    one, other = (compare(WORKLOAD, PolicyName, setting).as_json() for _ in range(2))
+    assert one == other
+
+
+# --- Traces and the command -------------------------------------------------------------------------------------------
+
+TRAIN = """dataset,network,batch_size,optimizer,learning_rate,run,target_metric,target_epoch
+digits,mlp,16,adam,1e-2,1,0.9,4
+digits,mlp,16,adam,1e-2,1,0.8,2
+digits,mlp,16,adam,1e-2,2,0.9,5
+digits,mlp,32,adam,1e-2,1,0.90,
+digits,mlp,32,adam,1e-2,2,0.9,nan
+digits,mlp,64,adam,1e-2,1,0.9,3
+digits,mlp,16,sgd,1e-2,1,0.9,1
+faces,mlp,16,adam,1e-2,1,0.9,1
+"""
+POWER = """dataset,network,batch_size,optimizer,power_limit,time_per_epoch,average_power
+digits,mlp,16,adam,100,20,80
+digits,mlp,16,adam,200,10,180
+digits,mlp,32,adam,200,5,180
+digits,mlp,128,adam,200,5,180
+"""
+DIGITS = Selection("digits", "mlp", "adam", 0.9, 20, 24)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """Traces on disk, and the arguments that name them."""
+    train, power = tmp_path / "train.csv", tmp_path / "power.csv"
+    train.write_text(TRAIN)
+    power.write_text(POWER)
+    return ["--train-trace", str(train), "--power-trace", str(power)]
+
+
+DIGITS_ARGUMENTS = [
+    *("--dataset", "digits", "--network", "mlp", "--optimizer", "adam"),
+    *("--target-metric", "0.9", "--max-epochs", "20", "--default-batch-size", "24"),
+]
+
+
+def test_reading_traces(files: list[str]) -> None:
+    workload = Traces.read(Path(files[1]), Path(files[3])).workload(DIGITS)
+    assert workload == Workload(
+        "digits/mlp",
+        (
+            SizeTrace(16, (4.0, 5.0), {100.0: Epoch(20, 1600), 200.0: Epoch(10, 1800)}),
+            SizeTrace(32, (math.inf, math.inf), {200.0: Epoch(5, 900)}),
+        ),
+        default_batch_size=16,
+        max_epochs=20,
+        max_power_w=200.0,
+    )
+
+
+def test_simulating_by_command(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results, history = tmp_path / "results.json", tmp_path / "history.csv"
+    options = ["--seeds", "2", "--recurrences", "20", "--json", str(results), "--history", str(history)]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    shown = json.loads(results.read_text())
+    assert shown["oracle"] == {"batch_size": 16, "cost_j": 4.5 * 1900}
+    assert shown["default"]["ratio"] == 1
+    assert shown["workload"]["batch_sizes"] == [16, 32]
+    assert set(shown["policies"]) == {"zeus", "gp_voi"}
+    for result in shown["policies"].values():
+        assert set(result) == {"ratio", "worst_seed_ratio", "unfinished", "energy_reduction_last5"}
+        assert set(result["ratio"]) == {"10", "20"}
+    with history.open(newline="") as lines:
+        trials = list(csv.DictReader(lines))
+    assert {trial["policy"] for trial in trials} == {"zeus", "gp_voi"}
+    assert trials[0]["reason"] == "exploring, round 1 of 2: the default"
+    text = capsys.readouterr().out
+    assert "digits/mlp  gp_voi" in text
+
+
+def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> None:
+    def ratio(*options: str) -> float:
+        out = tmp_path / "out.json"
+        given = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "10", "--json", str(out), *options]
+        assert main(["simulate", *files, *DIGITS_ARGUMENTS, *given]) == 0
+        return float(json.loads(out.read_text())["policies"]["gp_voi"]["ratio"]["10"])
+
+    base = ratio()
+    assert ratio("--power-limit", "max") < base
+    assert ratio("--eta", "1") != base
+    assert ratio("--beta", "none") > base
+
+
+def test_a_picture(files: list[str], tmp_path: Path) -> None:
+    picture = tmp_path / "picture.svg"
+    options = ["--seeds", "1", "--recurrences", "5", "--plot", str(picture)]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    # Text is drawn as outlines, each with a comment that says what it is.
+    for words in ("digits/mlp", "gp_voi", "zeus", "always 16, at full power"):
+        assert f"<!-- {words} -->" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--dataset", "digits"],
+            "which workload? Give --network, --optimizer, --target-metric, --max-epochs, --default",
+        ),
+        (["--all", "--dataset", "digits"], "leave out --dataset"),
+        (["--all"], "no batch size up to 1024 of cifar100/shufflenetv2"),
+        ([*DIGITS_ARGUMENTS, "--target-metric", "0.95"], "0 sizes in the train trace, 3 in the power trace, 0 in both"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told(
+    files: list[str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *files, *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *files[:2], "--power-trace", files[1], *DIGITS_ARGUMENTS]) == 1
+    assert "has no column average_power, power_limit, time_per_epoch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--eta", "2"], ["--beta", "0"], ["--seeds", "0"], ["--drift", "often"]])
+def test_wrong_numbers_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *files, *DIGITS_ARGUMENTS, *wrong])
+    assert wrong[0] in capsys.readouterr().err
+
+
+# --- A job's own trials -----------------------------------------------------------------------------------------------
+
+
+def trial_view(number: int, batch_size: int, state: TrialState, epochs: float | None, epoch_s: float = 10) -> TrialView:
+    return TrialView(
+        trial_number=number,
+        batch_size=batch_size,
+        state=state,
+        origin=Origin.EXPLORATION,
+        reason="",
+        message=None,
+        started_at=datetime(2026, 1, 1, tzinfo=UTC),
+        ended_at=None,
+        end_reason=None,
+        time_s=None if epochs is None else epochs * epoch_s,
+        energy_j=None if epochs is None else epochs * epoch_s * 50,
+        energy_source=None,
+        cost_j=None,
+        epochs=epochs,
+        metric=None,
+    )
+
+
+def job_view(*trials: TrialView) -> JobView:
+    job = JobRegistration(
+        job_id="job",
+        job_id_prefix="job",
+        batch_sizes=(8, 16, 32, 64),
+        default_batch_size=16,
+        max_epochs=20,
+        max_power=100,
+        number_of_gpus=1,
+        gpu_model="V100",
+    )
+    return JobView(job=job, stage=Stage.BANDIT, min_cost_j=None, best_batch_size=None, arms=(), trials=trials)
+
+
+def test_a_job_of_recorded_trials() -> None:
+    completed, stopped, exhausted = TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
+    workload = recorded_workload(
+        job_view(
+            trial_view(1, 8, completed, 5),
+            trial_view(2, 8, stopped, 5),  # would have needed more than any run that is known
+            trial_view(3, 32, completed, 3.5, epoch_s=12),
+            trial_view(4, 32, completed, 6, epoch_s=8),
+            trial_view(5, 32, stopped, 5),
+            trial_view(6, 32, exhausted, 20),
+            trial_view(7, 32, TrialState.FAILED, 1),
+            trial_view(8, 64, TrialState.RUNNING, None),
+            trial_view(9, 64, TrialState.INFEASIBLE, None),
+        )
+    )
+    assert [(size.batch_size, size.epochs_to_target) for size in workload.sizes] == [
+        (8, (5, math.inf)),
+        (32, (4, 6, 6, math.inf)),
+    ]
+    (epoch,) = workload.sizes[1].epochs.values()
+    mean_s = (3.5 * 12 + 6 * 8 + 5 * 10 + 20 * 10) / 34.5
+    assert (epoch.time_s, epoch.energy_j) == (pytest.approx(mean_s), pytest.approx(50 * mean_s))
+    # 16 was never tried: of those that are as near, the smaller.
+    assert (workload.default_batch_size, workload.max_epochs, workload.max_power_w) == (8, 20, 100)
+    with pytest.raises(ValueError, match="no trial has reached the target yet"):
+        recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
+
+
+def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+    async def use(server: Server) -> None:
+        for _ in range(6):
+            trial = await server.suggest()
+            epochs = {8: 6, 16: 4, 32: 3}[trial.batch_size]
+            await server.report(trial, cost_j=100.0 * epochs, epoch=epochs, metric=0.95)
+        arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "10"]
+        out = tmp_path / "out.json"
+        assert await asyncio.to_thread(main, [*arguments, "--json", str(out)]) == 0
+        shown = json.loads(out.read_text())
+        assert shown["workload"]["name"] == server.job_id
+        assert shown["oracle"] == {"batch_size": 32, "cost_j": pytest.approx(300)}
+        assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
+        assert "leave out --all" in capsys.readouterr().err
+
+    serve(url, use, policy=PolicyName.GP_VOI)
+
+
+def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
+    assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
