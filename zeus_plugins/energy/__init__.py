@@ -5,21 +5,33 @@ Importing this package touches no driver and loads no deep-learning framework.
 
 from __future__ import annotations
 
+from zeus_plugins.energy.amd import AmdSmiMonitor
 from zeus_plugins.energy.auto import DEFAULT_ESTIMATED_POWER_W, auto
+from zeus_plugins.energy.cluster import ClusterMonitor
 from zeus_plugins.energy.estimate import EstimateMonitor
 from zeus_plugins.energy.meter import EpochMeter
 from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.nvml import NvmlMonitor
+from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
+from zeus_plugins.energy.rapl import RaplMonitor
 from zeus_plugins.energy.replay import ReplayMonitor
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, adapted
 
 __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
+    "AmdSmiMonitor",
+    "ClusterMonitor",
     "EnergyMonitor",
     "EnergyUnavailableError",
     "EpochMeter",
     "EstimateMonitor",
     "Measurement",
     "NvmlMonitor",
+    "NvmlPowerMonitor",
+    "RaplMonitor",
     "ReplayMonitor",
+    "WindowMonitor",
+    "ZeusMonitorAdapter",
+    "adapted",
     "auto",
 ]

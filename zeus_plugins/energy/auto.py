@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
+from zeus_plugins.energy.amd import AmdSmi, AmdSmiMonitor
 from zeus_plugins.energy.estimate import EstimateMonitor
-from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError
-from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
+from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, NoGpuError
+from zeus_plugins.energy.nvml import Nvml, NvmlMonitor, describe_gpus, open_gpus
+from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
+from zeus_plugins.energy.rapl import POWERCAP, RaplMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["DEFAULT_ESTIMATED_POWER_W", "POWER_VARIABLE", "auto"]
+__all__ = ["DEFAULT_ESTIMATED_POWER_W", "POWER_VARIABLE", "Choice", "auto", "choose", "stated_power_w"]
 
 logger = logging.getLogger("zeus_plugins.energy")
 
@@ -27,43 +34,175 @@ magnitude for a training on a CPU, and a convention rather than a measurement.
 """
 
 
+@dataclass(frozen=True)
+class Choice:
+    """A monitor, and why it is this one.
+
+    Attributes:
+        monitor: Unused.
+        causes: Why none of those before it in the order of preference, one sentence each; empty for the first.
+        warning: What the user should know of it, or None.
+    """
+
+    monitor: EnergyMonitor
+    causes: tuple[str, ...] = ()
+    warning: str | None = None
+
+
 def auto(
     estimated_power_w: float | None = None,
     *,
     device_indices: Sequence[int] | None = None,
     nvml: Nvml | None = None,
+    amdsmi: AmdSmi | None = None,
+    powercap: Path = POWERCAP,
 ) -> EnergyMonitor:
-    """Choose a monitor: the GPUs' energy counters where there are any, else an estimate that says so.
+    """Choose the best monitor that this machine offers.
+
+    In this order: the energy counters of NVIDIA's GPUs; their power, integrated; the counters of AMD's GPUs; where no
+    GPU trains, the counters of the CPU packages (RAPL); and where nothing is measured, an estimate that says so.
 
     A fallback is logged as a warning, once per process for each cause. The monitor returned is unused and can be
     pickled.
 
     Args:
         estimated_power_w: Watts to assume without a counter. None: those in the environment variable
-            ``ZEUS_ESTIMATED_POWER_W``, else `DEFAULT_ESTIMATED_POWER_W`.
+            ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power limits where they tell them, else
+            `DEFAULT_ESTIMATED_POWER_W`.
         device_indices: Which of the visible GPUs train, counting from 0. None: all of them. Empty: none, the training
             uses another device, so that an idle GPU beside it must not be measured.
         nvml: What to call instead of the installed `pynvml`.
+        amdsmi: What to call instead of the installed `amdsmi`.
+        powercap: Where Linux shows the CPU packages' counters.
 
     Raises:
         ZeusBSOConfigError: The visible GPUs cannot be measured together, or the watts to assume make no sense.
     """
+    choice = choose(estimated_power_w, device_indices=device_indices, nvml=nvml, amdsmi=amdsmi, powercap=powercap)
+    if choice.warning is not None:
+        _warn_once(choice.warning)
+    return choice.monitor
+
+
+def choose(
+    estimated_power_w: float | None = None,
+    *,
+    device_indices: Sequence[int] | None = None,
+    nvml: Nvml | None = None,
+    amdsmi: AmdSmi | None = None,
+    powercap: Path = POWERCAP,
+) -> Choice:
+    """Choose as `auto` does, and say why. Arguments and errors are those of `auto`."""
+    causes: list[str] = []
+    monitor = None
+    if device_indices is not None and not device_indices:
+        causes.append("the training uses no GPU")
+        trains_on_gpu = False
+    else:
+        monitor, trains_on_gpu = _gpu_monitor(device_indices, nvml, amdsmi, causes)
+    if isinstance(monitor, NvmlPowerMonitor):
+        warning = f"{causes[-1]}: energy is integrated from power readings instead, which is less exact."
+        return Choice(monitor, tuple(causes), warning)
+    if monitor is not None:
+        return Choice(monitor, tuple(causes))
+    if not trains_on_gpu:
+        try:
+            return _rapl_choice(powercap, estimated_power_w, causes)
+        except EnergyUnavailableError as unavailable:
+            causes.append(unavailable.cause)
+    estimate, power_w = _estimate(estimated_power_w, _described(device_indices, nvml) if trains_on_gpu else None)
+    warning = (
+        f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × time, not measured."
+        f" State the watts that this machine really draws by the environment variable {POWER_VARIABLE} or by"
+        " energy_monitor=EstimateMonitor(power_w=...)."
+    )
+    return Choice(estimate, tuple(causes), warning)
+
+
+def _gpu_monitor(
+    device_indices: Sequence[int] | None, nvml: Nvml | None, amdsmi: AmdSmi | None, causes: list[str]
+) -> tuple[EnergyMonitor | None, bool]:
+    """The monitor for the GPUs, or None, and whether any train; adds to the causes."""
+    ways: list[Callable[[], EnergyMonitor]] = [
+        lambda: NvmlMonitor(device_indices, nvml=nvml),
+        lambda: NvmlPowerMonitor(device_indices, nvml=nvml),
+    ]
     try:
-        if device_indices is not None and not device_indices:
-            raise EnergyUnavailableError("the training uses no GPU")
-        NvmlMonitor(device_indices, nvml=nvml).gpus()
+        open_gpus(nvml, device_indices)
+    except NoGpuError as none:
+        causes.append(none.cause)
+        if amdsmi is None and importlib.util.find_spec("amdsmi") is None:
+            return None, bool(device_indices)
+        ways = [lambda: AmdSmiMonitor(device_indices, amdsmi=amdsmi)]
     except EnergyUnavailableError as unavailable:
-        power_w = estimated_power_w if estimated_power_w is not None else _power_from_environment_w()
-        monitor = EstimateMonitor(power_w)
-        _warn_of_estimate(unavailable.cause, power_w)
-        return monitor
-    return NvmlMonitor(device_indices, nvml=nvml)
+        causes.append(unavailable.cause)
+        return None, True
+    has_gpu = bool(device_indices)  # Those who name GPUs train on them, whatever their driver says.
+    for make in ways:
+        try:
+            make().gpus()
+        except NoGpuError as none:
+            causes.append(none.cause)
+        except EnergyUnavailableError as unavailable:
+            causes.append(unavailable.cause)
+            has_gpu = True
+        else:
+            return make(), True
+    return None, has_gpu
 
 
-def _power_from_environment_w() -> float:
+def _described(device_indices: Sequence[int] | None, nvml: Nvml | None) -> GpuConfig | None:
+    """The GPUs that cannot be measured, where they at least tell what they are."""
+    try:
+        return describe_gpus(open_gpus(nvml, device_indices))
+    except EnergyUnavailableError:
+        return None
+
+
+def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[str]) -> Choice:
+    monitor = RaplMonitor(root=powercap)
+    try:
+        monitor.gpus()
+    except EnergyUnavailableError as unavailable:
+        power_w, _ = _power_w(estimated_power_w)
+        RaplMonitor(root=powercap, max_power_w=power_w).gpus()  # Raises unless the limit was all that was missing.
+        warning = (
+            f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {POWER_VARIABLE} to the watts"
+            " of its data sheet (TDP)."
+        )
+        return Choice(RaplMonitor(root=powercap, max_power_w=power_w), tuple(causes), warning)
+    return Choice(RaplMonitor(root=powercap), tuple(causes))
+
+
+def _estimate(estimated_power_w: float | None, gpus: GpuConfig | None) -> tuple[EstimateMonitor, float]:
+    power_w, basis = _power_w(estimated_power_w, gpus)
+    if gpus is None:
+        return EstimateMonitor(power_w, basis=basis), power_w
+    described = EstimateMonitor(
+        power_w, number_of_devices=gpus.number_of_gpus, device_model=gpus.gpu_model, basis=basis
+    )
+    return described, power_w
+
+
+def _power_w(estimated_power_w: float | None, gpus: GpuConfig | None = None) -> tuple[float, str]:
+    """Watts to assume, and on what grounds."""
+    stated_w = stated_power_w(estimated_power_w)
+    if stated_w is not None:
+        return stated_w, "stated"
+    return (DEFAULT_ESTIMATED_POWER_W, "assumed") if gpus is None else (gpus.max_power, "by power limit")
+
+
+def stated_power_w(power_w: float | None = None) -> float | None:
+    """These watts, else those in the environment variable ``ZEUS_ESTIMATED_POWER_W``, else None.
+
+    Raises:
+        ZeusBSOConfigError: The variable holds no watts.
+    """
+    if power_w is not None:
+        return power_w
     text = os.environ.get(POWER_VARIABLE)
     if text is None:
-        return DEFAULT_ESTIMATED_POWER_W
+        return None
     try:
         power_w = float(text)
     except ValueError:
@@ -77,11 +216,5 @@ def _power_from_environment_w() -> float:
 
 
 @functools.cache  # a recurring cause is told once
-def _warn_of_estimate(cause: str, power_w: float) -> None:
-    logger.warning(
-        "No energy counter found (%s): energy is estimated as %g W × time, not measured. State the watts that this"
-        " machine really draws by the environment variable %s or by energy_monitor=EstimateMonitor(power_w=...).",
-        cause,
-        power_w,
-        POWER_VARIABLE,
-    )
+def _warn_once(warning: str) -> None:
+    logger.warning("%s", warning)

@@ -26,6 +26,7 @@ class EstimateMonitor:
         power_w: Power that the devices draw together while training, in watts.
         number_of_devices: How many devices draw it.
         device_model: What they are called; None: the name of this machine's CPU.
+        basis: Where the watts come from, in a word or two; part of the source of every figure.
         clock: Monotonic seconds.
 
     Raises:
@@ -38,6 +39,7 @@ class EstimateMonitor:
         *,
         number_of_devices: int = 1,
         device_model: str | None = None,
+        basis: str = "stated",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not (math.isfinite(power_w) and power_w > 0):
@@ -54,13 +56,14 @@ class EstimateMonitor:
         self._power_w = power_w
         self._number_of_devices = number_of_devices
         self._device_model = device_model
+        self._basis = basis
         self._clock = clock
         self._windows: OpenWindows[float] = OpenWindows()
 
     @property
     def source(self) -> str:
-        """That this is an estimate, and of how many watts."""
-        return f"estimate: {self._power_w:g} W stated"
+        """That this is an estimate, of how many watts, and who says so."""
+        return f"estimate: {self._power_w:g} W {self._basis}"
 
     def gpus(self) -> GpuConfig:
         """Describe the devices as stated; their maximum power is the stated power."""

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from zeus_plugins.energy.monitor import EnergyMonitor
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, adapted
 
 __all__ = ["EpochMeter"]
 
@@ -18,41 +19,55 @@ class EpochMeter:
     """Adds up what epochs cost, and gives it as metrics for a framework's loggers.
 
     Args:
-        monitor: Measures energy and time.
-        totals: What `totals` was when a checkpoint was written, to go on from there.
+        monitor: Measures energy and time, in our way or in Zeus's.
+        state: What `state` was when a checkpoint was written, to go on from there.
     """
 
-    def __init__(self, monitor: EnergyMonitor, totals: Mapping[str, float] | None = None) -> None:
-        self._monitor = monitor
-        self._time_s, self._energy_j = (totals["time_s"], totals["energy_j"]) if totals else (0.0, 0.0)
+    def __init__(self, monitor: EnergyMonitor | WindowMonitor, state: Mapping[str, float] | None = None) -> None:
+        self._monitor = adapted(monitor)
+        self._source = self._monitor.source
+        before = state or {}
+        self._time_s, self._energy_j = before.get("time_s", 0.0), before.get("energy_j", 0.0)
+        self._epoch_time_s, self._epoch_energy_j = before.get("epoch_time_s", 0.0), before.get("epoch_energy_j", 0.0)
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds and joules of all epochs that have ended, in plain types."""
         return {"time_s": self._time_s, "energy_j": self._energy_j}
 
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps, in plain types: `totals`, and what the present epoch has cost so far.
+
+        Seconds and joules. Call it between `begin` and `end`.
+        """
+        self._measure()
+        return {**self.totals, "epoch_time_s": self._epoch_time_s, "epoch_energy_j": self._epoch_energy_j}
+
     def begin(self) -> None:
-        """Begin the first epoch, and log how its energy is obtained."""
-        logger.info("energy of the training: %s", self._monitor.source)
+        """Begin the first epoch, or go on with that of a checkpoint, and log how its energy is obtained."""
+        logger.info("energy of the training: %s", self._source)
         self._monitor.begin_window(_WINDOW)
 
     def end_epoch(self) -> dict[str, float]:
         """End an epoch, and begin the next at once, so that no time falls between them.
 
+        Where its energy was obtained in another way than what came before, that is logged.
+
         Returns:
             ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch, ``zeus/time_s`` and ``zeus/energy_j`` of
             all epochs so far.
         """
-        epoch = self._monitor.end_window(_WINDOW)
-        self._monitor.begin_window(_WINDOW)
-        self._time_s += epoch.time_s
-        self._energy_j += epoch.energy_j
-        return {
-            "zeus/epoch_time_s": epoch.time_s,
-            "zeus/epoch_energy_j": epoch.energy_j,
+        self._measure()
+        self._time_s += self._epoch_time_s
+        self._energy_j += self._epoch_energy_j
+        metrics = {
+            "zeus/epoch_time_s": self._epoch_time_s,
+            "zeus/epoch_energy_j": self._epoch_energy_j,
             "zeus/time_s": self._time_s,
             "zeus/energy_j": self._energy_j,
         }
+        self._epoch_time_s = self._epoch_energy_j = 0.0
+        return metrics
 
     def end(self) -> None:
         """Stop measuring; what belongs to no epoch is dropped. Never raises, as it is called on the way out."""
@@ -60,3 +75,13 @@ class EpochMeter:
             self._monitor.end_window(_WINDOW)
         except Exception as error:
             logger.debug("could not close the last measurement window: %s", error)
+
+    def _measure(self) -> None:
+        """Add what was used since the last time to the present epoch."""
+        part = self._monitor.end_window(_WINDOW)
+        self._monitor.begin_window(_WINDOW)
+        if part.source != self._source:
+            self._source = part.source
+            logger.info("energy of the training: %s", self._source)
+        self._epoch_time_s += part.time_s
+        self._epoch_energy_j += part.energy_j

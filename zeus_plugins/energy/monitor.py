@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["EnergyMonitor", "EnergyUnavailableError", "Measurement", "OpenWindows"]
+__all__ = ["EnergyMonitor", "EnergyUnavailableError", "Measurement", "NoGpuError", "OpenWindows"]
 
 Reading = TypeVar("Reading")
 
@@ -26,6 +26,10 @@ class EnergyUnavailableError(ZeusBSOConfigError):
 
     def __str__(self) -> str:
         return f"{self.cause}. To estimate the energy as stated watts × time, use EstimateMonitor(power_w=...) instead."
+
+
+class NoGpuError(EnergyUnavailableError):
+    """There is no GPU that a training could use, so that its CPU does the work."""
 
 
 @dataclass(frozen=True)
@@ -98,18 +102,29 @@ class OpenWindows(Generic[Reading]):
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
 
+    def __len__(self) -> int:
+        return len(self._readings)
+
     def open(self, name: str, reading: Reading) -> None:
         """Note that a window begins.
 
         Raises:
             ZeusBSOOperationOrderError: A window of that name is open; it stays as it was.
         """
+        self.refuse_open(name)
+        self._readings[name] = reading
+
+    def refuse_open(self, name: str) -> None:
+        """Make sure that a window can begin.
+
+        Raises:
+            ZeusBSOOperationOrderError: A window of that name is open.
+        """
         if name in self._readings:
             raise ZeusBSOOperationOrderError(
                 f"the energy window {name!r} is already open: end it with end_window({name!r}) before beginning it"
                 " again, or give the second window another name"
             )
-        self._readings[name] = reading
 
     def close(self, name: str) -> Reading:
         """Forget a window and return what was read when it began.

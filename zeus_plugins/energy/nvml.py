@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, by their own energy counters (NVML, Volta and newer)."""
+"""NVIDIA GPUs through NVML: by their own energy counters (Volta and newer), or by their power (all that state it)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from zeus_plugins.energy.monitor import EnergyUnavailableError, Measurement, OpenWindows
-from zeus_plugins.energy.visible import VISIBLE_VARIABLE, chosen_indices, shared_counter, visible_devices
+from zeus_plugins.energy.counters import CounterMonitor, CounterWindows
+from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
+from zeus_plugins.energy.visible import (
+    MIG_PREFIX,
+    VISIBLE_VARIABLE,
+    chosen_indices,
+    shared_counter,
+    visible_devices,
+)
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["Nvml", "NvmlMonitor"]
+__all__ = ["Nvml", "NvmlGpu", "NvmlMonitor", "describe_gpus", "open_gpus"]
 
 ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 MILLI = 1000
@@ -32,16 +39,23 @@ class Nvml(Protocol):
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> Any: ...  # noqa: D102, N802
     def nvmlDeviceGetName(self, handle: Any) -> str | bytes: ...  # noqa: D102, N802
     def nvmlDeviceGetMigMode(self, handle: Any) -> Sequence[int]: ...  # noqa: D102, N802
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int: ...  # noqa: D102, N802
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> Any: ...  # noqa: D102, N802
+    def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: Any) -> Any: ...  # noqa: D102, N802
+    def nvmlDeviceGetAttributes(self, handle: Any) -> Any: ...  # noqa: D102, N802
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: Any) -> int: ...  # noqa: D102, N802
+    def nvmlDeviceGetPowerUsage(self, handle: Any) -> int: ...  # noqa: D102, N802
     def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: Any) -> Sequence[int]: ...  # noqa: D102, N802
 
 
-class NvmlMonitor:
-    """An `EnergyMonitor` over the visible NVIDIA GPUs.
+class NvmlMonitor(CounterMonitor["tuple[NvmlGpu, ...]"]):
+    """An `EnergyMonitor` over the visible NVIDIA GPUs, by their energy counters.
 
     The driver is first asked when `gpus` or `begin_window` is called; ``CUDA_VISIBLE_DEVICES`` is read then, too. Its
     indices are taken to count by PCI bus, so a machine with GPUs of several models has to set
     ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` for CUDA to count in the same way.
+
+    The counters move every few tens of milliseconds, so that is how exactly a window's ends are met.
 
     Args:
         device_indices: Which of the visible GPUs train, counting from 0. None: all of them.
@@ -63,8 +77,7 @@ class NvmlMonitor:
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._nvml = nvml
         self._clock = clock
-        self._opened: tuple[_Gpu, ...] | None = None
-        self._windows: OpenWindows[_Reading] = OpenWindows()
+        self._opened: tuple[tuple[NvmlGpu, ...], CounterWindows] | None = None
 
     @property
     def source(self) -> str:
@@ -73,48 +86,21 @@ class NvmlMonitor:
 
     def gpus(self) -> GpuConfig:
         """Describe the GPUs; their maximum power is the sum of the highest limits that can be set, in watts."""
-        gpus = self._gpus()
-        return GpuConfig(
-            max_power=sum(gpu.max_power_w for gpu in gpus),
-            number_of_gpus=len(gpus),
-            gpu_model=gpus[0].name,
-        )
+        gpus, _ = self._open()
+        return describe_gpus(gpus)
 
-    def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`."""
-        self._windows.open(name, self._read())
-
-    def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began and what the GPUs' counters rose by, summed over the GPUs."""
-        begin = self._windows.close(name)
-        end = self._read()
-        return Measurement(
-            time_s=end.time_s - begin.time_s,
-            energy_j=(end.counter_mj - begin.counter_mj) / MILLI,
-            source=self.source,
-        )
-
-    def _read(self) -> _Reading:
-        counter_mj = sum(gpu.counter_mj() for gpu in self._gpus())
-        return _Reading(time_s=self._clock(), counter_mj=counter_mj)
-
-    def _gpus(self) -> tuple[_Gpu, ...]:
+    def _open(self) -> tuple[tuple[NvmlGpu, ...], CounterWindows]:
         if self._opened is None:
-            self._opened = _open_gpus(self._nvml or _installed_nvml(), self._device_indices)
+            gpus = open_gpus(self._nvml, self._device_indices)
+            for gpu in gpus:
+                gpu.energy_uj()  # It has a counter, or this raises.
+            self._opened = gpus, CounterWindows(gpus, source=self.source, clock=self._clock)
         return self._opened
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """All counters at one instant. NVML counts whole millijoules, so sums and differences of them are exact."""
-
-    time_s: float
-    counter_mj: int
-
-
-@dataclass(frozen=True)
-class _Gpu:
-    """One GPU; `index` counts the visible ones from 0."""
+class NvmlGpu:
+    """One GPU that the job has to itself; `index` counts the visible ones from 0."""
 
     nvml: Nvml
     handle: Any
@@ -126,25 +112,17 @@ class _Gpu:
 
     @property
     def max_power_w(self) -> float:
+        """The highest power limit that can be set, in watts."""
         _, max_power_mw = self._ask("power limits", self.nvml.nvmlDeviceGetPowerManagementLimitConstraints)
         return max_power_mw / MILLI
 
-    def counter_mj(self) -> int:
-        """Energy in millijoules since the driver was loaded."""
-        return self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
+    def energy_uj(self) -> int:
+        """Energy in microjoules since the driver was loaded."""
+        return MILLI * self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
 
-    def check_own_counter(self) -> None:
-        """Raise unless the counter works and counts for the whole GPU that the job then owns."""
-        if self._is_sliced():
-            raise shared_counter(str(self))
-        self.counter_mj()
-
-    def _is_sliced(self) -> bool:
-        try:
-            current_mode, _pending_mode = self.nvml.nvmlDeviceGetMigMode(self.handle)
-        except self.nvml.NVMLError:  # what does not know the mode (older than Ampere) cannot be in it
-            return False
-        return bool(current_mode)
+    def power_w(self) -> float:
+        """The power that the GPU and its memory draw, in watts."""
+        return self._ask("power reading", self.nvml.nvmlDeviceGetPowerUsage) / MILLI
 
     def _ask(self, what: str, question: Callable[[Any], Answer]) -> Answer:
         try:
@@ -153,48 +131,104 @@ class _Gpu:
             raise EnergyUnavailableError(f"{self} gives no {what}: {error}") from error
 
 
-def _installed_nvml() -> Nvml:
-    try:
-        import pynvml
-    except ImportError as error:
-        raise EnergyUnavailableError(f"the package nvidia-ml-py cannot be imported: {error}") from error
-    module: Nvml = pynvml
-    return module
+def describe_gpus(gpus: Sequence[NvmlGpu]) -> GpuConfig:
+    """Sum up GPUs of one model.
+
+    Raises:
+        EnergyUnavailableError: One of them states no power limits.
+    """
+    return GpuConfig(
+        max_power=sum(gpu.max_power_w for gpu in gpus),
+        number_of_gpus=len(gpus),
+        gpu_model=gpus[0].name,
+    )
 
 
-def _open_gpus(nvml: Nvml, indices: tuple[int, ...] | None) -> tuple[_Gpu, ...]:
-    """Start NVML, find the chosen GPUs and make sure that they are alike and that each can be measured."""
+def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) -> tuple[NvmlGpu, ...]:
+    """Start NVML, find the chosen GPUs, and make sure that they are alike and that the job has each to itself.
+
+    Args:
+        nvml: What to call instead of the installed `pynvml`.
+        indices: Which of the visible GPUs, counting from 0. None: all of them.
+
+    Raises:
+        NoGpuError: No driver answers, or no GPU is visible.
+        EnergyUnavailableError: One of them is a slice of a GPU.
+        ZeusBSOConfigError: They are of several models, or one that was named does not exist.
+    """
+    nvml = nvml or _installed_nvml()
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
-        raise EnergyUnavailableError(f"the NVIDIA driver does not answer: {error}") from error
+        raise NoGpuError(f"the NVIDIA driver does not answer: {error}") from error
     visible = visible_devices(os.environ.get(VISIBLE_VARIABLE), count)
     gpus = tuple(_open_gpu(nvml, index, visible[index]) for index in chosen_indices(indices, len(visible)))
     _check_alike(gpus)
     if any(isinstance(device, int) for device in visible):
         _check_numbering([_open_gpu(nvml, index, index) for index in range(count)])
     for gpu in gpus:
-        gpu.check_own_counter()
+        _check_whole(gpu)
     return gpus
 
 
-def _open_gpu(nvml: Nvml, index: int, device: int | str) -> _Gpu:
+def _installed_nvml() -> Nvml:
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoGpuError(f"the package nvidia-ml-py cannot be imported: {error}") from error
+    module: Nvml = pynvml
+    return module
+
+
+def _open_gpu(nvml: Nvml, index: int, device: int | str) -> NvmlGpu:
     try:
         if isinstance(device, str):
             handle = nvml.nvmlDeviceGetHandleByUUID(device)
+            if device.startswith(MIG_PREFIX):
+                handle = nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle)
         else:
             handle = nvml.nvmlDeviceGetHandleByIndex(device)
         name = nvml.nvmlDeviceGetName(handle)
     except nvml.NVMLError as error:
+        if str(device).startswith(MIG_PREFIX):  # drivers know ids of their own generation only, in two notations
+            raise shared_counter(f"{device} in {VISIBLE_VARIABLE}, of which the driver says {error}") from error
         raise ZeusBSOConfigError(
             f"GPU {device} cannot be opened: {error}. In {VISIBLE_VARIABLE}, name GPUs by their index or by their full"
             " UUID as `nvidia-smi -L` prints it"
         ) from error
-    return _Gpu(nvml, handle, index, name.decode() if isinstance(name, bytes) else name)
+    return NvmlGpu(nvml, handle, index, name.decode() if isinstance(name, bytes) else name)
 
 
-def _check_alike(gpus: Sequence[_Gpu]) -> None:
+def _check_whole(gpu: NvmlGpu) -> None:
+    """Refuse a GPU that others may use at the same time, for it counts all of them together."""
+    try:
+        current_mode, _pending_mode = gpu.nvml.nvmlDeviceGetMigMode(gpu.handle)
+    except gpu.nvml.NVMLError:  # what does not know the mode (older than Ampere) cannot be in it
+        return
+    if current_mode and not _is_one_slice(gpu):
+        raise shared_counter(str(gpu))
+
+
+def _is_one_slice(gpu: NvmlGpu) -> bool:
+    """Whether the first slice, which is the one that CUDA takes, is as large as all of the GPU.
+
+    That there is no other slice says nothing: in a container, NVML hides those of others.
+    """
+    try:
+        whole = gpu.nvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)
+        for place in range(whole):
+            try:
+                part = gpu.nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
+            except gpu.nvml.NVMLError:  # no slice is at this place
+                continue
+            return bool(gpu.nvml.nvmlDeviceGetAttributes(part).computeInstanceSliceCount >= whole)
+    except gpu.nvml.NVMLError:
+        pass
+    return False
+
+
+def _check_alike(gpus: Sequence[NvmlGpu]) -> None:
     if _models(gpus) > 1:
         raise ZeusBSOConfigError(
             f"the GPUs are of several models ({_listing(gpus)}), and costs measured on them do not compare: choose"
@@ -202,7 +236,7 @@ def _check_alike(gpus: Sequence[_Gpu]) -> None:
         )
 
 
-def _check_numbering(machine: Sequence[_Gpu]) -> None:
+def _check_numbering(machine: Sequence[NvmlGpu]) -> None:
     """Refuse to guess which GPU an index means: NVML counts by PCI bus, CUDA by speed unless told otherwise."""
     if _models(machine) > 1 and os.environ.get(ORDER_VARIABLE) != "PCI_BUS_ID":
         raise ZeusBSOConfigError(
@@ -211,9 +245,9 @@ def _check_numbering(machine: Sequence[_Gpu]) -> None:
         )
 
 
-def _models(gpus: Sequence[_Gpu]) -> int:
+def _models(gpus: Sequence[NvmlGpu]) -> int:
     return len({gpu.name for gpu in gpus})
 
 
-def _listing(gpus: Sequence[_Gpu]) -> str:
+def _listing(gpus: Sequence[NvmlGpu]) -> str:
     return ", ".join(f"{gpu.index} → {gpu.name}" for gpu in gpus)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeus_plugins.energy.monitor import EnergyUnavailableError
+from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["VISIBLE_VARIABLE", "chosen_indices", "shared_counter", "visible_devices"]
+__all__ = ["MIG_PREFIX", "VISIBLE_VARIABLE", "chosen_indices", "shared_counter", "visible_devices"]
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+MIG_PREFIX = "MIG-"
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
@@ -22,16 +23,16 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
         count: How many GPUs the machine has.
 
     Returns:
-        The index or UUID of each visible GPU, at least one.
+        The index or UUID of each visible GPU, or the id of a MIG slice, at least one.
 
     Raises:
-        EnergyUnavailableError: No GPU is visible, or the setting names a MIG slice.
+        NoGpuError: No GPU is visible.
         ZeusBSOConfigError: The setting names a GPU twice.
     """
     visible = tuple(range(count)) if setting is None else _listed(setting, count)
     if not visible:
         hidden = f", hidden by {VISIBLE_VARIABLE}={setting!r}" if count else ""
-        raise EnergyUnavailableError(f"no GPU is visible: the driver lists {count}{hidden}")
+        raise NoGpuError(f"no GPU is visible: the driver lists {count}{hidden}")
     if len(set(visible)) < len(visible):
         raise ZeusBSOConfigError(f"{VISIBLE_VARIABLE} is {setting!r}: name each GPU once")
     return visible
@@ -40,9 +41,7 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
 def _listed(setting: str, count: int) -> tuple[int | str, ...]:
     listed: list[int | str] = []
     for entry in (part.strip() for part in setting.split(",")):
-        if entry.startswith("MIG-"):
-            raise shared_counter(f"{entry} in {VISIBLE_VARIABLE}")
-        if entry.startswith("GPU-"):
+        if entry.startswith(("GPU-", MIG_PREFIX)):
             listed.append(entry)
         elif entry.isdecimal() and int(entry) < count:
             listed.append(int(entry))
@@ -74,5 +73,6 @@ def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
 def shared_counter(device: str) -> EnergyUnavailableError:
     """Return the error that says why a MIG slice, or a GPU that is cut into them, cannot be measured."""
     return EnergyUnavailableError(
-        f"{device}: a MIG slice shares the energy counter of its whole GPU, so its own energy cannot be told apart"
+        f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
+        " is the whole GPU"
     )

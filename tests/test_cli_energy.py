@@ -1,0 +1,204 @@
+"""``zeus-plugins energy`` with real commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.energy_bench import VARIABLES
+from tests.fake_nvml import Clock, FakeGpu, FakeNvml
+from zeus_plugins import energy
+from zeus_plugins.cli import main
+
+ENERGY = [sys.executable, "-m", "zeus_plugins", "energy"]
+STATED = ["--monitor", "estimate", "--power-w", "100"]
+LONG_S = 60.0
+
+
+def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*ENERGY, *arguments], capture_output=True, text=True, check=False, timeout=LONG_S, **options)
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_time_and_energy_are_told_beside_what_the_command_prints() -> None:
+    done = run(*STATED, "--json", "--", "sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3", input="input")
+
+    assert (done.returncode, done.stdout) == (3, "input")
+    first, last = done.stderr.splitlines()
+    assert first == "error"
+    told = json.loads(last)
+    assert told["time_s"] >= 0.3
+    assert told.pop("energy_j") == pytest.approx(100.0 * told.pop("time_s"))
+    assert told.pop("mean_power_w") == pytest.approx(100.0)
+    assert told.pop("gpu_model")
+    assert told == {
+        "command": ["sh", "-c", "cat; echo error >&2; sleep 0.3; exit 3"],
+        "exit_status": 3,
+        "energy_source": "estimate: 100 W stated",
+        "max_power": 100.0,
+        "number_of_gpus": 1,
+    }
+
+
+def test_people_get_a_line() -> None:
+    done = run(*STATED, "sh", "-c", "exit 0")
+    assert done.returncode == 0
+    assert done.stderr.startswith("zeus-plugins energy: 0.")
+    assert done.stderr.endswith(" J, 100 W on average (estimate: 100 W stated)\n")
+
+
+def test_it_can_be_told_in_a_file(tmp_path: Path) -> None:
+    done = run(*STATED, "--json", "--output", str(tmp_path / "told.json"), "--", "true")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads((tmp_path / "told.json").read_text())["exit_status"] == 0
+
+
+def test_a_file_that_cannot_be_written_loses_neither_figures_nor_the_status(tmp_path: Path) -> None:
+    done = run(*STATED, "--output", str(tmp_path / "absent" / "told"), "--", "sh", "-c", "exit 4")
+    assert done.returncode == 4
+    assert "No such file or directory" in done.stderr
+    assert "100 W on average" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "says"),
+    [
+        (["nonesuch"], 127, "nonesuch: No such file or directory"),
+        (["/etc/passwd"], 126, "/etc/passwd: Permission denied"),
+        (["sh", "-c", "kill -KILL $$"], 128 + signal.SIGKILL, "100 W on average"),
+    ],
+)
+def test_a_command_that_does_not_end_by_itself(command: list[str], status: int, says: str) -> None:
+    done = run(*STATED, "--", *command)
+    assert done.returncode == status
+    assert says in done.stderr
+
+
+def test_what_cannot_be_measured_is_not_run(tmp_path: Path) -> None:
+    done = run("--monitor", "estimate", "--", "touch", str(tmp_path / "touched"))
+    assert done.returncode == 125
+    assert "pass --power-w or set ZEUS_ESTIMATED_POWER_W" in done.stderr
+    assert not (tmp_path / "touched").exists()
+
+
+def test_without_a_command_the_usage_is_shown() -> None:
+    done = run("--json")
+    assert done.returncode == 2
+    assert "zeus-plugins energy -- COMMAND" in done.stderr
+
+
+# Ends with 10 plus the number of the signal that it gets, once it has said that it waits for one.
+WAITS = """
+import signal, sys, time
+for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
+    signal.signal(getattr(signal, name), lambda number, frame: sys.exit(10 + number))
+print("waiting", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_signals_are_passed_on(number: signal.Signals) -> None:
+    # In a session of its own, where no terminal sends SIGINT to the command, too.
+    with subprocess.Popen(
+        [*ENERGY, *STATED, "--", sys.executable, "-c", WAITS],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=LONG_S)
+    assert process.returncode == 10 + number
+    assert "100 W on average" in errors
+
+
+# Counts interrupts until SIGUSR1 comes; the terminal does not reach it where it leaves the process group.
+COUNTS = """
+import os, signal, sys, time
+seen = []
+def tell(number, frame):
+    print("interrupts:", len(seen), flush=True)
+    sys.exit()
+signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+signal.signal(signal.SIGUSR1, tell)
+if sys.argv[1] == "apart":
+    os.setpgid(0, 0)
+print("waiting", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a pseudo-terminal")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the child becomes another program at once
+@pytest.mark.parametrize(("place", "interrupts"), [("beside", 1), ("apart", 0)])
+def test_ctrl_c_is_left_to_the_terminal(place: str, interrupts: int) -> None:
+    import pty
+
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [*ENERGY, *STATED, "--", sys.executable, "-c", COUNTS, place])  # noqa: S606 - no shell
+    seen = b""
+
+    def read_until(end: bytes) -> None:
+        nonlocal seen
+        while end not in seen:
+            seen += os.read(terminal, 1024)
+
+    read_until(b"waiting")
+    os.write(terminal, b"\x03")
+    read_until(b"^C")  # The terminal echoes it when it has sent the signal.
+    os.kill(child, signal.SIGUSR1)
+    read_until(b"100 W on average")
+    os.waitpid(child, 0)
+    os.close(terminal)
+    assert f"interrupts: {interrupts}\r\n".encode() in seen
+
+
+@pytest.mark.parametrize(
+    ("name", "source"), [("auto", "nvml"), ("nvml", "nvml"), ("nvml-power", "nvml power, integrated every 0.1 s")]
+)
+def test_every_monitor_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, source: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=50_000)]))
+    assert main(["energy", "--monitor", name, "--json", "--", "true"]) == 0
+    assert json.loads(capfd.readouterr().err)["energy_source"] == source
+
+
+@pytest.mark.parametrize(("name", "cause"), [("amdsmi", "the package amdsmi"), ("rapl", "RAPL")])
+def test_a_monitor_that_this_machine_lacks_says_so(name: str, cause: str, capfd: pytest.CaptureFixture[str]) -> None:
+    status = main(["energy", "--monitor", name, "--json", "--", "true"])
+    assert (status == 125 and cause in capfd.readouterr().err) or status == 0
+
+
+def test_a_gpu_that_is_lost_meanwhile_costs_no_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    nvml = FakeNvml()
+    begun = energy.NvmlMonitor(nvml=nvml, clock=Clock())
+    monkeypatch.setattr(energy, "NvmlMonitor", lambda: begun)
+    begin = begun.begin_window
+
+    def begin_and_lose(name: str) -> None:
+        begin(name)
+        nvml.machine[0].counter_mj = None
+
+    monkeypatch.setattr(begun, "begin_window", begin_and_lose)
+    assert main(["energy", "--monitor", "nvml", "--", "sh", "-c", f"touch {tmp_path}/run; exit 5"]) == 5
+    assert "gives no energy counter" in capfd.readouterr().err
+    assert (tmp_path / "run").exists()

@@ -1,0 +1,213 @@
+"""Which monitor this machine offers."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.energy_bench import plain_environment  # noqa: F401 - a fixture
+from tests.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
+from tests.fake_nvml import H200, V100, FakeGpu, FakeNvml, has_nvidia_driver
+from tests.fake_powercap import make_powercap
+from zeus_plugins import energy
+from zeus_plugins.energy import (
+    DEFAULT_ESTIMATED_POWER_W,
+    AmdSmiMonitor,
+    EnergyMonitor,
+    EstimateMonitor,
+    NvmlMonitor,
+    NvmlPowerMonitor,
+    RaplMonitor,
+)
+from zeus_plugins.energy.rapl import POWERCAP
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+NO_DRIVER = FakeNvml(broken="Driver Not Loaded")
+
+
+def auto(
+    estimated_power_w: float | None = None,
+    *,
+    powercap: Path = Path("/nowhere"),
+    device_indices: Sequence[int] | None = None,
+    nvml: FakeNvml | None = None,
+    amdsmi: FakeAmdSmi | None = None,
+) -> EnergyMonitor:
+    """As on a machine whose CPU counts nothing, unless the test says otherwise."""
+    return energy.auto(estimated_power_w, device_indices=device_indices, nvml=nvml, amdsmi=amdsmi, powercap=powercap)
+
+
+def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    chosen = auto(65.0, nvml=FakeNvml())
+
+    assert isinstance(chosen, NvmlMonitor)
+    assert chosen.source == "nvml"
+    assert caplog.records == []
+
+
+def test_the_chosen_monitor_is_unused_and_survives_pickling() -> None:
+    chosen: EnergyMonitor = pickle.loads(pickle.dumps(auto(nvml=FakeNvml())))  # noqa: S301  our own bytes
+    assert chosen.gpus().gpu_model == H200
+
+
+@pytest.mark.parametrize(
+    "nvml",
+    [
+        FakeNvml(broken="Driver Not Loaded"),
+        FakeNvml([]),
+        FakeNvml([FakeGpu(counter_mj=None)]),
+        FakeNvml([FakeGpu(mig_mode=1)]),
+    ],
+    ids=["no driver", "no GPU", "no counter", "sliced"],
+)
+def test_without_a_counter_the_energy_is_estimated(nvml: FakeNvml) -> None:
+    assert auto(120.0, nvml=nvml).source == "estimate: 120 W stated"
+
+
+def test_a_gpu_without_a_counter_is_measured_by_its_power(caplog: pytest.LogCaptureFixture) -> None:
+    nvml = FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)])
+
+    for _ in range(2):
+        assert isinstance(auto(nvml=nvml), NvmlPowerMonitor)
+    assert [record.getMessage() for record in caplog.records] == [
+        "GPU 0 (Tesla P100) gives no energy counter: Not Supported: energy is integrated from power readings instead,"
+        " which is less exact."
+    ]
+
+
+def test_an_amd_gpu_is_measured_where_there_is_no_nvidia_gpu() -> None:
+    assert isinstance(auto(nvml=NO_DRIVER, amdsmi=FakeAmdSmi()), AmdSmiMonitor)
+    assert isinstance(auto(nvml=FakeNvml(), amdsmi=FakeAmdSmi()), NvmlMonitor)
+
+
+def test_an_amd_gpu_beside_an_nvidia_gpu_that_tells_nothing_is_not_taken_for_it() -> None:
+    assert isinstance(auto(nvml=FakeNvml([FakeGpu(counter_mj=None)]), amdsmi=FakeAmdSmi()), EstimateMonitor)
+
+
+@pytest.mark.parametrize("indices", [None, ()])
+def test_a_training_on_the_cpu_is_measured_by_rapl(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, indices: Sequence[int] | None
+) -> None:
+    chosen = auto(device_indices=indices, nvml=NO_DRIVER, powercap=make_powercap(tmp_path))
+
+    assert isinstance(chosen, RaplMonitor)
+    assert chosen.gpus().max_power == 250.0
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize(
+    ("indices", "nvml", "amdsmi"),
+    [
+        ([0], NO_DRIVER, None),
+        (None, FakeNvml([FakeGpu(mig_mode=1)]), None),
+        (None, FakeNvml([FakeGpu(counter_mj=None)]), None),
+        (None, NO_DRIVER, FakeAmdSmi([FakeAmdGpu(steps=None)])),
+    ],
+    ids=["a driver that is broken", "sliced", "no counter", "AMD without a counter"],
+)
+def test_a_training_on_a_gpu_is_not_measured_by_the_cpus_counters(
+    tmp_path: Path, indices: Sequence[int] | None, nvml: FakeNvml, amdsmi: FakeAmdSmi | None
+) -> None:
+    chosen = auto(device_indices=indices, nvml=nvml, amdsmi=amdsmi, powercap=make_powercap(tmp_path))
+    assert isinstance(chosen, EstimateMonitor)
+
+
+def test_packages_that_state_no_limit_are_measured_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for limit in make_powercap(tmp_path).glob("*/constraint_0_max_power_uw"):
+        limit.unlink()
+
+    chosen = auto(nvml=NO_DRIVER, powercap=tmp_path)
+
+    assert isinstance(chosen, RaplMonitor)
+    assert chosen.gpus().max_power == 65.0
+    assert "package-0 (intel-rapl:0) states no power limit" in caplog.text
+    assert auto(170.0, nvml=NO_DRIVER, powercap=tmp_path).gpus().max_power == 170.0
+
+
+def test_gpus_that_cannot_be_measured_are_estimated_by_their_power_limit() -> None:
+    nvml = FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, max_power_mw=250_000)] * 2)
+
+    estimate = auto(nvml=nvml)
+
+    assert estimate.source == "estimate: 500 W by power limit"
+    assert estimate.gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model="Tesla P100")
+    assert auto(180.0, nvml=nvml).source == "estimate: 180 W stated"
+
+
+def test_what_nobody_stated_is_called_assumed() -> None:
+    assert auto(nvml=NO_DRIVER).source == "estimate: 65 W assumed"
+
+
+def test_hidden_gpus_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert isinstance(auto(nvml=FakeNvml()), EstimateMonitor)
+
+
+def test_a_training_without_gpus_is_not_measured_on_an_idle_one() -> None:
+    assert isinstance(auto(device_indices=(), nvml=FakeNvml()), EstimateMonitor)
+
+
+def test_only_the_gpus_that_train_are_measured() -> None:
+    assert auto(device_indices=(1,), nvml=FakeNvml([FakeGpu(), FakeGpu()])).gpus().number_of_gpus == 1
+
+
+def test_gpus_of_several_models_are_not_estimated_away() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="several models"):
+        auto(nvml=FakeNvml([FakeGpu(name=V100, uuid="GPU-aaaa"), FakeGpu(uuid="GPU-bbbb")]))
+
+
+@pytest.mark.parametrize(
+    ("argument_w", "environment", "power_w"),
+    [(None, None, DEFAULT_ESTIMATED_POWER_W), (None, "95.5", 95.5), (120.0, "95.5", 120.0), (120.0, "junk", 120.0)],
+)
+def test_watts_come_from_the_argument_then_the_environment_then_the_default(
+    monkeypatch: pytest.MonkeyPatch, argument_w: float | None, environment: str | None, power_w: float
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", environment)
+
+    assert auto(argument_w, nvml=FakeNvml([])).gpus().max_power == power_w
+
+
+def test_the_default_is_65_w() -> None:
+    assert DEFAULT_ESTIMATED_POWER_W == 65.0
+
+
+@pytest.mark.parametrize("text", ["", "65W", "0", "-5", "nan", "inf"])
+def test_a_malformed_variable_is_named_with_its_value(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", text)
+
+    with pytest.raises(ZeusBSOConfigError, match=f"environment variable ZEUS_ESTIMATED_POWER_W is '{text}'"):
+        auto(nvml=FakeNvml([]))
+
+
+def test_malformed_watts_are_no_reason_to_warn_of_an_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="power_w is -1"):
+        auto(-1.0, nvml=FakeNvml([]))
+    assert caplog.records == []
+
+
+def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        auto(61.0, nvml=FakeNvml(broken="Driver Not Loaded"))
+        auto(61.0, nvml=FakeNvml([]))
+
+    assert [(record.name, record.levelname) for record in caplog.records] == [("zeus_plugins.energy", "WARNING")] * 2
+    assert caplog.records[0].getMessage() == (
+        "No energy counter found (the NVIDIA driver does not answer: Driver Not Loaded; no CPU package counts its"
+        " energy in /nowhere (RAPL)): energy is estimated as 61 W × time, not measured. State the watts that this"
+        " machine really draws by the environment variable ZEUS_ESTIMATED_POWER_W or by"
+        " energy_monitor=EstimateMonitor(power_w=...)."
+    )
+    assert "no GPU is visible" in caplog.records[1].getMessage()
+
+
+@pytest.mark.skipif(has_nvidia_driver() or POWERCAP.exists(), reason="this machine measures energy")
+def test_on_a_machine_without_counters_the_choice_is_an_estimate() -> None:
+    assert energy.auto().source == "estimate: 65 W assumed"

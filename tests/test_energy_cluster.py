@@ -1,0 +1,95 @@
+"""A training over several nodes: two real processes that talk by gloo, each a node of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import free_port
+from zeus_plugins.energy import ClusterMonitor, EstimateMonitor
+from zeus_plugins.energy.cluster import sum_of_nodes
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+ROOT = Path(__file__).parent.parent
+LONG_S = 120.0
+
+
+@pytest.fixture(scope="module", name="stories")
+def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """What each of the two nodes tells of each scene."""
+    folder = tmp_path_factory.mktemp("nodes")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.two_nodes", str(folder)],
+            env=os.environ | address | {"RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=LONG_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_rank_0_measures_what_all_nodes_use(stories: list[dict[str, Any]]) -> None:
+    first, second = (each["all goes well"] for each in stories)
+
+    source = "2 nodes: estimate: 100 W stated, estimate: 40 W stated"
+    assert first["windows"] == [
+        [2.0, 2 * (100.0 + 40.0), source],
+        [3.0, 3 * 100.0, source],  # what the other node used in it comes with the next meeting
+        [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, source],
+    ]
+    assert first["gpus"] == second["gpus"] == {"max_power": 140.0, "number_of_gpus": 2, "gpu_model": "Tesla P100"}
+    assert second["windows"] == []
+
+
+@pytest.mark.parametrize(
+    ("scene", "error"),
+    [
+        ("a node that cannot measure", "EnergyUnavailableError: no GPU is visible. To estimate"),
+        ("other GPUs", r"ZeusBSOConfigError: the nodes' GPUs are of several models (Tesla P100, Tesla V100)"),
+    ],
+)
+def test_what_one_node_cannot_do_all_nodes_say(stories: list[dict[str, Any]], scene: str, error: str) -> None:
+    for told in stories:
+        assert told[scene]["error"].startswith(error)
+
+
+def test_a_node_that_fails_in_between_is_taken_at_its_maximum_power(stories: list[dict[str, Any]]) -> None:
+    first = stories[0]["a node that fails"]
+
+    failed = "2 nodes: estimate: 100 W stated, estimate: 40 W for a node that failed to measure"
+    assert first["windows"][0][1] == 280.0
+    assert first["windows"][2] == [5.0, 5 * (100.0 + 40.0) + 3 * 40.0, failed]
+
+
+def test_other_ranks_than_0_have_no_windows() -> None:
+    other = GpuConfig(max_power=10.0, number_of_gpus=1, gpu_model="A40")
+    monitor = ClusterMonitor(
+        lambda: EstimateMonitor(10.0, device_model="A40"), rank=1, all_gather=lambda told: [told, told]
+    )
+    assert monitor.gpus().gpu_model == other.gpu_model
+    with pytest.raises(ZeusBSOConfigError, match="this is rank 1: rank 0 measures for all nodes"):
+        monitor.begin_window("trial")
+
+
+def test_nodes_are_summed() -> None:
+    node = GpuConfig(max_power=5600.0, number_of_gpus=8, gpu_model="NVIDIA H200")
+    assert sum_of_nodes([node] * 3) == GpuConfig(max_power=16800.0, number_of_gpus=24, gpu_model="NVIDIA H200")

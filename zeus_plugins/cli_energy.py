@@ -1,0 +1,175 @@
+"""``zeus-plugins energy -- COMMAND …``: what any command costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from zeus_plugins.errors import ZeusBSOError
+
+if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
+    from zeus_plugins.energy import EnergyMonitor
+
+__all__ = ["add_parser"]
+
+# As `timeout` and `env` do: so that these are told from the command's own.
+_FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
+
+_FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
+_FROM_KEYBOARD = ("SIGINT", "SIGQUIT")
+
+_WINDOW = "command"
+
+
+def _make(name: str, power_w: float | None) -> EnergyMonitor:
+    """One monitor by name.
+
+    Raises:
+        ZeusBSOError: An estimate without watts.
+    """
+    from zeus_plugins import energy
+    from zeus_plugins.energy.auto import stated_power_w
+
+    if name == "estimate":
+        stated_w = stated_power_w(power_w)
+        if stated_w is None:
+            raise ZeusBSOError("an estimate needs watts: pass --power-w or set ZEUS_ESTIMATED_POWER_W")
+        return energy.EstimateMonitor(stated_w)
+    monitors: dict[str, Callable[[], EnergyMonitor]] = {
+        "auto": lambda: energy.auto(power_w),
+        "nvml": energy.NvmlMonitor,
+        "nvml-power": energy.NvmlPowerMonitor,
+        "amdsmi": energy.AmdSmiMonitor,
+        "rapl": lambda: energy.RaplMonitor(max_power_w=power_w),
+    }
+    return monitors[name]()
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``zeus-plugins``."""
+    parser = commands.add_parser(
+        "energy",
+        help="run a command, and tell the time and energy that it took",
+        description="Runs the command and tells its time and energy on standard error. Signals are passed on to it. The"
+        f" exit status is the command's, {_KILLED_BY} + n if signal n ended it, {_NOT_FOUND} or {_NOT_EXECUTABLE} if it"
+        f" cannot be started, and {_FAILED} if its energy cannot be measured.",
+    )
+    parser.add_argument(
+        "--monitor",
+        choices=("auto", "nvml", "nvml-power", "amdsmi", "rapl", "estimate"),
+        default="auto",
+        help="how to measure (default %(default)s: the best that the machine offers)",
+    )
+    parser.add_argument(
+        "--power-w", type=float, help="watts to assume where nothing is measured (else ZEUS_ESTIMATED_POWER_W)"
+    )
+    parser.add_argument("--json", action="store_true", help="tell it as one line of JSON")
+    parser.add_argument("--output", type=Path, help="tell it in this file instead of on standard error")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what to run")
+    parser.set_defaults(run=_energy, parser=parser)
+
+
+def _energy(options: argparse.Namespace) -> int:
+    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    if not command:
+        options.parser.error("which command? zeus-plugins energy -- COMMAND …")
+    try:
+        status, told = _measured(command, options.monitor, options.power_w, as_json=options.json)
+    except ZeusBSOError as error:
+        print(f"zeus-plugins energy: {error}", file=sys.stderr)
+        return _FAILED
+    except OSError as error:
+        print(f"zeus-plugins energy: {command[0]}: {error.strerror}", file=sys.stderr)
+        return _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
+    if options.output is None:
+        print(told, file=sys.stderr)
+        return status
+    try:
+        options.output.write_text(f"{told}\n", encoding="utf-8")
+    except OSError as error:
+        print(f"zeus-plugins energy: {options.output}: {error.strerror}\n{told}", file=sys.stderr)
+    return status
+
+
+def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, *, as_json: bool) -> tuple[int, str]:
+    """Run the command; its exit status, and what to tell of it."""
+    monitor = _make(monitor_name, power_w)
+    gpus = monitor.gpus()
+    monitor.begin_window(_WINDOW)
+    try:
+        status = _run(command)
+    except OSError:
+        monitor.end_window(_WINDOW)
+        raise
+    try:
+        measured = monitor.end_window(_WINDOW)
+    except ZeusBSOError as error:  # The command has run all the same.
+        return status, f"zeus-plugins energy: {error}"
+    mean_power_w = measured.energy_j / measured.time_s if measured.time_s > 0 else 0.0
+    if not as_json:
+        told = f"{measured.time_s:.4g} s, {measured.energy_j:.4g} J, {mean_power_w:.4g} W on average"
+        return status, f"zeus-plugins energy: {told} ({measured.source})"
+    return status, json.dumps(
+        {
+            "command": list(command),
+            "exit_status": status,
+            "time_s": measured.time_s,
+            "energy_j": measured.energy_j,
+            "mean_power_w": mean_power_w,
+            "energy_source": measured.source,
+            **gpus.model_dump(),
+        }
+    )
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a command to its end, passing on signals; its exit status as a shell gives it."""
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if process is None:
+            received.append(number)  # It is about to start.
+        elif not (signal.Signals(number).name in _FROM_KEYBOARD and _has_keyboard()):
+            process.send_signal(number)
+
+    with _handling(forward):
+        process = subprocess.Popen(command)  # noqa: S603 - running what the user says is what this is for
+        for number in received:
+            process.send_signal(number)
+        status = process.wait()
+    return _KILLED_BY - status if status < 0 else status
+
+
+@contextmanager
+def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def _has_keyboard() -> bool:
+    """Whether the terminal sends the signals of its keys to this process, and so to the command, which is beside it."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)

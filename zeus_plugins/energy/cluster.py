@@ -1,0 +1,185 @@
+"""One measurement for a training that runs on several machines (nodes). Knows no framework."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeus_plugins.energy.monitor import EnergyMonitor, Measurement
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, adapted
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+__all__ = ["ClusterMonitor", "sum_of_nodes"]
+
+_WINDOW = "zeus_node"
+_MAX_SOURCE_LENGTH = 255
+
+logger = logging.getLogger("zeus_plugins.energy")
+
+
+@dataclass(frozen=True)
+class _Node:
+    """What a node says of itself when the training begins: its devices, or why it cannot measure them."""
+
+    rank: int
+    gpus: GpuConfig | None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What a node used since the ranks were together before; None: it could not measure that."""
+
+    rank: int
+    energy_j: float | None
+    source: str
+
+
+class ClusterMonitor:
+    """An `EnergyMonitor` on rank 0 that adds up what the first rank of each node measures.
+
+    Every rank makes one, in the process that uses it: the constructor and `synchronize` are collective calls, which
+    each rank makes at the same point of the training. `gpus`, `begin_window` and `end_window` are for rank 0 alone, at
+    any time and without collectives: a window there holds rank 0's node up to its end, and the others up to the latest
+    `synchronize`; what they use after that is part of the window in which the next one falls. So synchronize right
+    before each window begins or ends whose energy is to be reported.
+
+    A node that fails to measure in between is taken to have drawn its maximum power, and the source says so.
+
+    Args:
+        measure: Makes the monitor of this node's devices, on the first rank of each node; None on the others.
+        rank: Of this process, among all; rank 0 is the first of its node.
+        all_gather: Takes an object and returns the objects of all ranks, in order of rank.
+        clock: Monotonic seconds.
+
+    Raises:
+        Exception: On every rank, what the first of the nodes that cannot measure has raised.
+        ZeusBSOConfigError: On every rank: the nodes have GPUs of different models.
+    """
+
+    def __init__(
+        self,
+        measure: Callable[[], EnergyMonitor | WindowMonitor] | None,
+        *,
+        rank: int,
+        all_gather: Callable[[Any], Sequence[Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank = rank
+        self._all_gather = all_gather
+        self._clock = clock
+        self._monitor: EnergyMonitor | None = None
+        told: _Node | None = None
+        if measure is not None:
+            try:
+                self._monitor = adapted(measure())
+                told = _Node(rank, self._monitor.gpus())
+            except Exception as error:  # Raised below, on all ranks alike: alone it would hang the others.
+                told = _Node(rank, None, error)
+        nodes: list[_Node] = [node for node in all_gather(told) if node is not None]
+        for node in nodes:
+            if node.error is not None:
+                raise node.error
+        self._node_gpus = {node.rank: node.gpus for node in nodes if node.gpus is not None}
+        self._gpus = sum_of_nodes(list(self._node_gpus.values()))
+        # What the other nodes have used up to the latest `synchronize`, and how they measured that.
+        self._others_j = 0.0
+        self._others_sources: tuple[str, ...] = ()
+        self._others_j_at_begin: dict[str, float] = {}
+        self._synchronized_s: float | None = None
+        self._is_measuring = False
+
+    @property
+    def source(self) -> str:
+        """How the energy is obtained on rank 0's node and on the others, and how many they are."""
+        own = () if self._monitor is None else (self._monitor.source,)
+        return self._joined(own)
+
+    def gpus(self) -> GpuConfig:
+        """Describe the devices of all nodes together."""
+        return self._gpus
+
+    def synchronize(self) -> None:
+        """Tell rank 0 what each node has used since the latest `synchronize`; the first one only begins to measure."""
+        shares: list[_Share | None] = list(self._all_gather(self._share()))
+        now_s, then_s = self._clock(), self._synchronized_s
+        self._synchronized_s = now_s
+        if then_s is None:
+            return
+        others = [share for share in shares if share is not None and share.rank != 0]
+        for share in others:
+            unmeasured_j = self._node_gpus[share.rank].max_power * (now_s - then_s)
+            self._others_j += unmeasured_j if share.energy_j is None else share.energy_j
+        self._others_sources = tuple(share.source for share in others)
+
+    def begin_window(self, name: str) -> None:
+        """Start to measure; see `EnergyMonitor.begin_window`. On rank 0 only."""
+        self._own.begin_window(name)
+        self._others_j_at_begin[name] = self._others_j
+
+    def end_window(self, name: str) -> Measurement:
+        """Return the time since the window began, and what all nodes used in it. On rank 0 only."""
+        own = self._own.end_window(name)
+        others_j = self._others_j - self._others_j_at_begin.pop(name)
+        return Measurement(own.time_s, own.energy_j + others_j, self._joined((own.source,)))
+
+    def close(self) -> None:
+        """Stop measuring on this rank. No collective, and it never raises: it is called on the way out."""
+        if self._monitor is None or not self._is_measuring:
+            return
+        self._is_measuring = False
+        try:
+            self._monitor.end_window(_WINDOW)
+        except Exception as error:
+            logger.debug("could not close the last measurement window: %s", error)
+
+    @property
+    def _own(self) -> EnergyMonitor:
+        if self._rank != 0 or self._monitor is None:
+            raise ZeusBSOConfigError(f"this is rank {self._rank}: rank 0 measures for all nodes")
+        return self._monitor
+
+    def _share(self) -> _Share | None:
+        """What this rank has to tell; rank 0's own node is in its windows."""
+        if self._rank == 0 or self._monitor is None:
+            return None
+        measured = None
+        try:
+            if self._is_measuring:
+                self._is_measuring = False
+                measured = self._monitor.end_window(_WINDOW)
+            self._monitor.begin_window(_WINDOW)
+            self._is_measuring = True
+        except Exception as error:  # The ranks wait for each other here, and a training is worth more than its energy.
+            logger.warning("this node's energy cannot be measured, its maximum power is taken instead: %s", error)
+        if measured is None:
+            power_w = self._node_gpus[self._rank].max_power
+            return _Share(self._rank, None, f"estimate: {power_w:g} W for a node that failed to measure")
+        return _Share(self._rank, measured.energy_j, measured.source)
+
+    def _joined(self, own: tuple[str, ...]) -> str:
+        sources = dict.fromkeys(own + self._others_sources)
+        return f"{len(self._node_gpus)} nodes: {', '.join(sources)}"[:_MAX_SOURCE_LENGTH]
+
+
+def sum_of_nodes(nodes: Sequence[GpuConfig]) -> GpuConfig:
+    """Sum up the devices of several nodes.
+
+    Raises:
+        ZeusBSOConfigError: They are of different models.
+    """
+    models = sorted({node.gpu_model for node in nodes})
+    if len(models) > 1:
+        raise ZeusBSOConfigError(
+            f"the nodes' GPUs are of several models ({', '.join(models)}), and costs measured on them do not compare:"
+            " train on nodes of one model"
+        )
+    return GpuConfig(
+        max_power=sum(node.max_power for node in nodes),
+        number_of_gpus=sum(node.number_of_gpus for node in nodes),
+        gpu_model=models[0],
+    )

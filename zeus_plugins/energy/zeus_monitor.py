@@ -1,0 +1,140 @@
+"""Monitors that measure as Zeus's `ZeusMonitor` does, taken for ours."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeGuard, cast
+
+from zeus_plugins.energy.counters import STANDSTILL_S
+from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement, OpenWindows
+from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+__all__ = ["WindowMonitor", "ZeusMonitorAdapter", "adapted"]
+
+logger = logging.getLogger("zeus_plugins.energy")
+
+
+class WindowMonitor(Protocol):
+    """Zeus's way to measure.
+
+    What `end_window` returns has the seconds in `time`, and the joules in `total_energy` or, device by device, in the
+    mapping `gpu_energy`; where no GPU is measured, in `cpu_energy` and `dram_energy`.
+    """
+
+    def begin_window(self, name: str, /) -> None:
+        """Start to measure."""
+        ...
+
+    def end_window(self, name: str, /) -> Any:
+        """Return what the window cost."""
+        ...
+
+
+class ZeusMonitorAdapter:
+    """An `EnergyMonitor` over a `WindowMonitor`.
+
+    A window of a second or more that cost 0 J, or no number of joules, was not measured: the maximum power × time is
+    taken instead, and the measurement's source says so.
+
+    Args:
+        monitor: Measures. It can be pickled if this one can.
+        gpus: The devices that it measures. None: NVML is asked for those of its `gpu_indices`, or for all visible ones.
+        nvml: What to call instead of the installed `pynvml`.
+    """
+
+    def __init__(self, monitor: WindowMonitor, gpus: GpuConfig | None = None, *, nvml: Nvml | None = None) -> None:
+        self._monitor = monitor
+        self._gpus = gpus
+        self._nvml = nvml
+        self._windows: OpenWindows[None] = OpenWindows()
+
+    @property
+    def source(self) -> str:
+        """The class of the monitor, for example ``"ZeusMonitor"``."""
+        return type(self._monitor).__name__[:100]
+
+    def gpus(self) -> GpuConfig:
+        """Describe the devices as given, or as NVML does.
+
+        Raises:
+            ZeusBSOConfigError: Neither is possible.
+        """
+        if self._gpus is None:
+            indices = getattr(self._monitor, "gpu_indices", None)
+            try:
+                self._gpus = NvmlMonitor(indices, nvml=self._nvml).gpus()
+            except EnergyUnavailableError as unavailable:
+                raise ZeusBSOConfigError(
+                    f"which devices does the {self.source} measure? NVML cannot say ({unavailable.cause}): pass"
+                    " ZeusMonitorAdapter(monitor, gpus=GpuConfig(max_power=..., number_of_gpus=..., gpu_model=...))"
+                ) from unavailable
+        return self._gpus
+
+    def begin_window(self, name: str) -> None:
+        """Start to measure; see `EnergyMonitor.begin_window`."""
+        self._windows.open(name, None)
+        try:
+            self._monitor.begin_window(name)
+        except BaseException:
+            self._windows.close(name)
+            raise
+
+    def end_window(self, name: str) -> Measurement:
+        """Return what the monitor says that the window cost.
+
+        Raises:
+            ZeusBSOOperationOrderError: No window of that name is open.
+            ZeusBSOConfigError: The answer holds no time, or no energy.
+        """
+        self._windows.close(name)
+        answer = self._monitor.end_window(name)
+        time_s, energy_j = _number(getattr(answer, "time", None)), _energy_j(answer)
+        if time_s is None or energy_j is None or not math.isfinite(time_s) or time_s < 0:
+            raise ZeusBSOConfigError(
+                f"{self.source}.end_window returned {answer!r}: it has to have the seconds in `time`, and the joules in"
+                " `total_energy` or `gpu_energy`"
+            )
+        if 0 < energy_j < math.inf or (energy_j == 0 and time_s < STANDSTILL_S):
+            return Measurement(time_s, energy_j, self.source)
+        power_w = self.gpus().max_power
+        source = f"{self.source}, but estimate: {power_w:g} W, for it measured {energy_j:g} J"
+        logger.warning("%s × time (window %r)", source, name)
+        return Measurement(time_s, power_w * time_s, source)
+
+
+def adapted(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
+    """Take what measures in Zeus's way for one of ours, by what it can do; what is ours stays as it is.
+
+    Raises:
+        ZeusBSOConfigError: It measures in neither way.
+    """
+    if _is_ours(monitor):
+        return monitor
+    if all(callable(getattr(monitor, method, None)) for method in ("begin_window", "end_window")):
+        return ZeusMonitorAdapter(cast("WindowMonitor", monitor))
+    raise ZeusBSOConfigError(
+        f"{type(monitor).__name__} is no energy monitor: it has no begin_window(name) and end_window(name)"
+    )
+
+
+def _is_ours(monitor: object) -> TypeGuard[EnergyMonitor]:
+    # ZeusMonitor has an attribute `gpus`, too, which is no method.
+    return callable(getattr(monitor, "gpus", None)) and hasattr(monitor, "source")
+
+
+def _energy_j(answer: object) -> float | None:
+    """The joules in an answer, over all devices that it measured; None where it has none."""
+    parts = [getattr(answer, name, None) for name in ("gpu_energy", "cpu_energy", "dram_energy")]
+    gpu_j, *cpu_j = (_number(sum(part.values())) if isinstance(part, Mapping) and part else None for part in parts)
+    if gpu_j is None and any(joules is not None for joules in cpu_j):
+        return sum(joules or 0.0 for joules in cpu_j)
+    total_j = _number(getattr(answer, "total_energy", None))
+    return gpu_j if total_j is None else total_j
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
