@@ -1,0 +1,132 @@
+"""What the tests of the power limit share: a machine whose GPUs do what a made-up table says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitUnavailableError, ReplayMachine, ReplayPoint
+
+# Watts: seconds and watts of a step. Worked out by hand (maximum power 250 W):
+#          energy   cost at η = 0.5
+#   100 W  160 J    0.5 · 160 + 0.5 · 250 · 2.0 = 330.0
+#   150 W  150 J    0.5 · 150 + 0.5 · 250 · 1.2 = 225.0
+#   200 W  180 J    0.5 · 180 + 0.5 · 250 · 1.0 = 215.0
+#   250 W  209 J    0.5 · 209 + 0.5 · 250 · 0.95 = 223.25
+TABLE = {
+    100.0: ReplayPoint(2.0, 80.0),
+    150.0: ReplayPoint(1.2, 125.0),
+    200.0: ReplayPoint(1.0, 180.0),
+    250.0: ReplayPoint(0.95, 220.0),
+}
+LIMITS_W = (250.0, 200.0, 150.0, 100.0)
+BEST_W = 200.0
+FOUND_W = 250.0
+
+
+def machine(number_of_gpus: int = 1) -> ReplayMachine:
+    return ReplayMachine(TABLE, number_of_gpus)
+
+
+def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
+    """Whether nothing but steps was measured."""
+    assert profile is not None
+    measured = {sample.limit_w: (sample.time_per_step_s, sample.average_power_w) for sample in profile.samples}
+    expected = {limit: (point.time_per_step_s, point.average_power_w) for limit, point in TABLE.items()}
+    return measured == {limit: pytest.approx(pair, abs=1e-9) for limit, pair in expected.items()}
+
+
+class Forbidden:
+    """A GPU whose limit may be read, and not set."""
+
+    outlives_process = True
+
+    def __init__(self) -> None:
+        self.asked: list[float] = []
+
+    def __str__(self) -> str:
+        return "GPU 0 (V100)"
+
+    def range_w(self) -> tuple[float, float]:
+        return 100.0, 250.0
+
+    def limit_w(self) -> float:
+        return 200.0
+
+    def set_limit_w(self, limit_w: float) -> None:
+        self.asked.append(limit_w)
+        raise PowerLimitUnavailableError("Insufficient Permissions")
+
+
+class Recorder:
+    """A device of a `ReplayMachine` that notes what it is set to."""
+
+    outlives_process = False
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.set_w: list[float] = []
+
+    def __str__(self) -> str:
+        return str(self._device)
+
+    def range_w(self) -> tuple[float, float]:
+        return self._device.range_w()
+
+    def limit_w(self) -> float:
+        return self._device.limit_w()
+
+    def set_limit_w(self, limit_w: float) -> None:
+        self._device.set_limit_w(limit_w)
+        self.set_w.append(limit_w)
+
+
+class FileDevice:
+    """A GPU whose limit is a number in a file, so that other processes see it."""
+
+    outlives_process = True
+
+    def __init__(self, path: Path, index: int = 0) -> None:
+        self.path = path
+        self.index = index
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.path.name})"
+
+    def range_w(self) -> tuple[float, float]:
+        return 100.0, 250.0
+
+    def limit_w(self) -> float:
+        return float(self.path.read_text())
+
+    def set_limit_w(self, limit_w: float) -> None:
+        unfinished = self.path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(str(limit_w))
+        unfinished.replace(self.path)
+
+
+class Breaks:
+    """A device that takes so many limits, refuses so many after that, and then takes them again."""
+
+    outlives_process = False
+
+    def __init__(self, device: Any, takes: int, refuses: int = 1) -> None:
+        self._device, self.takes, self._refuses = device, takes, refuses
+
+    def __str__(self) -> str:
+        return "GPU 0"
+
+    def range_w(self) -> tuple[float, float]:
+        return self._device.range_w()
+
+    def limit_w(self) -> float:
+        return self._device.limit_w()
+
+    def set_limit_w(self, limit_w: float) -> None:
+        self.takes -= 1
+        if -self._refuses <= self.takes < 0:
+            raise PowerLimitUnavailableError("GPU is lost")
+        self._device.set_limit_w(limit_w)

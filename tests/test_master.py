@@ -1,0 +1,815 @@
+"""A master with real scripts in real processes, and what it keeps of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import Server
+from tests.master_training import MAX_POWER_W
+from zeus_plugins.cli import main
+from zeus_plugins.client import NO_RETRIES, BsoClient
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
+from zeus_plugins.master import (
+    FailedTryError,
+    HistoryEntry,
+    Job,
+    MasterState,
+    PolicyOptimizer,
+    Run,
+    ServerOptimizer,
+    ZeusMaster,
+)
+from zeus_plugins.master.display import conclusion
+from zeus_plugins.master.failures import oom_kills, why_failed
+from zeus_plugins.master.history import MAX_TRIES, NextRun, best_size
+from zeus_plugins.protocol import GpuConfig, TrialState
+
+ROOT = Path(__file__).parent.parent
+GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
+SIZES = [32, 64, 128]
+TRAINING = (
+    "{python} -m tests.master_training --batch-size {batch_size} --lr {learning_rate} --seed {seed} --epochs {epochs} "
+    "--target {target_metric}"
+)
+LONG_S = 120.0
+
+
+def job_of(command: str | Sequence[str] = TRAINING, **fields: Any) -> Job:
+    return Job(
+        **{
+            "name": "tiny",
+            "dataset": "digits",
+            "network": "softmax",
+            "optimizer": "sgd",
+            "target_metric": 0.8,
+            "max_epochs": 20,
+            "default_bs": 64,
+            "default_lr": 0.5,
+            "command": command,
+            "workdir": ROOT,
+            **fields,
+        }
+    )
+
+
+class Listed:
+    """Zeus's interface and nothing more: plays sizes in a given order, and notes what it is told."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes or (64,)
+        self.predicted = 0
+        self.seen: list[tuple[int, float, bool | None]] = []
+
+    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
+        assert job.default_bs in batch_sizes
+
+    def predict(self, job: Job) -> int:
+        del job
+        self.predicted += 1
+        return self.sizes[min(self.predicted, len(self.sizes)) - 1]
+
+    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
+        del job
+        self.seen.append((batch_size, cost, converged))
+
+
+def master_of(tmp_path: Path, optimizer: Any = None, **options: Any) -> ZeusMaster:
+    return ZeusMaster(optimizer or Listed(), tmp_path / "logs", **{"gpus": GPUS, **options})
+
+
+def python_job(program: str, **fields: Any) -> Job:
+    """A job whose script is this program; it must leave a result by itself."""
+    program = program.replace("{", "{{").replace("}", "}}")
+    return job_of(["{python}", "-c", program, "{batch_size}", "{learning_rate}", "{seed}"], **fields)
+
+
+WRITES_A_RESULT = """
+import json, os, sys
+where = os.environ["ZEUS_LOG_DIR"] + "/" + os.environ["ZEUS_JOB_ID"] + "+bs" + sys.argv[1] + ".train.json"
+result = {"energy": 30.0, "time": 0.5, "cost": 40.0, "num_epochs": 20, "reached": True, "end_epoch": 3}
+"""
+REACHES = WRITES_A_RESULT + "open(where, 'w').write(json.dumps(result))"
+
+
+# What a job is.
+
+
+def test_a_command_is_filled_in() -> None:
+    job = job_of("{python} train.py --bs={batch_size} '{{braces}} {width}' {seed} {learning_rate}", fields={"width": 7})
+    assert job.command_line(128, 0.25, 3) == [sys.executable, "train.py", "--bs=128", "{braces} 7", "3", "0.25"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"command": "train {batch_size} {width}"}, r"\{width\}, which has no value"),
+        ({"command": "train {batch_size} {a.b} {c}"}, r"\{a\}, \{c\}, which has no value"),
+        ({"command": "train {seed}"}, r"lacks \{batch_size\}"),
+        ({"command": "train {batch_size"}, "cannot be filled in"),
+        ({"fields": {"seed": 1}}, r"\['seed'\] have their values already"),
+        ({"name": "a/b"}, "becomes a part of file names"),
+        ({"default_lr": 0.0}, "default_lr is 0.0"),
+        ({"lr_scaling": "cubic"}, "cubic"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=says):
+        job_of(**fields)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("linear", 1.0), ("sqrt", 0.5 * math.sqrt(2)), ("none", 0.5)])
+def test_the_learning_rate_follows_the_batch_size(rule: str, rate: float) -> None:
+    assert job_of(lr_scaling=rule).learning_rate(128) == pytest.approx(rate)
+
+
+# One run.
+
+
+def test_the_log_directory_names_the_job_the_knobs_and_the_time(tmp_path: Path) -> None:
+    master = master_of(tmp_path, now=lambda: datetime(2026, 3, 1, 12, 5, 9))
+    made = master.build_logdir(job_of(), 12, 0.5, 2.0)
+    assert made == str(tmp_path / "logs" / "tiny+x12+eta0.5+beta2.0+20260301-120509")
+    assert Path(made).is_dir()
+    assert master.build_logdir(job_of(), 12, 0.5, 2.0) == made
+    with pytest.raises(FileExistsError):
+        master.build_logdir(job_of(), 12, 0.5, 2.0, exist_ok=False)
+
+
+@pytest.mark.parametrize("observer_mode", [False, True])
+def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observer_mode: bool) -> None:
+    program = REACHES + "; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+    (tmp_path / "monitor").touch()
+    options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
+    master = master_of(tmp_path, observer_mode=observer_mode, **options)
+    answer = master.run_job(python_job(program), 128, 0.25, 9, str(tmp_path), 2, 11, 0.5, 1234.5)
+    assert answer == (30.0, 0.5, True)
+    environ, arguments = json.loads((tmp_path / "rec02+try11.train.log").read_text())
+    assert arguments == ["128", "0.25", "9"]
+    assert {
+        name: value for name, value in environ.items() if name.startswith("ZEUS_") and name != "ZEUS_STATE_DIR"
+    } == {
+        "ZEUS_LOG_DIR": str(tmp_path),
+        "ZEUS_JOB_ID": "rec02+try11",
+        "ZEUS_COST_THRESH": "1234.5",
+        "ZEUS_ETA_KNOB": "0.5",
+        "ZEUS_TARGET_METRIC": "0.8",
+        "ZEUS_MONITOR_PATH": str(tmp_path / "monitor"),
+        "ZEUS_PROFILE_PARAMS": "3,7",
+        "ZEUS_USE_OPTIMAL_PL": str(not observer_mode),
+    }
+
+
+def test_without_a_bound_the_threshold_is_infinite(tmp_path: Path) -> None:
+    program = REACHES + "; print(os.environ['ZEUS_COST_THRESH'], os.environ.get('ZEUS_MONITOR_PATH'))"
+    master_of(tmp_path).run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    assert (tmp_path / "rec01+try01.train.log").read_text() == "inf None\n"
+
+
+def test_what_a_script_prints_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    shown: list[str] = []
+    go = tmp_path / "go"
+
+    class Listening:
+        def began(self, state: MasterState) -> None: ...
+        def launched(self, run: Any) -> None: ...
+        def ended(self, run: Run) -> None: ...
+
+        def printed(self, text: str) -> None:
+            shown.append(text)
+            go.touch()  # The script ends once it has been heard.
+
+    program = REACHES + (
+        "\nimport time\nprint('hear me')\nfor _ in range(300):\n"
+        f" if os.path.exists({str(go)!r}): break\n time.sleep(0.1)\n"
+        "print('end' if _ < 299 else 'unheard', end='')"
+    )
+    master = master_of(tmp_path, listener=Listening())
+    master.run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    assert shown == ["hear me\n", "end"]
+
+
+def test_an_old_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    master = master_of(tmp_path)
+    master.run_job(python_job(REACHES), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    with pytest.raises(FailedTryError, match="wrote no result"):
+        master.run_job(python_job("0"), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "says"),
+    [
+        ("raise RuntimeError('the data are gone')", "failed", "exit status 1; its last words: RuntimeError: the data"),
+        ("raise MemoryError", "infeasible", "out of memory: MemoryError"),
+        ("raise RuntimeError('CUDA out of memory. Tried')", "infeasible", "out of memory: RuntimeError: CUDA out"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL, as by someone or by a memory limit"),
+        ("import os; os.kill(os.getpid(), 15)", "failed", "ended by SIGTERM"),
+        ("print('MemoryError')", "failed", "wrote no result"),
+        (WRITES_A_RESULT + "open(where, 'w').write('{\"energy\": 1')", "failed", "holds no result of a training"),
+        (WRITES_A_RESULT + "result['time'] = -1; open(where, 'w').write(json.dumps(result))", "failed", "time: Input"),
+    ],
+)
+def test_a_script_that_leaves_no_result_has_failed(tmp_path: Path, program: str, outcome: str, says: str) -> None:
+    with pytest.raises(FailedTryError, match=says.replace(".", r"\.")) as raised:
+        master_of(tmp_path).run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+    assert raised.value.outcome == outcome
+    assert raised.value.time_s > 0
+
+
+def test_the_kernel_says_when_it_was_memory_that_a_process_was_killed_for(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nzone 1\n")
+    assert oom_kills(tmp_path / "vmstat") == 3
+    assert oom_kills(tmp_path / "none") is None
+    log = tmp_path / "log"
+    assert why_failed(-9, log, oom_kills=1)[0] == "infeasible"
+    assert why_failed(137, log, oom_kills=1)[0] == "infeasible"
+    assert why_failed(-9, log, oom_kills=0)[0] == "failed"
+    assert why_failed(-15, log, oom_kills=1)[0] == "failed"
+
+
+def test_a_command_that_does_not_exist_is_no_failed_try(tmp_path: Path) -> None:
+    master = master_of(tmp_path)
+    with pytest.raises(ZeusBSOConfigError, match="nonesuch cannot be started in"):
+        master.run(job_of("nonesuch {batch_size}"), 1, SIZES, 2.0, 0.5)
+
+
+# Recurrences.
+
+
+def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
+    # The first run of the second recurrence is stopped early, the next one crashes.
+    program = WRITES_A_RESULT + (
+        "seed = int(sys.argv[3])\n"
+        "if seed == 12: result.update(reached=False, energy=5.0, time=0.1, end_epoch=1)\n"
+        "if seed == 13: sys.exit(3)\n"
+        "print(os.environ['ZEUS_JOB_ID'], sys.argv[1:], os.environ['ZEUS_COST_THRESH'])\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    optimizer = Listed(64, 32, 64, 128, 64)
+    master = master_of(tmp_path, optimizer, seed=11)
+    logdir = tmp_path / "here"
+    entries = master.run(python_job(program), 3, SIZES, 2.0, 0.5, logdir=logdir)
+
+    crashed = entries[2]
+    cost = 0.5 * 30 + 0.5 * MAX_POWER_W * 0.5
+    assert entries[:2] == [HistoryEntry(64, None, 30.0, True, 0.5), HistoryEntry(32, None, 5.0, False, 0.1)]
+    assert (crashed.bs, crashed.reached) == (64, False)
+    assert crashed.energy == MAX_POWER_W * crashed.time
+    assert entries[3:] == [HistoryEntry(128, None, 30.0, True, 0.5), HistoryEntry(64, None, 30.0, True, 0.5)]
+    assert optimizer.seen == [
+        (64, cost, True),
+        (32, 7.5, False),
+        (64, crashed.energy, False),
+        (128, cost, True),
+        (64, cost, True),
+    ]
+    printed = "".join(path.read_text() for path in sorted(logdir.glob("*.log")))
+    assert printed.splitlines() == [
+        "rec01+try01 ['64', '0.5', '11'] inf",
+        f"rec02+try01 ['32', '0.25', '12'] {2 * cost}",
+        f"rec02+try03 ['128', '1.0', '14'] {2 * cost}",
+        f"rec03+try01 ['64', '0.5', '15'] {2 * cost}",
+    ]
+    kept = json.loads((logdir / "history.json").read_text())
+    assert [(run["job_id"], run["outcome"]) for run in kept["history"]] == [
+        ("rec01+try01", "completed"),
+        ("rec02+try01", "early_stopped"),
+        ("rec02+try02", "failed"),
+        ("rec02+try03", "completed"),
+        ("rec03+try01", "completed"),
+    ]
+    assert kept["history"][2]["reason"].startswith("exit status 3")
+    assert (kept["history"][0]["cost_ub"], kept["running"], kept["observed"]) == ("Infinity", None, 5)
+
+
+def test_a_default_that_does_not_reach_the_target_is_an_error(tmp_path: Path) -> None:
+    program = WRITES_A_RESULT + "result.update(reached=False, end_epoch=20); open(where, 'w').write(json.dumps(result))"
+    master = master_of(tmp_path, Listed(64, 32))
+    for resume in ({"logdir": tmp_path / "here"}, {"resume_from": tmp_path / "here"}):
+        with pytest.raises(
+            ZeusBSOTrainFailError, match=r"default batch size 64 did not reach the target metric 0\.8 in 20"
+        ):
+            master.run(python_job(program), 2, SIZES, 2.0, 0.5, **resume)
+    assert len(MasterState.read(tmp_path / "here").history) == 1
+
+
+def test_a_recurrence_is_given_up_after_twenty_tries_and_a_resume_goes_on_after_it(tmp_path: Path) -> None:
+    job = python_job(f"import os; assert os.path.exists({str(tmp_path / 'mended')!r})\n" + REACHES)
+    with pytest.raises(ZeusBSOTrainFailError, match="recurrence 1 is given up, as none of its 20 tries"):
+        master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
+    (tmp_path / "mended").touch()
+    entries = master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, resume_from=tmp_path / "here")
+    assert [entry.reached for entry in entries] == [False] * MAX_TRIES + [True]
+    assert MasterState.read(tmp_path / "here").history[-1].job_id == "rec02+try01"
+
+
+def test_a_directory_is_resumed_only_as_it_was_begun_and_by_one_master(tmp_path: Path) -> None:
+    import fcntl
+
+    job, here = python_job(REACHES), tmp_path / "here"
+    master = master_of(tmp_path)
+    master.run(job, 1, SIZES, 2.0, 0.5, logdir=here)
+    with pytest.raises(ZeusBSOConfigError, match="holds another master's history"):
+        master.run(job, 1, SIZES, 2.0, 0.5, logdir=here)
+    with pytest.raises(ZeusBSOConfigError, match=r"was begun with eta_knob 0.5, not 0.25"):
+        master.run(job, 1, SIZES, 2.0, 0.25, resume_from=here)
+    with pytest.raises(ZeusBSOConfigError, match="there is nothing to resume"):
+        master.run(job, 1, SIZES, 2.0, 0.5, resume_from=tmp_path / "nowhere")
+    with (here / ".master.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ZeusBSOConfigError, match="another master works in"):
+            master.run(job, 2, SIZES, 2.0, 0.5, resume_from=here)
+
+
+def test_an_optimizer_without_a_state_is_led_through_the_history_again(tmp_path: Path) -> None:
+    job, here = python_job(REACHES), tmp_path / "here"
+    master_of(tmp_path, Listed(64, 32)).run(job, 2, SIZES, 2.0, 0.5, logdir=here)
+    again = Listed(64, 32, 128)
+    entries = master_of(tmp_path, again).run(job, 3, SIZES, 2.0, 0.5, resume_from=here)
+    assert [entry.bs for entry in entries] == [64, 32, 128]
+    assert [bs for bs, _, _ in again.seen] == [64, 32, 128]
+
+
+def runs_of(costs: list[tuple[float, bool]]) -> list[Run]:
+    return [
+        Run(
+            recurrence=1,
+            tries=1,
+            job_id="rec01+try01",
+            bs=64,
+            learning_rate=0.1,
+            seed=0,
+            cost_ub=math.inf,
+            energy=cost,
+            time=1.0,
+            cost=cost,
+            reached=reached,
+            outcome="completed" if reached else "failed",
+            reason="",
+        )
+        for cost, reached in costs
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000).map(float), st.booleans()), max_size=120),
+    st.one_of(st.none(), st.floats(1.0, 10.0)),
+    st.integers(0, 1000),
+)
+def test_recurrence_try_seed_and_bound_follow_from_the_runs(
+    costs: list[tuple[float, bool]], beta: float | None, seed: int
+) -> None:
+    # Cut into recurrences: each ends with the first run that reaches, or with its twentieth.
+    recurrences: list[list[tuple[float, bool]]] = [[]]
+    for run in costs:
+        recurrences[-1].append(run)
+        if run[1] or len(recurrences[-1]) == 20:
+            recurrences.append([])
+    totals = [sum(cost for cost, _ in tries) for tries in recurrences[:-1] if tries[-1][1]]
+
+    upcoming = NextRun.after(runs_of(costs), seed=seed, beta_knob=beta)
+
+    assert upcoming.finished == len(recurrences) - 1
+    assert (upcoming.recurrence, upcoming.tries) == (len(recurrences), len(recurrences[-1]) + 1)
+    assert upcoming.seed == seed + len(costs)
+    assert upcoming.cost_ub == (beta * min(totals) if totals and beta else math.inf)
+
+
+# Optimizers.
+
+
+def test_the_policy_in_this_process_goes_on_where_its_state_was_kept(tmp_path: Path) -> None:
+    del tmp_path
+    job, prices = job_of(), {32: 5.0, 64: 3.0, 128: 4.0}
+
+    def played(optimizer: PolicyOptimizer, times: int) -> list[int]:
+        sizes = []
+        for _ in range(times):
+            sizes.append(optimizer.predict(job))
+            optimizer.observe(job, sizes[-1], prices[sizes[-1]] + 0.1 * len(sizes), converged=True)
+        return sizes
+
+    whole = PolicyOptimizer(num_pruning_rounds=1, seed=3)
+    whole.register_job(job, SIZES)
+    expected = played(whole, 8)
+    first, second = (PolicyOptimizer(num_pruning_rounds=1, seed=3) for _ in range(2))
+    first.register_job(job, SIZES)
+    begun = played(first, 4)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.register_job(job, SIZES)
+    assert begun == expected[:4]
+    assert begun[:3] == [64, 32, 128]
+    next_size = second.predict(job)
+    assert next_size == expected[4]
+
+
+def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_again_and_again(tmp_path: Path) -> None:
+    program = (
+        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
+        + REACHES
+    )
+    optimizer = PolicyOptimizer(num_pruning_rounds=1)
+    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
+    assert [(entry.bs, entry.reached) for entry in entries] == [
+        (64, True),
+        *[(32, False)] * 3,
+        (128, False),
+        *[(64, True)] * 5,
+    ]
+
+
+def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ZeusBSORuntimError, match="even batch size 32 ran out of memory"):
+        master_of(tmp_path, PolicyOptimizer()).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[BsoClient]:
+    """Of a server in this process."""
+    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        yield client
+
+
+def server_optimizer(client: BsoClient, **options: Any) -> ServerOptimizer:
+    return ServerOptimizer(client, GPUS, options={"num_pruning_rounds": 1, "mab_seed": 1, **options})
+
+
+def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: BsoClient) -> None:
+    program = WRITES_A_RESULT + (
+        "bs = int(sys.argv[1])\n"
+        "if bs == 32 and sys.argv[3] == '123457': sys.exit(2)\n"
+        "if bs == 32: result.update(reached=False, end_epoch=2, energy=1.0, time=0.1)\n"
+        "if bs == 128: raise MemoryError\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    master = master_of(tmp_path, server_optimizer(client))
+    entries = master.run(python_job(program), 3, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
+
+    shown = client.show_job("tiny")
+    assert [(trial.batch_size, trial.state) for trial in shown.trials] == [
+        (64, TrialState.COMPLETED),
+        (32, TrialState.FAILED),
+        (32, TrialState.EARLY_STOPPED),
+        (128, TrialState.INFEASIBLE),
+        (64, TrialState.COMPLETED),
+        (64, TrialState.COMPLETED),
+    ]
+    assert [trial.batch_size for trial in shown.trials] == [entry.bs for entry in entries]
+    assert "exit status 2" in (shown.trials[1].message or "")
+    assert "out of memory: MemoryError" in (shown.trials[3].message or "")
+    kept = MasterState.read(tmp_path / "here").history
+    assert [trial.cost_j for trial in shown.trials if trial.metric is not None] == [
+        pytest.approx(run.cost) for run in kept if run.was_measured
+    ]
+    assert shown.best_batch_size == best_size(kept) == 64
+
+
+def test_the_server_can_be_driven_by_costs_alone(client: BsoClient) -> None:
+    optimizer, job = server_optimizer(client), job_of()
+    optimizer.register_job(job, SIZES)
+    assert optimizer.predict(job) == 64
+    optimizer.observe(job, 64, 50.0, converged=True)
+    assert optimizer.predict(job) == 32
+    optimizer.observe(job, 32, 70.0, converged=False)
+    first, second = client.show_job("tiny").trials
+    assert (first.state, first.cost_j) == (TrialState.COMPLETED, pytest.approx(50.0))
+    assert (second.state, second.cost_j) == (TrialState.EXHAUSTED, pytest.approx(70.0))
+
+
+def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_itself(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of()
+    with BsoClient(server.url, retries=NO_RETRIES) as client:
+        optimizer = server_optimizer(client)
+        optimizer.register_job(job, SIZES)
+        optimizer.predict(job)
+        optimizer.observe_run(job, runs_of([(100.0, True)])[0])
+        size = optimizer.predict(job)
+        server.kill()
+        # Stopped before its second epoch, which would have crossed the bound of 200 J; it has spent 120 J.
+        stopped = runs_of([(120.0, False)])[0].model_copy(
+            update={"bs": size, "cost_ub": 200.0, "outcome": "early_stopped", "end_epoch": 1}
+        )
+        optimizer.observe_run(job, stopped)
+        server.start()
+        assert main(["sync"]) == 0
+        assert "1 delivered" in capsys.readouterr().out
+        last = client.show_job("tiny").trials[-1]
+    assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
+
+
+def test_the_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: BsoClient) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
+        master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
+
+
+def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: BsoClient) -> None:
+    job = job_of()
+    before = server_optimizer(client)
+    before.register_job(job, SIZES)
+    kept = json.loads(json.dumps(before.state_dict()))
+    assert before.predict(job) == 64
+    after = server_optimizer(client)
+    after.load_state_dict(kept)
+    after.register_job(job, SIZES)
+    assert after.predict(job) == 64
+    assert len(client.show_job("tiny").trials) == 1
+    before.interrupt()
+    after.interrupt()
+
+
+# The command, killed and resumed.
+
+TOML = """
+[job]
+name = "tiny"
+dataset = "digits"
+network = "softmax"
+optimizer = "sgd"
+target_metric = 0.8
+max_epochs = 20
+default_bs = 64
+default_lr = 0.5
+command = "{command} --ends {ends}"
+workdir = "{workdir}"
+
+[master]
+batch_sizes = [32, 64, 128]
+beta_knob = 4.0
+
+[optimizer]
+kind = "{kind}"
+options = {{ num_pruning_rounds = 1, {seed} = 1 }}
+
+[gpus]
+max_power = 100
+number_of_gpus = 1
+gpu_model = "none"
+"""
+
+
+class Bench:
+    """The command in a directory of its own."""
+
+    def __init__(self, directory: Path, kind: str, *ends: str) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+        ends_file = directory / "ends"
+        ends_file.write_text("\n".join(ends or ("train",)))
+        toml = TOML.format(
+            command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, seed="mab_seed" if kind == "server" else "seed"
+        )
+        (directory / "job.toml").write_text(toml)
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "ZEUS_BSO_DATABASE_URL": f"sqlite:///{directory / 'bso.sqlite3'}",
+        }
+        self.environ.pop("ZEUS_SERVER_URL", None)
+
+    def start(self, recurrences: int, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
+        return subprocess.Popen(
+            [*command, "--recurrences", str(recurrences), *arguments],
+            cwd=self.directory,
+            env=self.environ,
+            text=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
+        )
+
+    def run(self, recurrences: int, *arguments: str) -> str:
+        process = self.start(recurrences, *arguments)
+        output, _ = process.communicate(timeout=LONG_S)
+        assert process.returncode == 0, output
+        return output
+
+    def wait_for_script(self, process: subprocess.Popen[str]) -> int:
+        """Until a script waits for `go`; its pid."""
+        waits = self.logs / "go.waits"
+        while not (waits.exists() and waits.read_text()):
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+        pid = int(waits.read_text())
+        waits.unlink()
+        return pid
+
+    @property
+    def state(self) -> MasterState:
+        (directory,) = [path for path in self.logs.iterdir() if path.is_dir()]
+        return MasterState.read(directory)
+
+    @property
+    def begun(self) -> list[str]:
+        """The runs that scripts have begun: job ids."""
+        return [line.split()[0] for line in (self.logs / "begun.txt").read_text().splitlines()]
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "server")
+    output = bench.run(4)
+    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        shown = client.show_job("tiny")
+    state = bench.state
+    assert len(state.history) == 4
+    assert shown.best_batch_size == best_size(state.history)
+    assert f"Best batch size: {shown.best_batch_size}" in output.replace("the default, ", "")
+    assert "rec04+try01: batch size" in output
+    assert "accuracy 0." in output
+
+
+@pytest.mark.parametrize("kind", ["server", "policy"])
+def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path, kind: str) -> None:
+    bench = Bench(tmp_path, kind, "train", "wait", "train")
+    process = bench.start(3)
+    bench.wait_for_script(process)
+    process.kill()
+    process.communicate()
+    (bench.logs / "go").touch()
+    output = bench.run(3, "--resume")
+    assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01", "rec03+try01"]
+    assert bench.begun == ["rec01+try01", "rec02+try01", "rec03+try01"]
+    assert "resumed after 1 runs" in output
+    assert [run.seed for run in bench.state.history] == [123456, 123457, 123458]
+
+
+def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "server", "wait", "train")
+    process = bench.start(2)
+    script = bench.wait_for_script(process)
+    process.kill()
+    process.communicate()
+    os.kill(script, signal.SIGKILL)
+    (bench.logs / "go").touch()
+    bench.run(2, "--resume")
+    assert [(run.job_id, run.seed) for run in bench.state.history] == [("rec01+try01", 123456), ("rec02+try01", 123457)]
+    assert bench.begun == ["rec01+try01", "rec01+try01", "rec02+try01"]
+    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+
+
+@pytest.mark.parametrize("kind", ["server", "policy"])
+def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Bench(tmp_path / "undisturbed", kind, *["train", "kill", "train", "memory", "train"])
+    undisturbed.run(3)
+    (tmp_path / "killed").mkdir()
+    bench = Bench(tmp_path / "killed", kind, *["train", "kill", "train", "memory", "train"])
+    kills, after_s = 0, 1.5
+    while True:
+        process = bench.start(3, *(["--resume"] if list(bench.logs.glob("*/history.json")) else []))
+        try:
+            output, _ = process.communicate(timeout=after_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            kills, after_s = kills + 1, after_s + 0.37  # Each time at another moment.
+        else:
+            assert process.returncode == 0, output
+            break
+    assert kills >= 2
+    history = [(run.job_id, run.bs, run.seed, run.reached) for run in bench.state.history]
+    assert history == [(run.job_id, run.bs, run.seed, run.reached) for run in undisturbed.state.history]
+    # Only a run whose failure no master has seen is begun again.
+    assert list(dict.fromkeys(bench.begun)) == undisturbed.begun
+    measured = [run.job_id for run in bench.state.history if run.was_measured]
+    assert all(bench.begun.count(job_id) == 1 for job_id in measured)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    bench = Bench(tmp_path, "server", "train", "wait", "train")
+    process = bench.start(2)
+    script = bench.wait_for_script(process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == status, output
+    assert is_gone(script)
+    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert client.show_job("tiny").trials[-1].state is TrialState.SUSPENDED
+    assert "KeyboardInterrupt" in (next(bench.logs.glob("*/rec02+try01.train.log"))).read_text()
+    (bench.logs / "go").touch()
+    bench.run(2, "--resume")
+    assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01"]
+    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+
+
+def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy", "stubborn")
+    process = bench.start(1)
+    script = bench.wait_for_script(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)  # The master has time to ask the script, which does not listen.
+    assert not is_gone(script)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 130, output
+    assert is_gone(script)
+
+
+def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy", "wait", "train")
+    process = bench.start(1)
+    script = bench.wait_for_script(process)
+    process.kill()
+    process.communicate()
+    resumed = bench.start(1, "--resume")
+    assert resumed.stdout is not None
+    while "rec01+try01" not in resumed.stdout.readline():
+        assert resumed.poll() is None
+    time.sleep(0.5)  # It does not end by itself.
+    assert resumed.poll() is None
+    assert not is_gone(script)
+    resumed.send_signal(signal.SIGINT)
+    resumed.communicate(timeout=LONG_S)
+    assert is_gone(script)
+    (bench.logs / "go").touch()
+    bench.run(1, "--resume")
+    assert bench.begun == ["rec01+try01"] * 2
+
+
+def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy")
+    bench.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
+    terminal, end = pty.openpty()
+    process = bench.start(1, stdout=end, stderr=end)
+    os.close(end)
+    shown = b""
+    while True:
+        try:
+            chunk = os.read(terminal, 65536)
+        except OSError:  # The other end is closed.
+            break
+        if not chunk:
+            break
+        shown += chunk
+    os.close(terminal)
+    assert process.wait() == 0
+    text = shown.decode()
+    assert "learning rate" in text
+    assert "┃" in text
+    assert "training …" in text
+    assert "target reached after" in text
+    assert "epoch 1: accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("max_epochs = 20", "max_epochs = 0", "job.max_epochs"),
+        ("[gpus]", "[gups]", "gups: Extra inputs"),
+        ("default_lr = 0.5", "", "job.default_lr: Field required"),
+        ("[job]", "[job", "is no TOML"),
+        ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
+        ("--lr", "{width}", "{width}, which has no value"),
+        ("num_pruning_rounds", "pruning", "pruning"),
+    ],
+)
+def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str, says: str) -> None:
+    bench = Bench(tmp_path, "policy")
+    path = tmp_path / "job.toml"
+    path.write_text(path.read_text().replace(before, after))
+    process = bench.start(1)
+    output, _ = process.communicate(timeout=LONG_S)
+    assert process.returncode == 1
+    (line,) = [line for line in output.splitlines() if not line.startswith("logs: ")]
+    assert says in line
+
+
+def test_the_conclusion_compares_with_the_default() -> None:
+    runs = runs_of([(100.0, True), (50.0, True), (7.0, False)])
+    runs[1] = runs[1].model_copy(update={"bs": 32})
+    assert conclusion(runs, 64).splitlines() == [
+        "Best batch size: 32, 50 J a run on average. The default, 64, costs 100 J: 50% saved with every run from now "
+        "on.",
+        "2 of 3 runs reached the target, in 2.0 s and 150 J; all runs took 3.0 s and 157 J.",
+        "Energy: as the script says.",
+    ]
+    assert conclusion([], 64).startswith("No run has reached the target yet.")

@@ -1,0 +1,59 @@
+"""Trainings of both frameworks on two real processes: one sets the limits of the machine, both know the choice."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import free_port
+from tests.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
+from zeus_plugins.power_limit import PowerLimitProfile
+
+ROOT = Path(__file__).parent.parent
+LIMIT_S = 180
+PER_EPOCH = 6
+
+
+def run(framework: str, folder: Path) -> list[dict[str, Any]]:
+    """What each of the processes saw."""
+    command = f"torch.distributed.run --nproc_per_node 2 --master_port {free_port()} -m tests.power_limit_processes"
+    with (folder / "output").open("w") as output:
+        training = subprocess.Popen(
+            [sys.executable, "-m", *command.split(), str(folder), framework],
+            cwd=ROOT,
+            start_new_session=True,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        status = training.wait(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(training.pid, signal.SIGKILL)
+        pytest.fail(f"the processes hang: {(folder / 'output').read_text()}")
+    assert status == 0, (folder / "output").read_text()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(framework) is None and not os.environ.get("CI"):
+        pytest.skip(f"needs zeus-plugins[{framework}]")
+    first, second = run(framework, tmp_path)
+    assert first["chosen_limit_w"] == second["chosen_limit_w"] == BEST_W
+    assert first["profile"] == second["profile"]
+    assert is_as_the_table(PowerLimitProfile.model_validate(first["profile"]))
+    assert first["profile"]["batch_size"] == 32
+    assert PowerLimitProfile.load(tmp_path / "profile.json") == PowerLimitProfile.model_validate(first["profile"])
+    # Two limits of three steps in each epoch; then the chosen one.
+    measured = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
+    assert first["limits_of_steps"] == measured + [BEST_W] * 2 * PER_EPOCH
+    assert first["set_w"][-1] == FOUND_W
+    assert second["set_w"] == []

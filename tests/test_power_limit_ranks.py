@@ -1,0 +1,117 @@
+"""Two real processes that train together agree on one power limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import free_port
+from tests.power_limit_bench import FOUND_W
+
+ROOT = Path(__file__).parent.parent
+LONG_S = 120.0
+Stories = list[dict[str, dict[str, Any]]]
+
+WARMED_AND_MEASURED = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
+
+
+@pytest.fixture(scope="module", name="stories")
+def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> Stories:
+    """What each of the two ranks tells of each scene."""
+    folder = tmp_path_factory.mktemp("ranks")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.power_limit_ranks", str(folder)],
+            env=os.environ | address | {"RANK": str(rank)},
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=LONG_S)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def of(stories: Stories, scene: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = (story[scene] for story in stories)
+    return first, second
+
+
+def sample(story: dict[str, Any], limit_w: float) -> tuple[float, float]:
+    """Seconds and joules of a step."""
+    (found,) = (each for each in story["profile"]["samples"] if each["limit_w"] == limit_w)
+    return found["time_s"] / found["steps"], found["energy_j"] / found["steps"]
+
+
+def test_all_ranks_measure_together_and_choose_the_same(stories: Stories) -> None:
+    first, second = of(stories, "all goes well")
+    assert first["limits_w"] == second["limits_w"] == [*WARMED_AND_MEASURED, 200.0, 200.0]
+    assert first["chosen_limit_w"] == second["chosen_limit_w"] == 200.0
+    assert first["profile"] == second["profile"]
+    # The longer of the times; the energies together: 1.2 s · 125 W + 3 s · 125 W.
+    assert sample(first, 150.0) == pytest.approx((3.0, 525.0))
+    assert first["profile"]["gpus"]["max_power"] == 500.0
+    assert first["limit_w_after"] == second["limit_w_after"] == FOUND_W
+
+
+def test_a_rank_without_gpus_of_its_own_follows(stories: Stories) -> None:
+    first, second = of(stories, "the second follows")
+    assert first["chosen_limit_w"] == second["chosen_limit_w"] == 150.0
+    assert first["profile"] == second["profile"]
+    assert sample(first, 150.0) == pytest.approx((1.2, 150.0))
+    assert second["limits_w"] == [FOUND_W] * 14
+
+
+def test_where_one_rank_may_not_set_limits_none_does(stories: Stories) -> None:
+    first, second = of(stories, "the second may not")
+    assert first["limits_w"] == [FOUND_W] * 14
+    assert first["chosen_limit_w"] is second["chosen_limit_w"] is None
+    assert first["profile"] == second["profile"]
+    assert [each["limit_w"] for each in first["profile"]["samples"]] == [200.0]
+    assert len(first["warnings"]) == len(second["warnings"]) == 1
+    assert "Insufficient Permissions" in first["warnings"][0]
+
+
+def test_what_breaks_on_one_rank_ends_the_profiling_on_all(stories: Stories) -> None:
+    first, second = of(stories, "the second breaks")
+    # It fails to set the third limit, and both go back at once.
+    assert first["limits_w"] == second["limits_w"] == [250.0] * 3 + [200.0] * 3 + [FOUND_W] * 8
+    assert first["chosen_limit_w"] is second["chosen_limit_w"] is None
+    assert "GPU is lost" in first["warnings"][0]
+
+
+def test_no_rank_tries_more_than_any_of_them_had(stories: Stories) -> None:
+    first, second = of(stories, "the second was capped")
+    assert first["limits_w"][:3] == second["limits_w"][:3] == [200.0] * 3
+    assert (first["limit_w_after"], second["limit_w_after"]) == (250.0, 200.0)
+
+
+def test_gpus_of_several_models_are_left_alone(stories: Stories) -> None:
+    first, second = of(stories, "other GPUs")
+    assert first["limits_w"] == second["limits_w"] == [FOUND_W] * 14
+    assert "of several models (A40, V100)" in first["warnings"][0]
+
+
+def test_what_the_first_rank_knows_all_ranks_use(stories: Stories) -> None:
+    first, second = of(stories, "known")
+    assert first["limits_w"] == second["limits_w"] == [200.0] * 14
+
+
+def test_a_rank_that_leaves_alone_puts_its_limit_back_without_waiting(stories: Stories) -> None:
+    first, second = of(stories, "the second leaves")
+    assert (first["limit_w_after"], second["limit_w_after"]) == (200.0, FOUND_W)

@@ -1,0 +1,31 @@
+"""Recurring trainings that are launched from here, with the interface of Zeus's master.
+
+`ZeusMaster` launches a training script again and again. A `BatchSizeChooser` chooses the batch size of each run:
+`ServerOptimizer` asks the batch size optimization server, `PolicyOptimizer` decides in this process. Importing this
+package loads neither torch nor the server.
+"""
+
+from __future__ import annotations
+
+from zeus_plugins.master.executors import Executor, LocalExecutor
+from zeus_plugins.master.failures import FailedTryError
+from zeus_plugins.master.history import HistoryEntry, MasterState, Run
+from zeus_plugins.master.job import Job
+from zeus_plugins.master.optimizers import BatchSizeChooser
+from zeus_plugins.master.policy import PolicyOptimizer
+from zeus_plugins.master.runner import ZeusMaster
+from zeus_plugins.master.server import ServerOptimizer
+
+__all__ = [
+    "BatchSizeChooser",
+    "Executor",
+    "FailedTryError",
+    "HistoryEntry",
+    "Job",
+    "LocalExecutor",
+    "MasterState",
+    "PolicyOptimizer",
+    "Run",
+    "ServerOptimizer",
+    "ZeusMaster",
+]

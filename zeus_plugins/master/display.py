@@ -1,0 +1,145 @@
+"""What a master tells on the terminal: a table that grows with every run, or a line for each, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from zeus_plugins.master.history import MasterState, PlannedRun, Run, best_size, mean_costs
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["Lines", "conclusion", "display"]
+
+_COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J", "cost J", "outcome")
+
+
+class Lines:
+    """A `Listener` that passes on what scripts print, and adds a line for each run."""
+
+    def began(self, state: MasterState) -> None:
+        """Says what there is already."""
+        if state.history:
+            print(f"resumed after {len(state.history)} runs", flush=True)
+
+    def launched(self, run: PlannedRun) -> None:
+        """Says what begins."""
+        bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
+        print(f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}", flush=True)
+
+    def printed(self, text: str) -> None:
+        """Passes it on."""
+        print(text, end="", flush=True)
+
+    def ended(self, run: Run) -> None:
+        """Says what it came to."""
+        print(f"{run.job_id}: {_outcome(run)}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
+
+
+class LiveTable:
+    """A `Listener` that keeps a table of all runs below what the scripts print; needs rich."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._console = Console()
+        self._history: list[Run] = []
+        self._under_way: PlannedRun | None = None
+        self.live = Live(console=self._console, auto_refresh=False, vertical_overflow="visible")
+
+    def began(self, state: MasterState) -> None:
+        """Shows what there is already."""
+        self._history = list(state.history)
+        self._show()
+
+    def launched(self, run: PlannedRun) -> None:
+        """Adds a row."""
+        self._under_way = run
+        self._show()
+
+    def printed(self, text: str) -> None:
+        """Shows it above the table."""
+        self._console.out(text.removesuffix("\n"), highlight=False)
+
+    def ended(self, run: Run) -> None:
+        """Fills the row."""
+        self._history.append(run)
+        self._under_way = None
+        self._show()
+
+    def _show(self) -> None:
+        self.live.update(self._table(), refresh=True)
+
+    def _table(self) -> Table:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table()
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name == "outcome" else "right")
+        for run in self._history:
+            measured = [str(run.end_epoch or ""), f"{run.time:.1f}", f"{run.energy:.4g}", f"{run.cost:.4g}"]
+            # What a script has said last is no markup.
+            table.add_row(
+                *_planned_cells(run), *measured, Text(_outcome(run), style="green" if run.reached else "yellow")
+            )
+        if self._under_way is not None:
+            table.add_row(*_planned_cells(self._under_way), "", "", "", "", "training …")
+        return table
+
+
+@contextmanager
+def display() -> Iterator[Any]:
+    """A `Listener` for this terminal: a live table, or lines where there is no terminal or rich is not installed."""
+    if not sys.stdout.isatty():
+        yield Lines()
+        return
+    try:
+        table = LiveTable()
+    except ModuleNotFoundError:
+        yield Lines()
+        return
+    with table.live:
+        yield table
+
+
+def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
+    """What the runs come to: the best size beside the default, and where time and energy went."""
+    means = mean_costs(history)
+    best = best_size(history)
+    if best is None:
+        compared = "No run has reached the target yet."
+    elif default_bs not in means:
+        compared = (
+            f"Best batch size: {best}, {means[best]:.4g} J a run on average. The default, {default_bs}, has not "
+            "reached the target."
+        )
+    elif best == default_bs:
+        compared = f"Best batch size: the default, {best}, {means[best]:.4g} J a run on average."
+    else:
+        compared = (
+            f"Best batch size: {best}, {means[best]:.4g} J a run on average. The default, {default_bs}, costs "
+            f"{means[default_bs]:.4g} J: {1 - means[best] / means[default_bs]:.0%} saved with every run from now on."
+        )
+    reached = [run for run in history if run.reached]
+    lines = [
+        compared,
+        f"{len(reached)} of {len(history)} runs reached the target, in {sum(run.time for run in reached):.1f} s and "
+        f"{sum(run.energy for run in reached):.4g} J; all runs took {sum(run.time for run in history):.1f} s and "
+        f"{sum(run.energy for run in history):.4g} J.",
+        f"Energy: {', '.join(sorted({run.energy_source or 'as the script says' for run in history})) or 'none'}.",
+    ]
+    return "\n".join(lines)
+
+
+def _planned_cells(run: PlannedRun) -> list[str]:
+    return [run.job_id, str(run.bs), f"{run.learning_rate:.4g}"]
+
+
+def _outcome(run: Run) -> str:
+    return run.reason if run.was_measured else f"{run.outcome}: {run.reason}"

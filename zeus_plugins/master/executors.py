@@ -1,0 +1,268 @@
+"""How the command of a run is executed: here, as a process of its own that outlives a killed master.
+
+A run writes its output straight into its log, not into a pipe of the master's, and holds the lock of a file. So a
+master that is resumed finds out whether the run of the killed one still goes on, and can wait for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from zeus_plugins.errors import ZeusBSOConfigError
+
+__all__ = ["Executor", "Launch", "LocalExecutor", "shown_live"]
+
+_POLL_S = 0.2
+
+Show = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command to be executed.
+
+    Attributes:
+        command: Program and arguments.
+        workdir: Where it runs; None: where the master runs.
+        environ: Environment variables that it gets beside the master's own.
+        log: Where its output is appended.
+    """
+
+    command: Sequence[str]
+    workdir: Path | None
+    environ: Mapping[str, str]
+    log: Path
+
+    @property
+    def marker(self) -> Path:
+        """Where an executor notes what it needs to find the run again."""
+        return self.log.with_suffix(".running")
+
+
+class Executor(Protocol):
+    """Executes one command at a time."""
+
+    def run(self, launch: Launch, show: Show) -> int:
+        """Execute a command to its end.
+
+        An exception that arrives meanwhile, such as KeyboardInterrupt, ends the command first.
+
+        Args:
+            launch: The command.
+            show: Gets its output as it comes.
+
+        Returns:
+            Its exit status; −n if signal n ended it.
+
+        Raises:
+            ZeusBSOConfigError: It cannot be started.
+        """
+
+    def adopt(self, launch: Launch, show: Show) -> bool:
+        """Wait for the end of a command that a killed master has left behind; as `run` otherwise.
+
+        Returns:
+            Whether it was still going on.
+        """
+
+
+class LocalExecutor:
+    """An `Executor` of processes on this machine. Needs a POSIX system.
+
+    Each command leads a process group of its own: a Ctrl-C at the terminal reaches the master alone, which then ends
+    the command. What a command leaves behind in its group is killed when it ends.
+
+    Args:
+        grace_s: Seconds that a command gets after SIGINT, and again after SIGTERM, before it is killed.
+    """
+
+    def __init__(self, *, grace_s: float = 10.0) -> None:
+        if os.name != "posix":
+            raise ZeusBSOConfigError("a master runs its commands on POSIX systems only: use WSL")
+        self._grace_s = grace_s
+
+    def run(self, launch: Launch, show: Show) -> int:
+        """See `Executor.run`."""
+        with _lock_file(launch.marker) as lock:
+            if not _try_lock(lock):
+                raise ZeusBSOConfigError(f"the run of {launch.log} still goes on: resume its master to wait for it")
+            offset = launch.log.stat().st_size if launch.log.exists() else 0
+            process = _started(launch, lock)
+            os.truncate(lock, 0)
+            os.pwrite(lock, str(process.pid).encode(), 0)
+        # The lock lives on in the command.
+        try:
+            with shown_live(launch.log, show, offset=offset):
+                _wait_unreaped(process)
+        except BaseException:
+            self._end(process.pid, lambda timeout_s: _has_ended(process, timeout_s))
+            raise
+        finally:
+            if process.returncode is None:
+                _kill_group(process.pid)
+                process.wait()
+            launch.marker.unlink(missing_ok=True)
+        return process.returncode
+
+    def adopt(self, launch: Launch, show: Show) -> bool:
+        """See `Executor.adopt`."""
+        if not launch.marker.exists():
+            return False
+        with _lock_file(launch.marker) as lock:
+            if _try_lock(lock):
+                return False
+            try:
+                with shown_live(launch.log, show, offset=0):
+                    _wait_for_lock(lock)
+            except BaseException:
+                pid = os.pread(lock, 20, 0)
+                if pid:
+                    self._end(int(pid), lambda timeout_s: _lock_within(lock, timeout_s))
+                raise
+        launch.marker.unlink(missing_ok=True)
+        return True
+
+    def _end(self, pid: int, ended_within: Callable[[float], bool]) -> None:
+        """End a group: politely at first, and at once if Ctrl-C comes again."""
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                _signal_group(pid, number)
+                if ended_within(self._grace_s):
+                    return
+        except KeyboardInterrupt:
+            pass
+        _kill_group(pid)
+        ended_within(self._grace_s)
+
+
+def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
+    # Python buffers output that goes to a file, and nothing would be shown before its end.
+    environ = {**os.environ, "PYTHONUNBUFFERED": "1", **launch.environ}
+    try:
+        with launch.log.open("ab") as log:
+            return subprocess.Popen(  # noqa: S603 - running what the user says is what this is for
+                list(launch.command),
+                cwd=launch.workdir,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=(lock,),
+            )
+    except OSError as error:
+        where = launch.workdir or Path.cwd()
+        raise ZeusBSOConfigError(
+            f"{launch.command[0]} cannot be started in {where} ({error.strerror}): check the job's command and workdir"
+        ) from None
+
+
+@contextmanager
+def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
+    """Show what is appended to a log meanwhile, whole lines at a time.
+
+    Args:
+        log: The file; it need not exist yet.
+        show: Gets the text, from another thread.
+        offset: Where to begin, bytes.
+    """
+    over = threading.Event()
+
+    def follow() -> None:
+        position, is_last = offset, False
+        while not is_last:
+            is_last = over.wait(_POLL_S)
+            position = _show_new(log, show, position, to_the_end=is_last)
+
+    thread = threading.Thread(target=follow, name="zeus-master-output", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _show_new(log: Path, show: Show, position: int, *, to_the_end: bool) -> int:
+    """Show what is new since a position; the new position."""
+    try:
+        with log.open("rb") as file:
+            file.seek(position)
+            new = file.read()
+    except FileNotFoundError:
+        return position
+    whole = len(new) if to_the_end else new.rfind(b"\n") + 1
+    if whole:
+        show(new[:whole].decode(errors="replace"))
+    return position + whole
+
+
+def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process and leave it a zombie, so that its number names its group for sure.
+
+    Where the system cannot do that, it is reaped.
+    """
+    if hasattr(os, "waitid"):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        process.wait()
+
+
+def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses zombies, not others' processes
+        os.killpg(pid, number)
+
+
+def _kill_group(pid: int) -> None:
+    _signal_group(pid, signal.SIGKILL)
+
+
+@contextmanager
+def _lock_file(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool:
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _wait_for_lock(descriptor: int) -> None:
+    import fcntl
+
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _lock_within(descriptor: int, timeout_s: float) -> bool:
+    pause = threading.Event()
+    for _ in range(max(1, int(timeout_s / _POLL_S))):
+        if _try_lock(descriptor):
+            return True
+        pause.wait(_POLL_S)
+    return False

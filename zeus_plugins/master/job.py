@@ -1,0 +1,127 @@
+"""A recurring training script, as its owner describes it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import string
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.lr_scaling import LrScaling, lr_factor
+from zeus_plugins.protocol import ID_PATTERN
+
+__all__ = ["Job"]
+
+# What each run brings, and what all runs share.
+_RUN_FIELDS = frozenset({"batch_size", "learning_rate", "seed"})
+_JOB_FIELDS = frozenset({"target_metric", "epochs", "name", "dataset", "network", "optimizer", "python"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A recurring training job that is launched as a command.
+
+    The command may hold ``{batch_size}`` (which it must), ``{learning_rate}``, ``{seed}``, ``{target_metric}``,
+    ``{epochs}``, ``{name}``, ``{dataset}``, ``{network}``, ``{optimizer}``, ``{python}`` (this interpreter) and the
+    job's own `fields`. Doubled braces stand for themselves. No shell is involved.
+
+    Attributes:
+        name: Names the job: its directory of logs, and the job on the batch size optimization server.
+        dataset: What it trains on.
+        network: What it trains.
+        optimizer: What it trains with, e.g. ``"adam"``.
+        target_metric: Value of the validation metric at which the training is done.
+        max_epochs: Epochs after which a run ends without it.
+        default_bs: Global batch size that the owner would use without an optimizer.
+        default_lr: Learning rate that goes with it.
+        command: As one string, which is split as a POSIX shell would, or as a list.
+        workdir: Where the command runs. None: where the master runs.
+        lr_scaling: How the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
+        higher_is_better_metric: Whether the metric rises as the model improves.
+        fields: More values for the command.
+
+    Raises:
+        ZeusBSOConfigError: The command holds a field that there is no value for, or lacks ``{batch_size}``; or a value
+            is out of its range.
+    """
+
+    name: str
+    dataset: str
+    network: str
+    optimizer: str
+    target_metric: float
+    max_epochs: int
+    default_bs: int
+    default_lr: float
+    command: str | Sequence[str]
+    workdir: str | Path | None = None
+    lr_scaling: LrScaling | str = LrScaling.LINEAR
+    higher_is_better_metric: bool = True
+    fields: Mapping[str, str | int | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.match(ID_PATTERN, self.name):
+            raise ZeusBSOConfigError(
+                f"the job's name {self.name!r} becomes a part of file names: use letters, digits and . _ : @ - only"
+            )
+        for name, value in (("max_epochs", self.max_epochs), ("default_lr", self.default_lr)):
+            if not value > 0:
+                raise ZeusBSOConfigError(f"job {self.name}: {name} is {value!r} and must be above 0")
+        lr_factor(self.lr_scaling, self.default_bs, self.default_bs)
+        shadowing = sorted(set(self.fields) & (_RUN_FIELDS | _JOB_FIELDS))
+        if shadowing:
+            raise ZeusBSOConfigError(f"job {self.name}: fields {shadowing} have their values already: rename them")
+        used = set().union(*(_fields_of(part) for part in self._parts))
+        missing = sorted(used - _RUN_FIELDS - _JOB_FIELDS - set(self.fields))
+        if missing:
+            named = ", ".join(f"{{{name}}}" for name in missing)
+            raise ZeusBSOConfigError(
+                f"job {self.name}: the command holds {named}, which has no value: add it to the job's fields, or "
+                "double the braces if they are meant literally"
+            )
+        if "batch_size" not in used:
+            raise ZeusBSOConfigError(
+                f"job {self.name}: the command lacks {{batch_size}}: the script must take its batch size from there"
+            )
+
+    def learning_rate(self, batch_size: int) -> float:
+        """The learning rate that goes with a batch size.
+
+        Raises:
+            ZeusBSOConfigError: The batch size is not positive.
+        """
+        return self.default_lr * lr_factor(self.lr_scaling, batch_size, self.default_bs)
+
+    def command_line(self, batch_size: int, learning_rate: float, seed: int) -> list[str]:
+        """The command of one run: program and arguments."""
+        values: dict[str, object] = {
+            **self.fields,
+            "batch_size": batch_size,
+            "learning_rate": learning_rate,
+            "seed": seed,
+            "target_metric": self.target_metric,
+            "epochs": self.max_epochs,
+            "name": self.name,
+            "dataset": self.dataset,
+            "network": self.network,
+            "optimizer": self.optimizer,
+            "python": sys.executable,
+        }
+        return [part.format_map(values) for part in self._parts]
+
+    @property
+    def _parts(self) -> list[str]:
+        return shlex.split(self.command) if isinstance(self.command, str) else list(self.command)
+
+
+def _fields_of(template: str) -> set[str]:
+    """Names of the fields in a format string, without their attributes and indices."""
+    try:
+        found = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ZeusBSOConfigError(f"the command's part {template!r} cannot be filled in: {error}") from None
+    return {re.split(r"[.\[]", name)[0] for name in found}

@@ -1,0 +1,532 @@
+"""Launches a recurring training script again and again, each time with the batch size that an optimizer chooses."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, Protocol
+
+from zeus_plugins import energy
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
+from zeus_plugins.master.executors import Executor, Launch, LocalExecutor
+from zeus_plugins.master.failures import FailedTryError, oom_kills, why_failed
+from zeus_plugins.master.history import (
+    HISTORY_FILE,
+    MAX_TRIES,
+    HistoryEntry,
+    MasterState,
+    NextRun,
+    PlannedRun,
+    Run,
+)
+from zeus_plugins.master.job import Job
+from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
+from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.train_result import TrainResult, Variables, result_path
+
+__all__ = ["Listener", "ZeusMaster"]
+
+_LOCK_FILE = ".master.lock"
+_LEAST_TIME_S = 1e-6
+
+
+class Listener(Protocol):
+    """Hears what a master does."""
+
+    def began(self, state: MasterState) -> None:
+        """The master begins, or goes on after a resume."""
+
+    def launched(self, run: PlannedRun) -> None:
+        """A run begins."""
+
+    def printed(self, text: str) -> None:
+        """The run's script has printed whole lines; called from another thread."""
+
+    def ended(self, run: Run) -> None:
+        """The run has ended."""
+
+
+class PlainListener:
+    """A `Listener` that passes on what the scripts print, and says a line about each run that left no result."""
+
+    def began(self, state: MasterState) -> None:
+        """Says nothing."""
+
+    def launched(self, run: PlannedRun) -> None:
+        """Says nothing."""
+
+    def printed(self, text: str) -> None:
+        """Passes it on."""
+        print(text, end="", flush=True)
+
+    def ended(self, run: Run) -> None:
+        """Says why a run failed."""
+        if not run.was_measured:
+            print(f"{run.job_id}: {run.outcome}: {run.reason}", file=sys.stderr, flush=True)
+
+
+class ZeusMaster:
+    """Lets a training script recur, with the interface of Zeus's master.
+
+    Everything that it needs to go on is on disk after every run: a master that was killed is resumed by `run` with
+    `resume_from`, which neither repeats nor loses a run. A script that was running meanwhile is waited for.
+
+    Args:
+        batch_size_optimizer: Chooses batch sizes: any object with ``register_job``, ``predict`` and ``observe``; see
+            `BatchSizeChooser`. `ServerOptimizer` and `PolicyOptimizer` are such.
+        log_base: Directory of all log directories.
+        monitor_path: Zeus's power monitor, for scripts with Zeus's own data loader.
+        seed: Seed of the first run; each further run gets the next one.
+        observer_mode: Have power limits profiled, but never set.
+        profile_warmup_iters: Iterations of warm-up for each power limit.
+        profile_measure_iters: Iterations of measurement for each power limit.
+        executor: Executes the runs; by default a `LocalExecutor`.
+        gpus: What the job runs on, for the cost. None: the devices of this machine.
+        listener: Hears what is done. None: what scripts print is printed.
+        now: Gives the present time, for the names of log directories.
+
+    Raises:
+        ZeusBSOConfigError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        batch_size_optimizer: BatchSizeChooser,
+        log_base: str | Path,
+        monitor_path: str | Path | None = None,
+        seed: int = 123456,
+        observer_mode: bool = False,
+        profile_warmup_iters: int = 10,
+        profile_measure_iters: int = 40,
+        *,
+        executor: Executor | None = None,
+        gpus: GpuConfig | None = None,
+        listener: Listener | None = None,
+        now: Callable[[], datetime] = datetime.now,
+    ) -> None:
+        if monitor_path is not None and not Path(monitor_path).exists():
+            raise ZeusBSOConfigError(f"monitor_path {monitor_path} does not exist: leave it out unless you have one")
+        if profile_warmup_iters < 0 or profile_measure_iters < 1:
+            raise ZeusBSOConfigError(
+                f"profile_warmup_iters is {profile_warmup_iters} and profile_measure_iters {profile_measure_iters}: "
+                "they must be at least 0 and 1"
+            )
+        self._optimizer = batch_size_optimizer
+        self._log_base = Path(log_base).absolute()
+        self._monitor_path = monitor_path
+        self._seed = seed
+        self._observer_mode = observer_mode
+        self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
+        self._executor = executor or LocalExecutor()
+        self._known_gpus = gpus
+        self._listener: Listener = listener or PlainListener()
+        self._now = now
+
+    def build_logdir(
+        self, job: Job, num_recurrence: int, eta_knob: float, beta_knob: float | None, exist_ok: bool = True
+    ) -> str:
+        """Make a directory for logs under `log_base`, named by the job, the knobs and the present time.
+
+        Args:
+            job: The job.
+            num_recurrence: How often it is to recur.
+            eta_knob: η of the cost.
+            beta_knob: β of the cost bound, or None.
+            exist_ok: Whether it may be there already.
+
+        Returns:
+            Its absolute path, ``{log_base}/{name}+x{recurrences}+eta{η}+beta{β}+{YYYYmmdd-HHMMSS}``.
+
+        Raises:
+            FileExistsError: It is there already, and `exist_ok` is false.
+        """
+        knobs = f"x{num_recurrence}+eta{eta_knob}+beta{beta_knob}"
+        path = self._log_base / f"{job.name}+{knobs}+{self._now():%Y%m%d-%H%M%S}"
+        path.mkdir(parents=True, exist_ok=exist_ok)
+        return str(path)
+
+    def run_job(
+        self,
+        job: Job,
+        batch_size: int,
+        learning_rate: float,
+        seed: int,
+        logdir: str,
+        rec_i: int,
+        tries: int,
+        eta_knob: float,
+        cost_ub: float,
+    ) -> tuple[float, float, bool]:
+        """Launch the script once and wait for it.
+
+        Its output goes to ``{logdir}/{job id}.train.log`` and is shown live; its result is read from ``{logdir}/{job
+        id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``.
+
+        Args:
+            job: The job.
+            batch_size: Global batch size.
+            learning_rate: The learning rate that goes with it.
+            seed: Seed of the run.
+            logdir: Directory of logs.
+            rec_i: Recurrence, from 1.
+            tries: Try within the recurrence, from 1.
+            eta_knob: η of the cost.
+            cost_ub: Joules of cost that the run must not cross; infinite for no bound.
+
+        Returns:
+            Energy in joules, time in seconds, and whether the target was reached.
+
+        Raises:
+            FailedTryError: The script left no result; it says why.
+            ZeusBSOConfigError: The script cannot be started.
+        """
+        run = PlannedRun(
+            recurrence=rec_i,
+            tries=tries,
+            job_id=_job_id(rec_i, tries),
+            bs=batch_size,
+            learning_rate=learning_rate,
+            seed=seed,
+            cost_ub=cost_ub,
+        )
+        result_path(logdir, run.job_id, batch_size).unlink(missing_ok=True)
+        result = self._result_of_launch(job, run, Path(logdir), eta_knob)
+        return result.energy, result.time, result.reached
+
+    def run(
+        self,
+        job: Job,
+        num_recurrence: int,
+        batch_sizes: Sequence[int],
+        beta_knob: float | None,
+        eta_knob: float,
+        *,
+        logdir: str | Path | None = None,
+        resume_from: str | Path | None = None,
+    ) -> list[HistoryEntry]:
+        """Let the job recur.
+
+        A recurrence launches the script, with one batch size after the other, until one run reaches the target: at most
+        20 times. Its cost is that of all its tries. A run is stopped when its cost would cross β times that of the
+        cheapest recurrence so far.
+
+        Args:
+            job: The job.
+            num_recurrence: How often, recurrences before a resume included.
+            batch_sizes: Sizes to choose from.
+            beta_knob: β; None: runs are never stopped for their cost.
+            eta_knob: η of the cost.
+            logdir: Directory of logs. None: `build_logdir` makes one.
+            resume_from: The directory of a master that ended early, to go on with.
+
+        Returns:
+            One entry for each run, runs before a resume included.
+
+        Raises:
+            ZeusBSOTrainFailError: In the first recurrence the default batch size did not reach the target; or all tries
+                of a recurrence failed. A resume goes on with the recurrence after that.
+            ZeusBSOConfigError: The arguments contradict each other or the directory that is resumed.
+            ZeusBSORuntimError: The server that chooses batch sizes fails.
+        """
+        self._check_knobs(beta_knob, eta_knob)
+        if job.default_bs not in batch_sizes:
+            raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {list(batch_sizes)}")
+        directory = Path(
+            resume_from or logdir or self.build_logdir(job, num_recurrence, eta_knob, beta_knob)
+        ).absolute()
+        directory.mkdir(parents=True, exist_ok=True)
+        with _only_master_of(directory):
+            fresh = MasterState(
+                job=job.name,
+                batch_sizes=tuple(sorted(batch_sizes)),
+                beta_knob=beta_knob,
+                eta_knob=eta_knob,
+                target_metric=job.target_metric,
+                default_bs=job.default_bs,
+                seed=self._seed,
+                gpus=self._gpus,
+            )
+            if resume_from is not None:
+                state = _resumed(MasterState.read(directory), fresh, directory)
+            elif (directory / HISTORY_FILE).exists():
+                raise ZeusBSOConfigError(
+                    f"{directory} holds another master's history: resume it, or choose another one"
+                )
+            else:
+                state = fresh
+            recurring = _Recurring(self, self._optimizer, self._listener, job, directory, state)
+            try:
+                recurring.begin()
+                while recurring.state.next_run.finished < num_recurrence:
+                    recurring.step()
+            finally:
+                if isinstance(self._optimizer, Interruptible):
+                    self._optimizer.interrupt()
+            return [run.entry for run in recurring.state.history]
+
+    @property
+    def _gpus(self) -> GpuConfig:
+        if self._known_gpus is None:
+            self._known_gpus = energy.auto().gpus()
+        return self._known_gpus
+
+    def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
+        """An optimizer that has knobs of its own must have the same ones."""
+        if not 0 <= eta_knob <= 1 or (beta_knob is not None and not beta_knob > 0):
+            raise ZeusBSOConfigError(
+                f"eta_knob is {eta_knob} and beta_knob {beta_knob}: η lies between 0 and 1, and β is above 0 or None"
+            )
+        for name, knob in (("eta_knob", eta_knob), ("beta_knob", beta_knob)):
+            its = getattr(self._optimizer, name, knob)
+            if its != knob:
+                raise ZeusBSOConfigError(f"{name} is {knob} here and {its} in the optimizer: make them the same")
+
+    def _result_of_launch(
+        self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
+    ) -> TrainResult:
+        """Launch a run, unless it is there already, and read its result; errors as in `run_job`.
+
+        Args:
+            job: The job.
+            run: The run.
+            logdir: Directory of logs.
+            eta_knob: η of the cost.
+            adopt: Whether a killed master may have launched it already.
+        """
+        launch = Launch(
+            command=job.command_line(run.bs, run.learning_rate, run.seed),
+            workdir=None if job.workdir is None else Path(job.workdir),
+            environ=self._environ(job, run, logdir, eta_knob),
+            log=logdir / f"{run.job_id}.train.log",
+        )
+        path = result_path(logdir, run.job_id, run.bs)
+        if adopt:
+            self._executor.adopt(launch, self._listener.printed)
+            # Without a result, it ended together with the master that was killed: it is launched again.
+            with contextlib.suppress(ZeusBSOConfigError):
+                result = TrainResult.read(path)
+                if result is not None:
+                    return result
+            path.unlink(missing_ok=True)
+        killed_before, began = oom_kills(), time.monotonic()
+        status = self._executor.run(launch, self._listener.printed)
+        time_s, killed_now = max(time.monotonic() - began, _LEAST_TIME_S), oom_kills()
+        try:
+            result = TrainResult.read(path)
+        except ZeusBSOConfigError as error:
+            raise FailedTryError(str(error), outcome="failed", time_s=time_s) from None
+        if result is None:
+            killed = None if killed_before is None or killed_now is None else killed_now - killed_before
+            outcome, reason = why_failed(status, launch.log, oom_kills=killed)
+            raise FailedTryError(reason, outcome=outcome, time_s=time_s)
+        return result
+
+    def _environ(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float) -> dict[str, str]:
+        environ = {
+            Variables.LOG_DIR: str(logdir),
+            Variables.JOB_ID: run.job_id,
+            Variables.COST_THRESH: str(run.cost_ub),
+            Variables.ETA_KNOB: str(eta_knob),
+            Variables.TARGET_METRIC: str(job.target_metric),
+            Variables.PROFILE_PARAMS: self._profile_params,
+            Variables.USE_OPTIMAL_PL: str(not self._observer_mode),
+        }
+        if self._monitor_path is not None:
+            environ[Variables.MONITOR_PATH] = str(self._monitor_path)
+        return environ
+
+
+class _Recurring:
+    """One `ZeusMaster.run`: each step changes the state, and keeps it before it acts on it."""
+
+    def __init__(
+        self,
+        master: ZeusMaster,
+        optimizer: BatchSizeChooser,
+        listener: Listener,
+        job: Job,
+        directory: Path,
+        state: MasterState,
+    ) -> None:
+        self._master = master
+        self._optimizer = optimizer
+        self._listener = listener
+        self._job = job
+        self._directory = directory
+        self._may_be_running = state.running is not None
+        self.state = state
+
+    def begin(self) -> None:
+        """Bring the optimizer to where the state is."""
+        keeps_state = isinstance(self._optimizer, KeepsState)
+        if isinstance(self._optimizer, KeepsState) and self.state.optimizer is not None:
+            self._optimizer.load_state_dict(self.state.optimizer)
+        self._optimizer.register_job(self._job, list(self.state.batch_sizes))
+        if not keeps_state:
+            for run in self.state.history[: self.state.observed]:
+                self._optimizer.predict(self._job)
+                self._tell(run)
+            if self.state.running is not None or self.state.observed < len(self.state.history):
+                self._optimizer.predict(self._job)
+        self._listener.began(self.state)
+        self._keep()
+        self._observe()
+
+    def step(self) -> None:
+        """One run, from the choice of its batch size to what the optimizer learns of it."""
+        _check_default(self.state, self._job)
+        planned = self.state.running or self._planned()
+        self._keep(running=planned)
+        self._listener.launched(planned)
+        run = self._run(planned)
+        self._keep(running=None, history=(*self.state.history, run))
+        self._listener.ended(run)
+        self._observe()
+        _check_last(self.state, self._job)
+
+    def _planned(self) -> PlannedRun:
+        batch_size = self._optimizer.predict(self._job)
+        upcoming: NextRun = self.state.next_run
+        return PlannedRun(
+            recurrence=upcoming.recurrence,
+            tries=upcoming.tries,
+            job_id=_job_id(upcoming.recurrence, upcoming.tries),
+            bs=batch_size,
+            learning_rate=self._job.learning_rate(batch_size),
+            seed=upcoming.seed,
+            cost_ub=upcoming.cost_ub,
+        )
+
+    def _run(self, planned: PlannedRun) -> Run:
+        adopt, self._may_be_running = self._may_be_running, False
+        if not adopt:
+            result_path(self._directory, planned.job_id, planned.bs).unlink(missing_ok=True)
+        try:
+            result = self._master._result_of_launch(
+                self._job, planned, self._directory, self.state.eta_knob, adopt=adopt
+            )
+        except FailedTryError as failure:
+            return self._failed(planned, failure)
+        outcome, reason = _outcome_of(result, self._job)
+        return Run(
+            **planned.model_dump(),
+            pl=result.power_limit_w,
+            energy=result.energy,
+            time=result.time,
+            cost=self._cost_j(result.energy, result.time),
+            reached=result.reached,
+            outcome=outcome,
+            reason=reason,
+            end_epoch=result.end_epoch,
+            metric=result.metric,
+            energy_source=result.energy_source,
+        )
+
+    def _failed(self, planned: PlannedRun, failure: FailedTryError) -> Run:
+        """Nobody has measured its energy: it counts as what it can have been at most, which never tightens a bound."""
+        energy_j = self.state.gpus.max_power * failure.time_s
+        return Run(
+            **planned.model_dump(),
+            energy=energy_j,
+            time=failure.time_s,
+            cost=self._cost_j(energy_j, failure.time_s),
+            reached=False,
+            outcome=failure.outcome,
+            reason=str(failure),
+            energy_source="maximum power × time",
+        )
+
+    def _cost_j(self, energy_j: float, time_s: float) -> float:
+        eta = self.state.eta_knob
+        return eta * energy_j + (1 - eta) * self.state.gpus.max_power * time_s
+
+    def _observe(self) -> None:
+        """Tell the optimizer of the runs that it does not know of yet."""
+        for run in self.state.history[self.state.observed :]:
+            self._tell(run)
+            self._keep(observed=self.state.observed + 1)
+
+    def _tell(self, run: Run) -> None:
+        if isinstance(self._optimizer, RunObserver):
+            self._optimizer.observe_run(self._job, run)
+        else:
+            self._optimizer.observe(self._job, run.bs, run.cost, run.reached)
+
+    def _keep(self, **changes: object) -> None:
+        optimizer = self._optimizer.state_dict() if isinstance(self._optimizer, KeepsState) else None
+        self.state = self.state.model_copy(update={**changes, "optimizer": optimizer})
+        self.state.write(self._directory)
+
+
+def _outcome_of(result: TrainResult, job: Job) -> tuple[Literal["completed", "early_stopped", "exhausted"], str]:
+    if result.reached:
+        return "completed", f"target reached after {result.end_epoch} epochs"
+    if result.end_epoch < job.max_epochs:
+        return "early_stopped", f"stopped after {result.end_epoch} epochs: too costly"
+    return "exhausted", f"{result.end_epoch} epochs without the target"
+
+
+def _job_id(recurrence: int, tries: int) -> str:
+    return f"rec{recurrence:02d}+try{tries:02d}"
+
+
+def _check_default(state: MasterState, job: Job) -> None:
+    """Refuse to go on from a first recurrence whose default size does not reach the target.
+
+    Raises:
+        ZeusBSOTrainFailError: It does not.
+    """
+    for run in state.history:
+        if run.recurrence == 1 and run.bs == state.default_bs and run.was_measured and not run.reached:
+            raise ZeusBSOTrainFailError(
+                f"job {job.name}: the default batch size {run.bs} did not reach the target metric "
+                f"{job.target_metric:g} in {run.end_epoch} epochs, on the first recurrence ({run.job_id}), so that "
+                "there is nothing to compare with: start anew with a lower target_metric, more max_epochs or another "
+                "default_bs"
+            )
+
+
+def _check_last(state: MasterState, job: Job) -> None:
+    """Refuse to go on after a recurrence whose tries have all failed, or as `_check_default`."""
+    _check_default(state, job)
+    last = state.history[-1]
+    if last.tries == MAX_TRIES and not last.reached:
+        raise ZeusBSOTrainFailError(
+            f"job {job.name}: recurrence {last.recurrence} is given up, as none of its {MAX_TRIES} tries reached the "
+            f"target; the last one: {last.reason}. Its logs say more. When the cause is mended, resume: the next "
+            "recurrence follows"
+        )
+
+
+def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterState:
+    """The state that is resumed, which must belong to the same job.
+
+    Raises:
+        ZeusBSOConfigError: It does not.
+    """
+    for name in ("job", "batch_sizes", "beta_knob", "eta_knob", "target_metric", "default_bs", "seed"):
+        before, after = getattr(kept, name), getattr(now, name)
+        if before != after:
+            raise ZeusBSOConfigError(
+                f"{directory} was begun with {name} {before}, not {after}: its costs cannot be compared with those of "
+                "further runs. Change it back, or start anew"
+            )
+    return kept
+
+
+@contextmanager
+def _only_master_of(directory: Path) -> Iterator[None]:
+    """Keep other masters off this directory."""
+    import fcntl
+
+    with (directory / _LOCK_FILE).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ZeusBSOConfigError(f"another master works in {directory}: end it first") from None
+        yield

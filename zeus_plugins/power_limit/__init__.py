@@ -1,0 +1,74 @@
+"""The second knob: a training finds its GPUs' best power limit while it trains, and leaves the GPUs as they were.
+
+`PowerLimitProfiler` tries the power limits one after another, each for some steps of the training itself (warm-up, then
+a measurement window), chooses one of them by a selector, keeps it until the training ends, and then puts back the
+limits that it found. It knows no framework. A training loop calls it like this::
+
+    profiler = PowerLimitProfiler(find_devices, ZeusCost(eta=0.5), warmup_steps=10, profile_steps=40, monitor=auto())
+    try:
+        for epoch in range(epochs):
+            profiler.on_epoch_begin(len(loader))
+            for batch in loader:
+                train(batch)
+                if not profiler.is_done:
+                    profiler.on_step_end()
+            profiler.on_epoch_end()
+            validate()
+    finally:
+        profiler.close()
+
+The interface is small on purpose:
+
+* ``PowerLimitProfiler(devices, selector, *, warmup_steps=10, profile_steps=40, monitor, limits_w=None, profile=None,
+  batch_size=None, observe=False, all_gather=None, synchronize=None)``: touches no device.
+* ``on_epoch_begin(steps=None)``, ``on_step_end(steps=1)``, ``on_epoch_end()``: an "epoch" is any stretch of steps that
+  nothing else interrupts, so a validation within an epoch ends one stretch and begins another. An end that cuts a
+  measurement short drops it, and the next stretch measures that limit again. Calls in any other order do no harm.
+* ``close()``: puts the limits back. Safe to call twice, from an ``except`` clause, on every way out. If nobody calls
+  it, the end of the process does, SIGTERM and SIGKILL included (`zeus_plugins.power_limit.guard`).
+* ``is_done``; ``state`` (`Ready`, `Warmup`, `Profiling` or `Done`); ``profile`` (a `PowerLimitProfile`, what was
+  measured so far; None before the first epoch); ``chosen_limit_w`` (watts of each GPU; None before it is known and when
+  no limit could be set).
+
+Where no limit can be set (no GPU, no permission), the profiler measures the limit in force, says so in one warning, and
+chooses nothing. A device or monitor that fails later ends the profiling, with one warning, and not the training.
+"""
+
+from __future__ import annotations
+
+from zeus_plugins.power_limit.command import COMMAND_VARIABLE, CommandDevice
+from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
+from zeus_plugins.power_limit.find import find_devices
+from zeus_plugins.power_limit.nvml import NvmlDevice
+from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
+from zeus_plugins.power_limit.profiler import PowerLimitProfiler
+from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
+from zeus_plugins.power_limit.selectors import Energy, MaxSlowdown, OptimumSelector, Time, ZeusCost
+from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window
+
+__all__ = [
+    "COMMAND_VARIABLE",
+    "CommandDevice",
+    "Done",
+    "Energy",
+    "MaxSlowdown",
+    "NvmlDevice",
+    "OptimumSelector",
+    "PowerLimitDevice",
+    "PowerLimitProfile",
+    "PowerLimitProfiler",
+    "PowerLimitSample",
+    "PowerLimitUnavailableError",
+    "Profiling",
+    "Ready",
+    "ReplayDevice",
+    "ReplayMachine",
+    "ReplayPoint",
+    "State",
+    "Time",
+    "Warmup",
+    "Window",
+    "ZeusCost",
+    "find_devices",
+    "limits_between",
+]

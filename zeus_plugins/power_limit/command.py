@@ -1,0 +1,79 @@
+"""Power limits set by a command, for trainings that may not set them themselves."""
+
+from __future__ import annotations
+
+import shlex
+import string
+import subprocess
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
+
+__all__ = ["COMMAND_VARIABLE", "CommandDevice"]
+
+COMMAND_VARIABLE = "ZEUS_POWER_LIMIT_COMMAND"
+
+_FIELDS = ("index", "watts")
+_TIMEOUT_S = 30.0
+
+
+class CommandDevice:
+    """A `PowerLimitDevice` that reads as another one does and sets by a command.
+
+    The command is run without a shell, and has set the limit if it ends with status 0 within 30 s. So many machines
+    let trainings change power limits and nothing else: a rule for ``sudo``, or a small program of the site's own.
+
+    Args:
+        template: The command, e.g. ``sudo -n nvidia-smi -i {index} -pl {watts}``. ``{index}`` is the GPU's number as
+            ``nvidia-smi -i`` takes it, ``{watts}`` the limit in watts.
+        device: Reads the range and the limit in force.
+        index: Stands for ``{index}``. None: that of `device`.
+
+    Raises:
+        ZeusBSOConfigError: The template has other fields or lacks one of these.
+    """
+
+    def __init__(self, template: str, device: PowerLimitDevice, index: int | None = None) -> None:
+        try:
+            self._arguments = shlex.split(template)
+            fields = {name for part in self._arguments for _, name, *_ in string.Formatter().parse(part) if name}
+        except ValueError as error:
+            raise ZeusBSOConfigError(f"the command for power limits {template!r} cannot be read: {error}") from error
+        if fields != set(_FIELDS):
+            raise ZeusBSOConfigError(
+                f"the command for power limits {template!r} has the fields {sorted(fields)}: it needs {{index}} and "
+                "{watts}, and no others"
+            )
+        self._device = device
+        self._index: int | None = index if index is not None else getattr(device, "index", None)
+        if self._index is None:
+            raise ZeusBSOConfigError(f"{device} has no number of its own: pass index to CommandDevice")
+
+    def __str__(self) -> str:
+        return str(self._device)
+
+    @property
+    def outlives_process(self) -> bool:
+        """That it does."""
+        return True
+
+    def range_w(self) -> tuple[float, float]:
+        """As the other device tells; see `PowerLimitDevice.range_w`."""
+        return self._device.range_w()
+
+    def limit_w(self) -> float:
+        """As the other device tells; see `PowerLimitDevice.limit_w`."""
+        return self._device.limit_w()
+
+    def set_limit_w(self, limit_w: float) -> None:
+        """Run the command; see `PowerLimitDevice.set_limit_w`."""
+        command = [part.format(index=self._index, watts=f"{limit_w:.10g}") for part in self._arguments]
+        try:
+            done = subprocess.run(  # noqa: S603 - the user's own command, split into arguments and run without a shell
+                command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PowerLimitUnavailableError(f"{shlex.join(command)} could not be run: {error}") from error
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+            raise PowerLimitUnavailableError(f"{shlex.join(command)} ended with status {done.returncode}: {said}")

@@ -1,0 +1,131 @@
+"""Power limits of NVIDIA GPUs through NVML.
+
+Reading a limit needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
+(``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+from zeus_plugins.energy import EnergyUnavailableError
+from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlGpu, open_gpus
+from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
+
+__all__ = ["NvmlDevice", "PowerNvml", "open_devices"]
+
+Answer = TypeVar("Answer")
+
+
+class PowerNvml(Nvml, Protocol):
+    """The part of `pynvml` that is used here; NVML documents the functions under these names. Limits are in mW."""
+
+    def nvmlDeviceGetIndex(self, handle: Any) -> int: ...  # noqa: D102, N802  NVML's own name, here and below
+    def nvmlDeviceGetUUID(self, handle: Any) -> str | bytes: ...  # noqa: D102, N802
+    def nvmlDeviceGetPowerManagementLimit(self, handle: Any) -> int: ...  # noqa: D102, N802
+    def nvmlDeviceSetPowerManagementLimit(self, handle: Any, limit_mw: int) -> None: ...  # noqa: D102, N802
+
+
+class NvmlDevice:
+    """A `PowerLimitDevice` over NVML.
+
+    Args:
+        uuid: The GPU's, as the driver gives it.
+        index: The GPU's number as ``nvidia-smi -i`` takes it.
+        name: What to call it.
+        nvml: What to call instead of the installed `pynvml`.
+    """
+
+    def __init__(self, uuid: str, index: int, name: str, nvml: Nvml | None = None) -> None:
+        self.uuid = uuid
+        self.index = index
+        self._name = name
+        self._nvml = nvml
+        self._opened: tuple[PowerNvml, Any] | None = None
+
+    def __str__(self) -> str:
+        return self._name
+
+    # A handle is worth nothing in another process.
+    def __getstate__(self) -> dict[str, Any]:
+        installed = None if self._nvml is None or _is_module(self._nvml) else self._nvml
+        return {**vars(self), "_opened": None, "_nvml": installed}
+
+    @property
+    def outlives_process(self) -> bool:
+        """That it does."""
+        return True
+
+    def range_w(self) -> tuple[float, float]:
+        """NVML's constraints; see `PowerLimitDevice.range_w`."""
+        lowest_mw, highest_mw = self._ask(
+            "power limits", lambda nvml, handle: nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)
+        )
+        return lowest_mw / MILLI, highest_mw / MILLI
+
+    def limit_w(self) -> float:
+        """NVML's management limit; see `PowerLimitDevice.limit_w`."""
+        return self._ask("power limit", lambda nvml, handle: nvml.nvmlDeviceGetPowerManagementLimit(handle)) / MILLI
+
+    def set_limit_w(self, limit_w: float) -> None:
+        """Set NVML's management limit; see `PowerLimitDevice.set_limit_w`."""
+        limit_mw = round(limit_w * MILLI)
+        self._ask(
+            f"power limit of {limit_w:g} W",
+            lambda nvml, handle: nvml.nvmlDeviceSetPowerManagementLimit(handle, limit_mw),
+        )
+
+    def _ask(self, what: str, question: Callable[[PowerNvml, Any], Answer]) -> Answer:
+        nvml, handle = self._open()
+        try:
+            return question(nvml, handle)
+        except nvml.NVMLError as error:
+            raise PowerLimitUnavailableError(f"{self} takes or gives no {what}: {error}") from error
+
+    def _open(self) -> tuple[PowerNvml, Any]:
+        if self._opened is None:
+            nvml = cast("PowerNvml", self._nvml or _installed_nvml())
+            try:
+                nvml.nvmlInit()
+                self._opened = nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
+            except nvml.NVMLError as error:
+                raise PowerLimitUnavailableError(f"{self} cannot be opened: {error}") from error
+        return self._opened
+
+
+def open_devices(indices: Sequence[int] | None = None, *, nvml: Nvml | None = None) -> tuple[NvmlDevice, ...]:
+    """Find the chosen GPUs, those that `NvmlMonitor` measures.
+
+    Args:
+        indices: Which of the visible GPUs, counting from 0. None: all of them.
+        nvml: What to call instead of the installed `pynvml`.
+
+    Raises:
+        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
+        ZeusBSOConfigError: They are of several models, or one that was named does not exist.
+    """
+    try:
+        return tuple(_device(gpu, nvml) for gpu in open_gpus(nvml, indices))
+    except EnergyUnavailableError as error:
+        raise PowerLimitUnavailableError(error.cause) from error
+
+
+def _device(gpu: NvmlGpu, nvml: Nvml | None) -> NvmlDevice:
+    known = cast("PowerNvml", gpu.nvml)
+    try:
+        uuid, index = known.nvmlDeviceGetUUID(gpu.handle), known.nvmlDeviceGetIndex(gpu.handle)
+    except known.NVMLError as error:
+        raise PowerLimitUnavailableError(f"{gpu} does not tell which one it is: {error}") from error
+    return NvmlDevice(uuid.decode() if isinstance(uuid, bytes) else uuid, index, str(gpu), nvml)
+
+
+def _installed_nvml() -> Nvml:
+    import pynvml
+
+    module: Nvml = pynvml
+    return module
+
+
+def _is_module(nvml: Nvml) -> bool:
+    return getattr(nvml, "__name__", None) == "pynvml"

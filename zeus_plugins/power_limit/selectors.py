@@ -1,0 +1,116 @@
+"""Optimum selectors: which of the power limits in a profile is the best. Pure.
+
+All of them take the lowest limit among equals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
+
+__all__ = ["Energy", "MaxSlowdown", "OptimumSelector", "Time", "ZeusCost", "epoch_cost"]
+
+
+class OptimumSelector(Protocol):
+    """Chooses a power limit. It must choose the same one on every rank: from the profile alone."""
+
+    def select(self, profile: PowerLimitProfile) -> float:
+        """The best of the profile's limits, watts of each GPU.
+
+        Args:
+            profile: Has at least one sample.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Energy:
+    """The least energy per step."""
+
+    def select(self, profile: PowerLimitProfile) -> float:
+        """See `OptimumSelector.select`."""
+        return _cheapest(profile, lambda sample: sample.energy_per_step_j)
+
+
+@dataclass(frozen=True)
+class Time:
+    """The least time per step."""
+
+    def select(self, profile: PowerLimitProfile) -> float:
+        """See `OptimumSelector.select`."""
+        return _cheapest(profile, lambda sample: sample.time_per_step_s)
+
+
+@dataclass(frozen=True)
+class ZeusCost:
+    """The least cost of an epoch, `epoch_cost`; with the same η this is the cost that batch sizes are compared by.
+
+    Args:
+        eta: Weight of energy in [0, 1]: 1 minimises energy, 0 time. A job's `eta_knob`.
+
+    Raises:
+        ZeusBSOConfigError: It is not in [0, 1].
+    """
+
+    eta: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eta <= 1:
+            raise ZeusBSOConfigError(f"eta is {self.eta!r}: it is from 0 (least time) to 1 (least energy)")
+
+    def select(self, profile: PowerLimitProfile) -> float:
+        """See `OptimumSelector.select`."""
+        # All limits train the same steps in an epoch, so the cheapest step is in the cheapest epoch.
+        return _cheapest(profile, lambda sample: epoch_cost(sample, 1, profile.gpus.max_power, self.eta))
+
+
+@dataclass(frozen=True)
+class MaxSlowdown:
+    """The lowest limit whose steps take at most so many times as long as under the highest limit.
+
+    Args:
+        factor: 1.1 allows a tenth more time.
+
+    Raises:
+        ZeusBSOConfigError: It is below 1, or no finite number.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.factor) and self.factor >= 1):
+            raise ZeusBSOConfigError(
+                f"factor is {self.factor!r}: it is the longest time per step as a multiple of that under the highest "
+                "limit, so 1 or more"
+            )
+
+    def select(self, profile: PowerLimitProfile) -> float:
+        """See `OptimumSelector.select`."""
+        bound_s = self.factor * profile.samples[-1].time_per_step_s
+        return next(sample.limit_w for sample in profile.samples if sample.time_per_step_s <= bound_s)
+
+
+def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: float) -> float:
+    """Cost of an epoch under a sample's power limit, joules.
+
+    ``(η · AvgPower + (1 − η) · MaxPower) · T``, with ``T`` the duration of the epoch. Since ``AvgPower · T`` is its
+    energy ``E``, that is ``η · E + (1 − η) · MaxPower · T``: the cost of equation 2 of Zeus (You, Chung, Chowdhury,
+    NSDI '23) taken over one epoch, which that paper, too, minimises over the power limits of one batch size. The epochs
+    that a training needs do not depend on the power limit, so the limit that is best for an epoch is best for all.
+
+    Args:
+        sample: What steps cost under the limit.
+        steps: Steps in the epoch.
+        max_power_w: Maximum power, summed over the GPUs, watts.
+        eta: Weight of energy in [0, 1].
+    """
+    return steps * (eta * sample.energy_per_step_j + (1 - eta) * max_power_w * sample.time_per_step_s)
+
+
+def _cheapest(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> float:
+    return min(profile.samples, key=cost).limit_w

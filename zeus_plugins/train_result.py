@@ -1,0 +1,104 @@
+"""What a launched training script and its master say to each other: environment variables, and one file of results.
+
+`zeus_plugins.master` sets the variables and reads the file; `zeus_plugins.dataloader`, or what a script does in its
+place, reads the variables and writes the file. Both go by Zeus's names.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+from pydantic import ValidationError
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import Finite, Joules, NonNegativeFinite, NonNegativeInt, Seconds, WireMessage
+
+__all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
+
+
+class Variables:
+    """Environment variables that a launched training finds.
+
+    Attributes:
+        LOG_DIR: Directory of logs and results.
+        JOB_ID: Names the run: ``rec{recurrence}+try{try}``.
+        COST_THRESH: Joules of cost that the run must not cross, or ``inf``.
+        ETA_KNOB: η of the cost.
+        TARGET_METRIC: Value of the validation metric to reach.
+        MONITOR_PATH: Zeus's power monitor; absent unless the master was given one.
+        PROFILE_PARAMS: Iterations of warm-up and of measurement for each power limit, ``warmup,measure``.
+        USE_OPTIMAL_PL: Whether to set the power limit that was found best: ``True`` or ``False``.
+    """
+
+    LOG_DIR = "ZEUS_LOG_DIR"
+    JOB_ID = "ZEUS_JOB_ID"
+    COST_THRESH = "ZEUS_COST_THRESH"
+    ETA_KNOB = "ZEUS_ETA_KNOB"
+    TARGET_METRIC = "ZEUS_TARGET_METRIC"
+    MONITOR_PATH = "ZEUS_MONITOR_PATH"
+    PROFILE_PARAMS = "ZEUS_PROFILE_PARAMS"
+    USE_OPTIMAL_PL = "ZEUS_USE_OPTIMAL_PL"
+
+
+class TrainResult(WireMessage):
+    """What one run of the script came to; the content of ``{job id}+bs{batch size}.train.json``.
+
+    Attributes:
+        energy: Joules over all GPUs.
+        time: Seconds.
+        cost: ``η·energy + (1 − η)·max_power·time``, joules, as the script sees it.
+        num_epochs: Epochs that the script would have trained at most.
+        reached: Whether the target metric was reached.
+        end_epoch: Epochs trained.
+        metric: The last validation metric; None where the script does not say.
+        power_limit_w: The power limit of each GPU that the run was accounted at, watts; None where none was chosen.
+        energy_source: How the energy was obtained; None where the script does not say.
+    """
+
+    energy: Joules
+    time: Seconds
+    cost: NonNegativeFinite
+    num_epochs: NonNegativeInt
+    reached: bool
+    end_epoch: NonNegativeInt
+    metric: Finite | None = None
+    power_limit_w: NonNegativeFinite | None = None
+    energy_source: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Read a result; None when there is none.
+
+        Raises:
+            ZeusBSOConfigError: The file holds something else.
+        """
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            problem = f"{where}: {first['msg']}" if where else first["msg"]
+            raise ZeusBSOConfigError(f"{path.name} holds no result of a training: {problem}") from None
+
+    def write(self, path: Path) -> None:
+        """Write the result so that a reader finds all of it or none."""
+        write_atomically(path, self.model_dump_json(indent=2, exclude_none=True) + "\n")
+
+
+def result_path(log_dir: str | Path, job_id: str, batch_size: int) -> Path:
+    """Where a run leaves its result."""
+    return Path(log_dir) / f"{job_id}+bs{batch_size}.train.json"
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file's content such that a crash leaves the old one or the new one, and a power failure, too."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
