@@ -6,16 +6,22 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zeus_plugins.client import BsoClient, client_from_environment
+from zeus_plugins.client import NO_RETRIES, BsoClient, Retries, client_from_environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
+    Ending,
     GpuConfig,
     JobRegistration,
     JobSpec,
+    OfflineTrial,
     Origin,
     ReportResponse,
     TrainingResult,
@@ -48,7 +54,7 @@ class Recorder:
 
 
 def client_of(handler: Callable[[httpx.Request], httpx.Response], url: str = "http://bso:8000", **options) -> BsoClient:
-    return BsoClient(url, transport=httpx.MockTransport(handler), **options)
+    return BsoClient(url, transport=httpx.MockTransport(handler), retries=NO_RETRIES, **options)
 
 
 REQUESTS = {
@@ -92,6 +98,7 @@ REQUESTS = {
             "metric": 0.9,
             "current_epoch": 2,
             "energy_source": "nvml",
+            "judged_by": None,
         },
     ),
     "end_trial": (
@@ -101,7 +108,7 @@ REQUESTS = {
         DISPATCH | {"outcome": "failed", "detail": None},
     ),
     "end_trial otherwise": (
-        lambda client: client.end_trial(TRIAL, TrialState.SUSPENDED, "the node was needed"),
+        lambda client: client.end_trial(TRIAL, Ending(outcome=TrialState.SUSPENDED, detail="the node was needed")),
         None,
         "PATCH /trials",
         DISPATCH | {"outcome": "suspended", "detail": "the node was needed"},
@@ -111,6 +118,12 @@ REQUESTS = {
         {"state": "running", "lease_s": 180, "interval_s": 30},
         "PATCH /trials/heartbeat",
         DISPATCH | {"regular": True},
+    ),
+    "record_offline": (
+        lambda client: client.record_offline(OfflineTrial(job_id="mnist-1", batch_size=32), "key"),
+        DISPATCH,
+        "POST /trials",
+        {"job_id": "mnist-1", "batch_size": 32},
     ),
     "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),
     "list_jobs": (lambda client: client.list_jobs(), {"jobs": []}, "GET /api/jobs", None),
@@ -248,6 +261,128 @@ def test_an_answer_that_lacks_a_field_names_it() -> None:
         client.suggest("a")
 
 
+# --- requests that are repeated ---------------------------------------------------------------------------------------
+
+
+class Troubled:
+    """Gives these answers in turn, and fails the test beyond them; an exception is raised."""
+
+    def __init__(self, *answers: int | type[httpx.TransportError]) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def client(self, **retries: Any) -> BsoClient:
+        retries = {"attempts": 4, "backoff_s": 0.0} | retries
+        return BsoClient("http://bso", transport=httpx.MockTransport(self), retries=Retries(**retries))
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if not isinstance(answer, int):
+            raise answer("as the test asked", request=request)
+        return httpx.Response(answer, json=DISPATCH)
+
+
+PASSING = [408, 425, 429, 500, 502, 503, 504, httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError]
+LASTING = [400, 401, 403, 404, 409, 422, 302]
+
+
+@pytest.mark.parametrize("trouble", PASSING)
+def test_what_may_pass_is_tried_again(trouble: int | type[httpx.TransportError]) -> None:
+    server = Troubled(trouble, trouble, 200)
+    assert server.client().suggest("mnist-1").trial_number == 3
+    keys = {request.headers["Idempotency-Key"] for request in server.requests}
+    assert (len(server.requests), len(keys)) == (3, 1)  # one trial, however often it is asked for
+
+
+def test_another_dispatch_has_another_key() -> None:
+    server = Troubled(200, 200, 200)
+    client = server.client()
+    client.suggest("mnist-1")
+    client.suggest("mnist-1")
+    client.suggest("mnist-1", "a key of one's own")
+    first, second, third = (request.headers["Idempotency-Key"] for request in server.requests)
+    assert first != second
+    assert third == "a key of one's own"
+
+
+@pytest.mark.parametrize("trouble", LASTING)
+def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
+    server = Troubled(trouble)
+    with pytest.raises((ZeusBSORuntimError, ZeusBSOConfigError)):
+        server.client().suggest("mnist-1")
+
+
+def test_attempts_have_a_limit() -> None:
+    server = Troubled(*[503] * 4)
+    with pytest.raises(ZeusBSORuntimError, match="503"):
+        server.client(attempts=4).suggest("mnist-1")
+    assert server.answers == []
+
+
+def test_patience_has_a_limit() -> None:
+    server = Troubled(503)
+    with pytest.raises(ZeusBSORuntimError, match="503"):
+        server.client(attempts=4, patience_s=-1.0).suggest("mnist-1")
+
+
+def test_a_job_is_deleted_once() -> None:
+    server = Troubled(503)
+    with pytest.raises(ZeusBSORuntimError, match="503"):
+        server.client().delete_job("mnist-1")
+
+
+@given(attempt=st.integers(min_value=1, max_value=6), backoff_s=st.floats(min_value=0, max_value=10))
+def test_waits_are_random_and_bounded(attempt: int, backoff_s: float) -> None:
+    assert 0 <= Retries(backoff_s=backoff_s).wait_s(attempt) <= backoff_s * 2 ** (attempt - 1)
+
+
+def test_no_two_trainings_wait_alike() -> None:
+    assert len({Retries().wait_s(3) for _ in range(20)}) == 20
+
+
+def test_a_forked_process_opens_its_own_connection() -> None:
+    client = Troubled().client()
+    connection = client._connection()
+    assert client._connection() is connection
+    client._http_pid += 1  # as a child would see it
+    assert client._connection() is not connection
+    connection.close()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "is_outage"),
+    [
+        (None, True),
+        (500, True),
+        (503, True),
+        (429, True),
+        (408, True),
+        (404, False),
+        (409, False),
+        (302, False),
+        (200, False),
+    ],
+)
+def test_an_outage_may_pass(status: int | None, is_outage: bool) -> None:
+    assert ZeusBSORuntimError("", status=status).is_outage is is_outage
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_timeout_of_the_environment_that_cannot_be(text: str) -> None:
+    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": text}
+    with pytest.raises(ZeusBSOConfigError, match=f"ZEUS_BSO_TIMEOUT_S is '{text}'"):
+        client_from_environment(environ=environ)
+
+
+def test_a_timeout_of_the_environment() -> None:
+    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": "2.5"}
+    assert client_from_environment(environ=environ).timeout_s == 2.5
+    assert client_from_environment(environ=environ, timeout_s=4).timeout_s == 4
+    assert client_from_environment(environ={"ZEUS_SERVER_URL": "http://bso"}).timeout_s == 10
+
+
 # --- no answer: real sockets ----------------------------------------------------------------------------------------
 
 
@@ -264,7 +399,7 @@ def url_of(server: socket.socket) -> str:
 def test_nobody_listens(listener: socket.socket) -> None:
     url = url_of(listener)
     listener.close()
-    with BsoClient(url) as client, pytest.raises(ZeusBSOServerUnreachableError) as caught:
+    with BsoClient(url, retries=NO_RETRIES) as client, pytest.raises(ZeusBSOServerUnreachableError) as caught:
         client.suggest("mnist-1")
     text = str(caught.value)
     assert url in text
@@ -277,7 +412,7 @@ def test_nobody_listens(listener: socket.socket) -> None:
 
 def test_a_server_that_never_answers(listener: socket.socket) -> None:
     with (
-        BsoClient(url_of(listener), timeout_s=0.1) as client,
+        BsoClient(url_of(listener), timeout_s=0.1, retries=NO_RETRIES) as client,
         pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.1 s"),
     ):
         client.suggest("mnist-1")
@@ -292,7 +427,10 @@ def test_a_server_that_speaks_something_else(listener: socket.socket) -> None:
 
     thread = threading.Thread(target=greet)
     thread.start()
-    with BsoClient(url_of(listener)) as client, pytest.raises(ZeusBSOServerUnreachableError, match=url_of(listener)):
+    with (
+        BsoClient(url_of(listener), retries=NO_RETRIES) as client,
+        pytest.raises(ZeusBSOServerUnreachableError, match=url_of(listener)),
+    ):
         client.suggest("mnist-1")
     thread.join()
 
@@ -394,7 +532,7 @@ def test_a_token_that_the_server_echoes_is_hidden() -> None:
 def test_a_client_can_be_pickled_before_and_after_its_first_call(listener: socket.socket) -> None:
     url = url_of(listener)
     listener.close()
-    with BsoClient(url, token=TOKEN) as client:
+    with BsoClient(url, token=TOKEN, retries=NO_RETRIES) as client:
         for _ in range(2):
             with pickle.loads(pickle.dumps(client)) as copy, pytest.raises(ZeusBSOServerUnreachableError, match=url):  # noqa: S301
                 copy.suggest("mnist-1")
@@ -426,6 +564,8 @@ def test_arguments_win_over_the_environment() -> None:
 
 
 @pytest.mark.parametrize("environ", [{}, {"ZEUS_SERVER_URL": ""}])
-def test_without_a_server_url_the_error_says_how_to_give_one(environ: dict[str, str]) -> None:
-    with pytest.raises(ZeusBSOConfigError, match=r"server_url=.*ZEUS_SERVER_URL"):
-        client_from_environment(environ=environ)
+def test_without_a_server_url_the_server_in_this_process_is_meant(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    assert client_from_environment(environ=environ).server_url == f"embedded://{tmp_path / 'bso.sqlite3'}"

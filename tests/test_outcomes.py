@@ -59,7 +59,11 @@ def test_the_detail_fits_the_wire() -> None:
     [
         (RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:42191"), True),
         (RuntimeError("[gloo/transport/tcp/pair.cc:547] Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error, NCCL version 2.21.5"), True),
         (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), True),
+        (torch.distributed.DistBackendError("NCCL error: unhandled cuda error, 'out of memory'"), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
         (ValueError("connection closed by peer"), False),
     ],

@@ -3,18 +3,22 @@ from __future__ import annotations
 import io
 import logging
 import math
+import os
 import pickle
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
 from tests.conftest import Server
 from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from zeus_plugins.client import BsoClient
-from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
@@ -22,13 +26,14 @@ from zeus_plugins.errors import (
     ZeusBSORuntimError,
     ZeusBSOServerUnreachableError,
 )
-from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, TrialState
-from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
+from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, StopRule, TrialState
+from zeus_plugins.session import OnUnreachable, TrialInfo, TrialSession, end_trial_from_another_rank
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 GPUS = GpuConfig(max_power=600.0, number_of_gpus=2, gpu_model="A40")
 TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+MEASURED = {"energy_source": "nvml", "judged_by": None}
 
 
 def monitor_of(*windows: tuple[float, float], source: str = "nvml") -> ReplayMonitor:
@@ -41,8 +46,10 @@ def session_of(
     *,
     job: JobSpec = JOB,
     environ: Mapping[str, str] | None = None,
+    on_unreachable: OnUnreachable = "default",
 ) -> TrialSession:
-    return TrialSession(job, server.client(), monitor or monitor_of(), environ=environ or {})
+    environ = {**os.environ, "ZEUS_JOB_ID": "", **(environ or {})}
+    return TrialSession(job, server.client(), monitor or monitor_of(), environ=environ, on_unreachable=on_unreachable)
 
 
 def running_session(server: ContractDouble, *windows: tuple[float, float]) -> TrialSession:
@@ -64,7 +71,7 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size()
     assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
     (registration,) = server.sent("POST", "/jobs")
     assert registration == JOB.model_dump(mode="json") | GPUS.model_dump()
-    assert session.trial == TrialInfo(**TRIAL)
+    assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
 
 
 def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,28 +111,28 @@ def test_a_named_job_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-class DispatchFailsOnce(ContractDouble):
-    """Goes down between the registration and the dispatch, once."""
+class DispatchFails(ContractDouble):
+    """Goes down between the registration and the dispatch."""
 
     def __call__(self, request: Any) -> Any:
-        self.down = request.method == "GET" and not self.sent("GET", "/jobs/batch_size") and not self.failed
-        self.failed = self.failed or self.down
+        self.down = request.method == "GET" and not self.is_mended
         return super().__call__(request)
 
-    failed = False
+    is_mended = False
 
 
 def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_made() -> None:
-    server = DispatchFailsOnce()
-    session = session_of(server, job=UNNAMED_JOB)
+    server = DispatchFails()
+    session = session_of(server, job=UNNAMED_JOB, on_unreachable="raise")
     with pytest.raises(ZeusBSOServerUnreachableError):
         session.ask()
+    server.is_mended = True
     session.ask()
     assert [body["job_id"] for body in server.sent("POST", "/jobs")] == [None, "mnist-0badcafe"]
 
 
 def test_a_session_can_be_pickled_before_it_asks() -> None:
-    session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0))
+    session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0), on_unreachable="raise")
     copy = pickle.loads(pickle.dumps(session))  # noqa: S301
     assert not copy.has_trial
     # Port 9 (discard) is closed on test machines: that the copy gets as far as the network shows that it works.
@@ -143,11 +150,12 @@ def test_reports_carry_the_totals_since_the_trial_began() -> None:
     assert not session.finished
     assert session.report(0.75, 1.5) == ReportResponse(**CONVERGED)
     assert server.sent("POST", "/report") == [
-        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.5, "current_epoch": 1, "energy_source": "nvml"},
-        TRIAL | {"time": 5.0, "energy": 150.0, "metric": 0.75, "current_epoch": 1.5, "energy_source": "nvml"},
+        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.5, "current_epoch": 1, **MEASURED},
+        TRIAL | {"time": 5.0, "energy": 150.0, "metric": 0.75, "current_epoch": 1.5, **MEASURED},
     ]
     assert session.trial == TrialInfo(
         **TRIAL,
+        stop_rule=StopRule(max_epochs=100),
         time_s=5.0,
         energy_j=150.0,
         energy_source="nvml",
@@ -192,19 +200,6 @@ def test_a_time_too_short_for_the_clock_is_still_above_zero_on_the_wire() -> Non
     assert session.trial.time_s == 0.0
 
 
-@pytest.mark.parametrize("failure", ["down", "500"])
-def test_what_a_failed_report_measured_is_part_of_the_next(failure: str) -> None:
-    server = ContractDouble(KEEP_TRAINING) if failure == "down" else ContractDouble(500, KEEP_TRAINING)
-    session = running_session(server, (2.0, 100.0), (3.0, 50.0))
-    server.down = failure == "down"
-    with pytest.raises(ZeusBSORuntimError):
-        session.report(0.5, 1)
-    server.down = False
-    session.report(0.6)
-    last = server.sent("POST", "/report")[-1]
-    assert (last["time"], last["energy"], last["metric"], last["current_epoch"]) == (5.0, 150.0, 0.6, 2)
-
-
 @pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
 def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
     server = ContractDouble()
@@ -215,7 +210,9 @@ def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
     assert session.failed
     session.end()
     assert server.sent("POST", "/report") == []
-    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
+    assert server.sent("PATCH", "/trials") == [
+        TRIAL | {"outcome": "failed", "detail": f"the metric is {metric}: training diverged"}
+    ]
 
 
 def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
@@ -223,7 +220,7 @@ def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.L
     session = running_session(server, (2.0, 100.0))
     server.down = True
     assert session.report(math.nan, 1).stop_train
-    assert "could not end trial 7 of job mnist-1" in caplog.text
+    assert "1 results of job mnist-1 wait in" in caplog.text
 
 
 @pytest.mark.parametrize("epoch", [0, -1, math.nan, math.inf])
@@ -243,6 +240,121 @@ def test_the_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
         monitor.begin_window("zeus_bso_trial")
     session.report(0.9, 2)
     monitor.begin_window("zeus_bso_trial")
+
+
+# --- a monitor that fails -------------------------------------------------------------------------------------------
+
+
+class Failing(ReplayMonitor):
+    """Loses its GPU when it has been asked so many times to open or close a window."""
+
+    def __init__(self, calls: int, **lost: float) -> None:
+        super().__init__([Measurement(2.0, 100.0, "nvml")] * 10, GPUS)
+        self.calls = calls
+        self.lost = lost
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0 and not self.lost:
+            raise EnergyUnavailableError("GPU 0 is lost")
+
+    def begin_window(self, name: str) -> None:
+        self._count()
+        super().begin_window(name)
+
+    def end_window(self, name: str) -> Measurement:
+        self._count()
+        measured = super().end_window(name)
+        return replace(measured, **self.lost) if self.calls < 0 else measured
+
+
+LOST_AFTER_A_REPORT = [
+    pytest.param(Failing(2), id="when a window opens"),
+    pytest.param(Failing(3), id="when a window closes"),
+    pytest.param(Failing(3, energy_j=math.nan), id="which gives no number"),
+    pytest.param(Failing(3, energy_j=-5.0), id="which counts backwards"),
+    pytest.param(Failing(3, time_s=math.inf), id="whose clock is broken"),
+]
+
+
+@pytest.mark.parametrize("monitor", LOST_AFTER_A_REPORT)
+def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
+    monitor: Failing, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = session_of(server, copy(monitor))
+    session.ask()
+    session.begin_measurement()
+    session.report(0.1, 1)
+    verdict = session.report(0.2, 2)
+    assert (verdict.stop_train, verdict.converged) == (False, False)
+    verdict = session.report(0.9, 3)
+    assert (verdict.stop_train, verdict.converged) == (True, True)
+    assert "at an unknown cost" in verdict.message
+    assert not session.failed
+    session.end()
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
+    (end,) = server.sent("PATCH", "/trials")
+    assert end["outcome"] == "failed"
+    assert end["detail"].startswith("the energy could not be measured: ")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the energy of trial 7 of job mnist-1 can no longer be measured" in warning
+    assert "The training goes on" in warning
+
+
+def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch() -> None:
+    session = session_of(ContractDouble(), Failing(1))
+    session.ask()
+    session.begin_measurement()
+    assert not session.report(0.1, 99).stop_train
+    verdict = session.report(0.1, 100)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert session.failed
+    session.end()
+
+
+def test_a_training_whose_energy_is_lost_may_diverge_still() -> None:
+    server = ContractDouble()
+    session = session_of(server, Failing(1))
+    session.ask()
+    session.begin_measurement()
+    session.report(0.1, 1)
+    assert session.report(math.nan, 2).stop_train
+    session.end()
+    assert len(server.sent("PATCH", "/trials")) == 1
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_checkpoint_whose_energy_is_lost_is_written_and_its_trial_is_over(
+    calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = session_of(ContractDouble(), Failing(calls))
+    session.ask()
+    session.begin_measurement()
+    state = through_a_checkpoint(session.state_dict())
+    session.end()
+    server = ContractDouble()
+    resumed = session_of(server)
+    assert not resumed.resume(state)
+    assert "its energy could not be measured: EnergyUnavailableError: GPU 0 is lost" in caplog.text
+    resumed.end()
+    assert server.requests == []
+
+
+def test_a_checkpoint_after_an_end_that_could_not_be_measured_is_not_gone_on_with() -> None:
+    session = session_of(ContractDouble(), Failing(1))
+    session.ask()
+    session.begin_measurement()
+    session.end(KeyboardInterrupt())
+    assert not session_of(ContractDouble()).resume(session.state_dict())
+
+
+def test_a_monitor_that_fails_before_the_training_is_an_error() -> None:
+    session = session_of(ContractDouble(), Failing(0))
+    session.ask()
+    with pytest.raises(EnergyUnavailableError, match="GPU 0 is lost"):
+        session.begin_measurement()
+    session.end()
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
@@ -334,8 +446,9 @@ def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None
     session = running_session(server)  # no measurement to replay: closing the window fails too
     server.down = True
     session.end()
-    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "could not end trial 7 of job mnist-1: no answer from" in warning.getMessage()
+    away, waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert away.startswith("no answer from")
+    assert waits.startswith("1 results of job mnist-1 wait in")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -374,6 +487,7 @@ def test_a_resumed_trial_continues_its_totals_with_the_open_window() -> None:
                 "metric": 0.9,
                 "current_epoch": 2,
                 "energy_source": "nvml + estimate: 65 W stated",
+                "judged_by": None,
             },
         )
     ]
@@ -432,7 +546,7 @@ def client(server: Server) -> Iterator[BsoClient]:
 
 def session_on(client: BsoClient, monitor: EnergyMonitor) -> TrialSession:
     job = JOB.model_copy(update={"job_id": f"mnist-{uuid.uuid4().hex[:8]}", "target_metric": 0.9})
-    return TrialSession(job, client, monitor, environ={})
+    return TrialSession(job, client, monitor)
 
 
 def interrupted(client: BsoClient) -> TrialSession:
@@ -485,6 +599,14 @@ def test_a_trial_that_the_server_knows_no_more_is_not_reported_on(
     client.delete_job(first.trial.job_id)
     assert not session_on(client, monitor_of()).resume(first.state_dict())
     assert "has no trial 1" in caplog.text
+
+
+def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> None:
+    state = interrupted(client).state_dict()
+    proxy = httpx.MockTransport(lambda _: httpx.Response(404, text="404 page not found"))
+    resumed = session_on(BsoClient("http://bso", transport=proxy), monitor_of())
+    with pytest.raises(ZeusBSORuntimError, match="Is this a batch size optimization server"):
+        resumed.resume(state)
 
 
 def test_a_trial_that_the_checkpoint_knows_to_be_over_is_not_asked_about() -> None:

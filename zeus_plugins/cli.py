@@ -7,24 +7,26 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zeus_plugins import cli_doctor, cli_energy, cli_master, cli_sync
 from zeus_plugins.errors import ZeusBSOError
+from zeus_plugins.protocol import PolicyName
 
 _QUICK_RECURRENCES = 4
 _DEFAULT_RECURRENCES = 14
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 with one line on standard error."""
+    """Run the command; the exit status is 0, what the command says, or 1 with one line on standard error."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        status: int | None = options.run(options)
     except ZeusBSOError as error:
         print(f"zeus-plugins: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("zeus-plugins: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return status or 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -52,7 +54,18 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--directory", type=Path, default=Path(".demo"), help="where results are written (default %(default)s)"
     )
+    demo.add_argument(
+        "--policy",
+        type=PolicyName,
+        choices=list(PolicyName),
+        default=PolicyName.ZEUS,
+        help="how batch sizes are chosen (default %(default)s, the policy of the Zeus paper)",
+    )
     demo.set_defaults(run=_demo)
+    cli_doctor.add_parser(commands)
+    cli_energy.add_parser(commands)
+    cli_master.add_parser(commands)
+    cli_sync.add_parser(commands)
     return parser
 
 
@@ -68,4 +81,4 @@ def _demo(options: argparse.Namespace) -> None:
         from zeus_plugins.demo.runner import run
     except ModuleNotFoundError as error:
         raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
-    run(options.recurrences, options.directory)
+    run(options.recurrences, options.directory, options.policy)

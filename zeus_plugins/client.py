@@ -6,9 +6,17 @@ our optional fields and whose errors have another shape.
 
 from __future__ import annotations
 
+import copy
+import logging
+import math
 import os
+import random
 import re
+import secrets
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
 from urllib.parse import quote
@@ -17,33 +25,80 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from zeus_plugins._error_bodies import said_in_error_body
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
-from zeus_plugins.outcomes import Outcome
+from zeus_plugins.errors import (
+    ZeusBSOConfigError,
+    ZeusBSORuntimError,
+    ZeusBSOServerUnreachableError,
+    ZeusBSOTokenError,
+)
 from zeus_plugins.protocol import (
+    Ending,
     Heartbeat,
     HeartbeatResponse,
     JobList,
     JobRegistration,
     JobView,
+    OfflineTrial,
     Paths,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
-    TrialState,
 )
 
-__all__ = ["SERVER_URL_VARIABLE", "TOKEN_VARIABLE", "BsoClient", "client_from_environment"]
+__all__ = [
+    "EMBEDDED",
+    "NO_RETRIES",
+    "SERVER_URL_VARIABLE",
+    "TIMEOUT_VARIABLE",
+    "TOKEN_VARIABLE",
+    "BsoClient",
+    "Retries",
+    "client_from_environment",
+]
 
 SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
+TIMEOUT_VARIABLE = "ZEUS_BSO_TIMEOUT_S"
 
+EMBEDDED = "embedded:"
+"""The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
+
+# Stands where a request names its host.
+_EMBEDDED_BASE_URL = "http://embedded"
 _DEFAULT_TIMEOUT_S = 10.0
 _EXCERPT_LENGTH = 200
 _MAX_PORT = 65535
 
+_logger = logging.getLogger("zeus_plugins")
+
 _Message = TypeVar("_Message", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How often a request is sent that gets no answer, or one that asks for patience.
+
+    Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
+    do not come back together (Brooker: Exponential Backoff and Jitter, 2015).
+
+    Attributes:
+        attempts: Times that it is sent at most.
+        backoff_s: Longest wait before the second time, seconds.
+        patience_s: Seconds after which it is not sent again. One that waits for its answer by then goes on waiting.
+    """
+
+    attempts: int = 4
+    backoff_s: float = 0.5
+    patience_s: float = 15.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds to wait after this attempt, counting from 1; random."""
+        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
+
+
+NO_RETRIES = Retries(attempts=1)
 
 
 class BsoClient:
@@ -53,15 +108,20 @@ class BsoClient:
     process at any time. It can be used again after `close`. Neither the token nor a password inside `server_url`
     appears in its repr, its errors or the log.
 
+    Requests are repeated as `retries` says; each is such that the server does not mind getting it twice, but for
+    `delete_job`, which is sent once.
+
     Every method that talks to the server raises `ZeusBSOServerUnreachableError` when there is no answer,
     `ZeusBSOConfigError` when the server refuses the job or the token, and `ZeusBSORuntimError` for every other failure.
 
     Args:
         server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
-            password inside it are sent as HTTP basic authentication.
+            password inside it are sent as HTTP basic authentication. ``embedded:`` or ``embedded:///path`` is the
+            server in this process (`zeus_plugins.embedded`).
         token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
         timeout_s: Longest wait in seconds for each of connecting, sending, and receiving a part of the answer.
-        transport: Takes the place of the network in tests.
+        retries: How often a request is sent that gets no answer.
+        transport: Takes the place of the network.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work.
@@ -73,9 +133,16 @@ class BsoClient:
         *,
         token: str | None = None,
         timeout_s: float = _DEFAULT_TIMEOUT_S,
+        retries: Retries | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._base_url, self._login = _parsed_server_url(server_url)
+        self._login: tuple[str, str] | None = None
+        if server_url.strip().startswith(EMBEDDED):
+            transport, self._server_url = _embedded(server_url.strip())
+            self._base_url = _EMBEDDED_BASE_URL
+        else:
+            self._server_url, self._login = _parsed_server_url(server_url)
+            self._base_url = self._server_url
         self._token = _checked_token(token)
         if self._token and self._login:
             raise ZeusBSOConfigError(
@@ -85,11 +152,13 @@ class BsoClient:
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
         self._timeout_s = timeout_s
+        self._retries = retries or Retries()
         self._transport = transport
         self._http: httpx.Client | None = None
+        self._http_pid = 0
 
     def __repr__(self) -> str:
-        return f"BsoClient({self._base_url!r})"
+        return f"BsoClient({self._server_url!r})"
 
     def __enter__(self) -> Self:
         return self
@@ -101,6 +170,22 @@ class BsoClient:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_http": None}
+
+    @property
+    def server_url(self) -> str:
+        """The server's URL without user and password; for the one in this process, ``embedded://`` and its file."""
+        return self._server_url
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait in seconds for a part of an answer."""
+        return self._timeout_s
+
+    def with_retries(self, retries: Retries) -> BsoClient:
+        """Another client of the same server, with a connection of its own."""
+        other = copy.copy(self)
+        other._http, other._retries = None, retries
+        return other
 
     def close(self) -> None:
         """Close the connection, if one is open."""
@@ -119,16 +204,31 @@ class BsoClient:
         """
         return self._decode(self._request("POST", Paths.JOBS, body=job, refuses_config=(409,)), JobRegistration)
 
-    def suggest(self, job_id: str) -> TrialDispatch:
+    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job.
 
         Args:
             job_id: The job.
+            key: Made for this trial: however often it is asked for with the same key, it is one trial. A Zeus server
+                starts one each time.
 
         Returns:
             The trial with its global batch size.
         """
-        return self._decode(self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}), TrialDispatch)
+        answer = self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}, key=key or secrets.token_hex(16))
+        return self._decode(answer, TrialDispatch)
+
+    def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
+        """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            key: Made for this trial, as in `suggest`.
+
+        Returns:
+            The trial with its number.
+        """
+        return self._decode(self._request("POST", Paths.TRIALS, body=trial, key=key), TrialDispatch)
 
     def report(self, result: TrainingResult) -> ReportResponse:
         """Report an evaluation of a running trial.
@@ -141,17 +241,15 @@ class BsoClient:
         """
         return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
 
-    def end_trial(self, trial: TrialId, outcome: Outcome = TrialState.FAILED, detail: str | None = None) -> None:
+    def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """End a trial that the server has not ended.
 
         Args:
             trial: The trial. Only its three identifying fields are sent.
-            outcome: How it ended. A Zeus server takes every end for a failure.
-            detail: What happened, in words.
+            ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
         """
-        self._expect_ours(
-            self._request("PATCH", Paths.TRIALS, body=TrialEnd(**_name_of(trial), outcome=outcome, detail=detail))
-        )
+        end = TrialEnd(**_name_of(trial), **(ending or Ending()).model_dump())
+        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
@@ -172,7 +270,7 @@ class BsoClient:
         Args:
             job_id: The job.
         """
-        self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}))
+        self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}, retries=NO_RETRIES))
 
     def list_jobs(self) -> JobList:
         """List all jobs, however many pages they fill. A Zeus server does not offer this."""
@@ -199,22 +297,48 @@ class BsoClient:
         *,
         params: Mapping[str, str] | None = None,
         body: BaseModel | None = None,
+        key: str | None = None,
         refuses_config: tuple[int, ...] = (),
+        retries: Retries | None = None,
     ) -> httpx.Response:
-        """Send one request and return its 2xx answer.
+        """Send one request, more than once if need be, and return its 2xx answer.
 
         Args:
             method: HTTP method.
             path: Path below the server's URL.
             params: Query parameters.
             body: JSON body.
+            key: The request's `Idempotency-Key`.
             refuses_config: Statuses, beside 422, by which this route says that the job cannot work.
+            retries: Takes the place of the client's.
         """
-        url = f"{self._base_url}{path}"
-        content = None if body is None else body.model_dump_json()
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        request = self._connection().build_request(
+            method,
+            f"{self._base_url}{path}",
+            params=params,
+            content=None if body is None else body.model_dump_json(),
+            headers=headers,
+        )
+        retries = retries or self._retries
+        end = time.monotonic() + retries.patience_s
+        for attempt in count(1):
+            is_last = attempt >= retries.attempts
+            try:
+                return self._answered(request, refuses_config)
+            except ZeusBSORuntimError as error:
+                wait_s = retries.wait_s(attempt)
+                if is_last or not error.is_outage or time.monotonic() + wait_s > end:
+                    raise
+                _logger.debug("attempt %d of %s %s: %s", attempt, method, path, error)
+            time.sleep(wait_s)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _answered(self, request: httpx.Request, refuses_config: tuple[int, ...]) -> httpx.Response:
         try:
-            answer = self._connection().request(method, url, params=params, content=content, headers=headers)
+            answer = self._connection().send(request)
         except httpx.RequestError as error:
             # The HTTP library's own traceback is sixty lines that say less than this one.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
@@ -223,12 +347,15 @@ class BsoClient:
         return answer
 
     def _connection(self) -> httpx.Client:
-        if self._http is None:
+        # A forked process must not speak on its parent's connections.
+        if self._http is None or self._http_pid != os.getpid():
+            self._http_pid = os.getpid()
             self._http = httpx.Client(
                 auth=self._login,
                 headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
                 timeout=self._timeout_s,
-                transport=self._transport,
+                # Closing a connection closes its transport, which a copy of this client may be using.
+                transport=copy.copy(self._transport),
             )
         return self._http
 
@@ -254,27 +381,40 @@ class BsoClient:
             f"{_shown_request(answer)} was answered with something else than expected ({problem}): this does not look "
             f"like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
             status=answer.status_code,
+            is_foreign=True,
         )
 
     def _raise_refusal(self, answer: httpx.Response, refuses_config: tuple[int, ...]) -> NoReturn:
         status = answer.status_code
         text = self._without_secrets(_refusal_text(answer))
         if status in (401, 403):
-            raise ZeusBSOConfigError(
-                f"the server at {self._base_url} does not accept the token ({status}: {text}): pass a valid token= or "
-                f"set {TOKEN_VARIABLE}"
+            raise ZeusBSOTokenError(
+                f"the server at {self._server_url} does not accept the token ({status}: {text}): pass a valid token= "
+                f"or set {TOKEN_VARIABLE}",
+                status=status,
             )
         if status == 422 or status in refuses_config:
-            raise ZeusBSOConfigError(f"the server at {self._base_url} refuses the job ({status}): {text}")
-        raise ZeusBSORuntimError(f"{_shown_request(answer)} failed ({status}): {text}", status=status)
+            raise ZeusBSOConfigError(
+                f"the server at {self._server_url} refuses the job ({status}): {text}", status=status
+            )
+        raise ZeusBSORuntimError(
+            f"{_shown_request(answer)} failed ({status}): {text}",
+            status=status,
+            is_foreign=not said_in_error_body(answer.text),
+        )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:
         if isinstance(error, httpx.TimeoutException):
             cause = f"timed out after {self._timeout_s:g} s"
         else:
             cause = str(error) or type(error).__name__
+        if self._base_url == _EMBEDDED_BASE_URL:
+            return (
+                f"no answer from the batch size optimization server in this process, {self._server_url}: {cause}. "
+                "Check that its file can be read and written"
+            )
         return (
-            f"no answer from the batch size optimization server at {self._base_url}: {self._without_secrets(cause)}. "
+            f"no answer from the batch size optimization server at {self._server_url}: {self._without_secrets(cause)}. "
             f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
         )
 
@@ -291,31 +431,66 @@ def client_from_environment(
     server_url: str | None = None,
     token: str | None = None,
     *,
-    timeout_s: float = _DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
     environ: Mapping[str, str] | None = None,
     transport: httpx.BaseTransport | None = None,
 ) -> BsoClient:
     """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN``.
 
+    Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
+
     Args:
         server_url: As in `BsoClient`.
-        token: As in `BsoClient`.
-        timeout_s: As in `BsoClient`.
+        token: As in `BsoClient`. The server in this process is not shown it.
+        timeout_s: As in `BsoClient`. None: the environment variable ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
         environ: Environment variables; those of the process by default.
         transport: As in `BsoClient`.
 
     Raises:
-        ZeusBSOConfigError: There is no server URL, or an argument cannot work.
+        ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
     """
     environ = os.environ if environ is None else environ
     url = server_url if server_url is not None else environ.get(SERVER_URL_VARIABLE)
-    if not url:
-        raise ZeusBSOConfigError(
-            f"which batch size optimization server? Pass server_url= or set {SERVER_URL_VARIABLE}, for example "
-            f"{SERVER_URL_VARIABLE}=http://127.0.0.1:8000"
-        )
+    if timeout_s is None:
+        timeout_s = _timeout_of(environ)
     chosen_token = token if token is not None else environ.get(TOKEN_VARIABLE)
+    if not url:
+        if chosen_token:
+            _logger.warning(
+                "there is a token (token= or %s) but no server URL: the server in this process is used, which takes no "
+                "token. For a server elsewhere pass server_url= or set %s",
+                TOKEN_VARIABLE,
+                SERVER_URL_VARIABLE,
+            )
+        url = EMBEDDED
+    if url.strip().startswith(EMBEDDED):
+        chosen_token = None  # Of a server elsewhere.
     return BsoClient(url, token=chosen_token, timeout_s=timeout_s, transport=transport)
+
+
+def _timeout_of(environ: Mapping[str, str]) -> float:
+    text = environ.get(TIMEOUT_VARIABLE) or str(_DEFAULT_TIMEOUT_S)
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ZeusBSOConfigError(f"{TIMEOUT_VARIABLE} is {text!r}: set it to a number of seconds above 0, or unset it")
+    return timeout_s
+
+
+def _embedded(server_url: str) -> tuple[httpx.BaseTransport, str]:
+    """The way to the server in this process, and its URL with its file."""
+    try:
+        from zeus_plugins.embedded import EmbeddedTransport
+    except ModuleNotFoundError as error:
+        raise ZeusBSOConfigError(
+            f"there is no server URL, and the server cannot run in this process, as {error.name} is not installed: "
+            f"pip install 'zeus-plugins[server]'; or name a running server, server_url=http://HOST:PORT or "
+            f"{SERVER_URL_VARIABLE}=http://HOST:PORT"
+        ) from None
+    transport = EmbeddedTransport(server_url)
+    return transport, transport.server_url
 
 
 def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:

@@ -6,6 +6,7 @@
     ├── ZeusBSORuntimError              the server could not do what was asked (alias: ZeusBSORuntimeError)
     │   └── ZeusBSOServerUnreachableError   no answer from the server at all
     ├── ZeusBSOConfigError              the job or the training script says something that cannot work
+    │   └── ZeusBSOTokenError               the server does not accept the token, or not for this
     ├── ZeusBSOOperationOrderError      a method was called before the one it needs
     ├── ZeusBSOBadOperationError        a method was called with something it cannot use
     └── ZeusBSOTrainFailError           the trial ended without reaching its target: relaunch the training
@@ -23,8 +24,12 @@ __all__ = [
     "ZeusBSORuntimError",
     "ZeusBSORuntimeError",
     "ZeusBSOServerUnreachableError",
+    "ZeusBSOTokenError",
     "ZeusBSOTrainFailError",
 ]
+
+# Request timeout, too early, too many requests.
+_LATER = frozenset({408, 425, 429})
 
 
 class ZeusBSOError(Exception):
@@ -36,11 +41,19 @@ class ZeusBSORuntimError(ZeusBSOError):
 
     Attributes:
         status: HTTP status of the answer, or None when there was none.
+        is_foreign: Whether the answer does not look like one of a batch size optimization server: a wrong URL, or a
+            proxy that answers in its place.
     """
 
-    def __init__(self, message: str, *, status: int | None = None) -> None:
+    def __init__(self, message: str, *, status: int | None = None, is_foreign: bool = False) -> None:
         super().__init__(message)
         self.status = status
+        self.is_foreign = is_foreign
+
+    @property
+    def is_outage(self) -> bool:
+        """Whether the same request may succeed later: no answer, a failing server, or one that asks for patience."""
+        return self.status is None or self.status >= 500 or self.status in _LATER
 
 
 ZeusBSORuntimeError = ZeusBSORuntimError
@@ -51,7 +64,19 @@ class ZeusBSOServerUnreachableError(ZeusBSORuntimError):
 
 
 class ZeusBSOConfigError(ZeusBSOError):
-    """The job, the environment or the training script says something that cannot work."""
+    """The job, the environment or the training script says something that cannot work.
+
+    Attributes:
+        status: HTTP status by which the server said so, or None when it was found on this side.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ZeusBSOTokenError(ZeusBSOConfigError):
+    """The server does not accept the token, or not for this."""
 
 
 class ZeusBSOOperationOrderError(ZeusBSOError):

@@ -1,4 +1,4 @@
-"""Batch size optimization for the Hugging Face Trainer: hooks only, the counting is `zeus_plugins.session`'s.
+"""Batch size, power limit and energy for the Hugging Face Trainer: hooks only, the counting is done in other modules.
 
 Example:
     The whole change to a training script::
@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
@@ -24,10 +25,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import cuda
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
@@ -35,21 +37,37 @@ from transformers.trainer_utils import get_last_checkpoint
 from zeus_plugins import energy
 from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
-from zeus_plugins.energy import EnergyMonitor
+from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.patches import Patches
+from zeus_plugins.power_limit import (
+    OptimumSelector,
+    PowerLimitDevice,
+    PowerLimitProfile,
+    PowerLimitProfiler,
+    ZeusCost,
+)
+from zeus_plugins.power_limit.options import ProfilerOptions, Rank
 from zeus_plugins.protocol import JobSpec
-from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
+from zeus_plugins.session import (
+    OnUnreachable,
+    TrialInfo,
+    TrialSession,
+    check_on_unreachable,
+    end_trial_from_another_rank,
+)
+from zeus_plugins.signals import raise_at_sigterm
 
-__all__ = ["ZeusBSOTrainerCallback"]
+__all__ = ["ZeusBSOTrainerCallback", "ZeusEnergyTrainerCallback", "ZeusPowerLimitTrainerCallback"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
 
 _STATE_KEY = "zeus_bso"
+_ENERGY_STATE_KEY = "zeus_energy"
 _EVALUATION_PREFIX = "eval_"
 # What an unmodified Trainer logs while it trains.
 _TRAINING_METRICS = ("loss", "grad_norm", "learning_rate")
@@ -83,6 +101,7 @@ class _Training:
     is_live: bool = False
     client: BsoClient | None = None
     session: TrialSession | None = None
+    cluster: ClusterMonitor | None = None
     patches: Patches = field(default_factory=Patches)
     has_fractions: bool | None = None
     missed: list[str] = field(default_factory=list)
@@ -95,7 +114,53 @@ class _Training:
     scaled: list[tuple[Any, Any]] = field(default_factory=list)
 
 
-class ZeusBSOTrainerCallback(TrainerCallback):
+class _TrainWrapper(TrainerCallback):
+    """A callback that wraps `Trainer.train`: no hook is called when a training ends by an error."""
+
+    # The attribute of a wrapped `train` that holds the callback; a trainer has one callback of each kind.
+    _OWNER: ClassVar[str]
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take charge of a trainer that was made without this callback; nothing the second time.
+
+        Args:
+            trainer: The callback becomes one of its callbacks, if it is none yet.
+
+        Raises:
+            ZeusBSOConfigError: Another callback of this kind has charge of it.
+        """
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        owner = getattr(trainer.train, self._OWNER, None)
+        if owner is self:
+            return
+        if owner is not None and owner in trainer.callback_handler.callbacks:
+            raise ZeusBSOConfigError(f"the trainer has two {type(self).__name__}: keep one")
+        train = trainer.train
+
+        @functools.wraps(train)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self not in trainer.callback_handler.callbacks:  # somebody has removed it
+                return train(*args, **kwargs)
+            return self._train(trainer, train, args, kwargs)
+
+        vars(wrapped)[self._OWNER] = self
+        vars(trainer)["train"] = wrapped
+
+    # No argument of a hook is the trainer, and later hooks come after it has made its loader and its steps' count.
+    # The server is not asked here: a trainer may be made for its evaluation alone.
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Take charge of the trainer whose constructor calls this."""
+        trainer = _trainer_under_construction(args)
+        if trainer is not None:
+            self.attach(trainer)
+
+    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        """What `trainer.train` does while the callback is attached."""
+        raise NotImplementedError
+
+
+class ZeusBSOTrainerCallback(_TrainWrapper):
     """Trains with the batch size that the server chooses, reports what it costs, and stops on the server's word.
 
     Give it to the trainer as one of its `callbacks`; `Trainer.train` then asks for a batch size and trains at it,
@@ -111,7 +176,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             batches.
         monitor: Name of the metric that `job.target_metric` is about, with or without its prefix ``eval_``; with
             ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``.
+        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
+            that one a server in this process, on a SQLite file (`zeus_plugins.embedded`; needs the extra ``server``).
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
         lr_scaling: How the learning rates, meant for `job.default_batch_size`, follow the batch size.
         energy_monitor: Measures energy and time. None: the best one that this machine offers.
@@ -119,10 +185,15 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             gradients (`gradient_accumulation_steps` is raised).
         on_failure: What `train` does when the trial ended without reaching the target: ``"raise"``
             `ZeusBSOTrainFailError` after all checkpoints and loggers have finished, or just ``"stop"``.
+        on_unreachable: What `train` does when it begins while the server is away: ``"default"``, train with
+            `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
+            later never ends a training.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `train` raises it for a job, trainer or data that cannot work.
     """
+
+    _OWNER = "zeus_bso_owner"
 
     def __init__(
         self,
@@ -132,11 +203,13 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         server_url: str | None = None,
         token: str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
-        energy_monitor: EnergyMonitor | None = None,
+        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
+        on_unreachable: OnUnreachable = "default",
     ) -> None:
         check_options(on_failure=on_failure, max_per_device=max_per_device_batch_size)
+        check_on_unreachable(on_unreachable)
         lr_factor(lr_scaling, job.default_batch_size, job.default_batch_size)  # refuses an unknown rule here and now
         self._job = job
         self._metric_name = monitor
@@ -146,6 +219,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         self._energy_monitor = energy_monitor
         self._max_per_device = max_per_device_batch_size
         self._on_failure = on_failure
+        self._on_unreachable = on_unreachable
         self._training: _Training | None = None
         self._trial: TrialInfo | None = None
 
@@ -160,48 +234,12 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             raise ZeusBSOOperationOrderError("there is no trial before Trainer.train has begun")
         return self._trial
 
-    def attach(self, trainer: Trainer) -> None:
-        """Take charge of a trainer that was made without this callback; nothing the second time.
-
-        Args:
-            trainer: The callback becomes one of its callbacks, if it is none yet.
-
-        Raises:
-            ZeusBSOConfigError: Another `ZeusBSOTrainerCallback` has charge of it.
-        """
-        if self not in trainer.callback_handler.callbacks:
-            trainer.add_callback(self)
-        owner = getattr(trainer.train, "zeus_bso_owner", None)
-        if owner is self:
-            return
-        if owner is not None and owner in trainer.callback_handler.callbacks:
-            raise ZeusBSOConfigError("the trainer has two ZeusBSOTrainerCallback: keep one, for one job")
-        train = trainer.train
-
-        @functools.wraps(train)
-        def optimized(*args: Any, **kwargs: Any) -> Any:
-            return self._train(trainer, train, args, kwargs)
-
-        vars(optimized)["zeus_bso_owner"] = self
-        vars(trainer)["train"] = optimized
-
-    # No argument of a hook is the trainer, and later hooks come after it has made its loader and its steps' count.
-    # The server is not asked here: a trainer may be made for its evaluation alone.
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Take charge of the trainer whose constructor calls this."""
-        trainer = _trainer_under_construction(args)
-        if trainer is not None:
-            self.attach(trainer)
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Log the choice, and begin to measure."""
         if self._training is None:
-            raise ZeusBSOOperationOrderError(
-                "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
-                "trainer.train(), or give it to Trainer(callbacks=[…])"
-            )
+            raise _not_attached()
         training = self._active(state)
         if training is None or training.trial is None:
             return
@@ -211,11 +249,13 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             control,
             {
                 "zeus/batch_size": float(training.trial.batch_size),
-                "zeus/trial_number": float(training.trial.trial_number),
+                "zeus/trial_number": float(training.trial.trial_number or 0),
                 "zeus/lr_factor": self._lr_factor(training.trial.batch_size),
             },
         )
         self._keep_state(training)
+        if training.cluster is not None:
+            training.cluster.synchronize()
         if training.session is not None and training.is_live:
             training.session.begin_measurement()
 
@@ -277,13 +317,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
             self._report(training, control, lambda: self._logged(training))
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        """What `trainer.train` does while the callback is attached."""
-        if self not in trainer.callback_handler.callbacks:  # somebody has removed it
-            return train(*args, **kwargs)
         if self._training is not None:
-            raise ZeusBSOOperationOrderError(
-                "the callback is in a training already: make a callback for each Trainer that trains at the same time"
-            )
+            raise _already_training()
         checkpoint, search_trial = _arguments_of_train(*args, **kwargs)
         if search_trial is not None:
             raise ZeusBSOConfigError(
@@ -293,6 +328,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         training = self._checked(trainer)
         self._splits(training, self._job)  # before a trial is spent on a size that cannot be
         self._training, self._trial = training, None
+        undo_signals = raise_at_sigterm()
         try:
             self._begin(training, checkpoint)
             if training.trial is not None:
@@ -301,6 +337,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         except BaseException as error:
             self._finish(training, error)
             raise
+        finally:
+            undo_signals()
         self._finish(training)
         if training.is_live and self._on_failure == "raise":
             reason = failure(self.trial.verdict)
@@ -339,6 +377,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
 
     def _begin(self, training: _Training, checkpoint: Any) -> None:
         """Ask for a trial, or go on with that of the checkpoint that is resumed from."""
+        training.cluster = _cluster_of(training.trainer, self._energy_monitor)
 
         def begin() -> tuple[TrialInfo | None, bool]:
             saved: Mapping[str, Any] | None = None
@@ -347,8 +386,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
                 if saved is None:
                     return None, False
             training.client = client_from_environment(self._server_url, self._token)
-            monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(training.trainer.args))
-            training.session = TrialSession(self._job, training.client, monitor)
+            monitor = training.cluster or _node_monitor(training.trainer.args, self._energy_monitor)
+            training.session = TrialSession(self._job, training.client, monitor, on_unreachable=self._on_unreachable)
             if saved is None:
                 batch_size = training.session.ask()
                 if batch_size not in self._job.batch_sizes:
@@ -410,14 +449,7 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         # Optimizer and scheduler exist by then, and a checkpoint's state is not loaded yet: that one is scaled already.
         _afterwards(trainer, "create_scheduler", scale, patches)
         if training.session is not None:
-            save = trainer._save_checkpoint
-
-            @functools.wraps(save)
-            def save_with_trial(*args: Any, **kwargs: Any) -> None:
-                self._keep_state(training)
-                save(*args, **kwargs)
-
-            patches.set_attribute(trainer, "_save_checkpoint", save_with_trial)
+            _beforehand(trainer, "_save_checkpoint", lambda: self._keep_state(training), patches)
 
     def _lr_factor(self, batch_size: int) -> float:
         return lr_factor(self._lr_scaling, batch_size, self._job.default_batch_size)
@@ -431,6 +463,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         if training.trial is None or not training.is_live or training.trial.is_over:
             return
         trial = training.trial
+        if training.cluster is not None:
+            training.cluster.synchronize()
 
         def report() -> TrialInfo:
             value = metric()
@@ -481,8 +515,8 @@ class ZeusBSOTrainerCallback(TrainerCallback):
     def _keep_state(self, training: _Training) -> None:
         """Put the trial where the trainer's checkpoints take it from."""
         if training.session is not None:
-            kept = cast("dict[str, Any]", training.trainer.state.stateful_callbacks)
-            kept[_STATE_KEY] = {"trial": training.session.state_dict(), "has_fractions": training.has_fractions}
+            state = {"trial": training.session.state_dict(), "has_fractions": training.has_fractions}
+            _checkpointed(training.trainer.state)[_STATE_KEY] = state
 
     def _finish(self, training: _Training, error: BaseException | None = None) -> None:
         """Undo, and end a trial that has no verdict. Never raises: it would hide the error that ended the training."""
@@ -500,8 +534,312 @@ class ZeusBSOTrainerCallback(TrainerCallback):
         except Exception:
             _logger.exception("could not clean up after the training")
         finally:
+            if training.cluster is not None:
+                training.cluster.close()
             if training.client is not None:
                 training.client.close()
+
+
+class ZeusEnergyTrainerCallback(_TrainWrapper):
+    """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
+
+    The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
+    and joules, the epoch's evaluations included. They come to the trainer's `state.log_history` and to all that
+    `report_to` names. Process 0 logs; the first process of each machine measures its devices. A training that resumes
+    from a checkpoint continues its totals. Outside `train` the callback does nothing.
+
+    Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
+
+    Args:
+        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+    """
+
+    _OWNER = "zeus_energy_owner"
+
+    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
+        self._energy_monitor = energy_monitor
+        self._trainer: Trainer | None = None
+        self._meter: EpochMeter | None = None
+        self._cluster: ClusterMonitor | None = None
+        self._has_begun = False
+        self._totals: dict[str, float] = {}
+        # Whether the present epoch lacks nothing but its evaluation.
+        self._is_trained = False
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all epochs of the present or latest training; 0 on other processes than 0."""
+        return self._totals.get("time_s", 0.0)
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of the same epochs."""
+        return self._totals.get("energy_j", 0.0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to measure."""
+        if self._trainer is None or self._trainer.state is not state:
+            raise _not_attached()
+        # With auto_find_batch_size a training may begin several times: what the earlier attempts cost counts, too.
+        if self._has_begun:
+            return
+        self._has_begun = True
+        self._cluster = _cluster_of(self._trainer, self._energy_monitor)
+        if self._cluster is not None:
+            self._cluster.synchronize()
+        if not state.is_world_process_zero:
+            return
+        monitor = self._cluster or _node_monitor(args, self._energy_monitor)
+        meter = EpochMeter(monitor, _checkpointed(state).get(_ENERGY_STATE_KEY))
+        meter.begin()
+        self._meter, self._totals = meter, meter.totals
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log an epoch whose evaluation another callback has called off."""
+        self._end_trained_epoch()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log the epoch, unless an evaluation is still to come."""
+        self._is_trained = True
+        if not control.should_evaluate:
+            self._end_trained_epoch()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Log a last epoch whose evaluation another callback has called off."""
+        self._end_trained_epoch()
+
+    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        if self._trainer is not None:
+            raise _already_training()
+        self._trainer, self._totals, self._is_trained, self._has_begun = trainer, {}, False, False
+        patches = Patches()
+        _afterwards(trainer, "_evaluate", lambda _: self._end_trained_epoch(), patches)
+        _beforehand(trainer, "_save_checkpoint", self._keep_state, patches)
+        try:
+            return train(*args, **kwargs)
+        finally:
+            patches.undo()
+            self._trainer = None
+            if self._meter is not None:
+                self._meter.end()
+                self._meter = None
+            if self._cluster is not None:
+                self._cluster.close()
+                self._cluster = None
+
+    def _end_trained_epoch(self) -> None:
+        if not self._is_trained:
+            return
+        self._is_trained = False
+        if self._cluster is not None:
+            self._cluster.synchronize()
+        if self._meter is not None and self._trainer is not None:
+            metrics = self._meter.end_epoch()
+            self._totals = self._meter.totals
+            _log(self._trainer, metrics)
+
+    def _keep_state(self) -> None:
+        """Put the totals where the trainer's checkpoints take them from."""
+        if self._meter is not None and self._trainer is not None:
+            _checkpointed(self._trainer.state)[_ENERGY_STATE_KEY] = self._meter.state()
+
+
+class ZeusPowerLimitTrainerCallback(_TrainWrapper):
+    """Finds the GPUs' best power limit within the first epochs, keeps it until `train` ends, and then puts it back.
+
+    Each limit is measured over some steps of the training itself, while nothing else happens: an evaluation, a
+    checkpoint or the end of an epoch interrupts a measurement, which is then made again. Once the limit is chosen, the
+    steps cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's logs. Without a GPU or the permission to
+    set limits, only the limit in force is measured, with one warning. Outside `train` the callback does nothing.
+
+    Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
+
+    Args:
+        selector: What is best: `zeus_plugins.power_limit.ZeusCost(eta)` (the cost that batch sizes are compared by),
+            `Energy()`, `Time()` or `MaxSlowdown(factor)`.
+        warmup_steps: Optimizer steps under a new limit before it is measured.
+        profile_steps: Optimizer steps measured under each limit.
+        limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
+        profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
+            ``{batch_size}`` in it stands for that size.
+        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+        devices: Whose limits are set, those of this machine. None: the NVIDIA GPUs that train.
+        command: Sets a limit, such as ``sudo -n nvidia-smi -i {index} -pl {watts}``. None: the environment variable
+            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one the driver is asked directly.
+
+    Raises:
+        ZeusBSOConfigError: An argument cannot work. `train` raises it for limits that the GPUs cannot have.
+    """
+
+    _OWNER = "zeus_power_limit_owner"
+
+    def __init__(
+        self,
+        selector: OptimumSelector | None = None,
+        *,
+        warmup_steps: int = 10,
+        profile_steps: int = 40,
+        limits_w: Sequence[float] | None = None,
+        profile_path: str | os.PathLike[str] | None = None,
+        energy_monitor: EnergyMonitor | None = None,
+        devices: Sequence[PowerLimitDevice] | None = None,
+        command: str | None = None,
+    ) -> None:
+        self._options = ProfilerOptions(
+            selector or ZeusCost(),
+            warmup_steps,
+            profile_steps,
+            limits_w,
+            profile_path,
+            energy_monitor,
+            devices,
+            command,
+        )
+        self._trainer: Trainer | None = None
+        self._profiler: PowerLimitProfiler | None = None
+        self._hidden = Patches()
+        # Whether steps are being trained, and nothing else; and how many there are in a row.
+        self._is_training = False
+        self._steps_in_a_row: int | None = None
+        self._is_over = True
+
+    @property
+    def chosen_limit_w(self) -> float | None:
+        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
+        return None if self._profiler is None else self._profiler.chosen_limit_w
+
+    @property
+    def profile(self) -> PowerLimitProfile | None:
+        """What the present or latest `train` has measured, and what it knew from `profile_path`."""
+        return None if self._profiler is None else self._profiler.profile
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prepare; no limit is changed yet."""
+        if self._trainer is None or self._trainer.state is not state:
+            raise _not_attached()
+        # With auto_find_batch_size a training may begin several times, each at another size.
+        self._end()
+        self._profiler = self._options.profiler(_rank(args), self._trainer.get_total_train_batch_size(args))
+        self._is_over = False
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin to measure, or go on with it."""
+        self._steps_in_a_row = _steps_in_a_row(args, state, kwargs.get("train_dataloader"))
+        self._begin_steps()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step. Hidden from the trainer as soon as nothing is left to measure."""
+        if self._profiler is not None:
+            self._profiler.on_step_end()
+            self._finish_profiling()
+
+    # The checkpoint has been written, within what would have been measured.
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Interrupt a measurement."""
+        if self._is_training:
+            self._end_steps()
+            self._begin_steps()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Interrupt a measurement."""
+        self._end_steps()
+
+    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+        if self._trainer is not None:
+            raise _already_training()
+        self._trainer = trainer
+        patches = Patches()
+        was_training = False
+
+        def interrupt() -> None:
+            nonlocal was_training
+            was_training = self._is_training
+            self._end_steps()
+
+        def go_on(_: Any) -> None:
+            if was_training:
+                self._begin_steps()
+
+        _beforehand(trainer, "_evaluate", interrupt, patches)
+        _afterwards(trainer, "_evaluate", go_on, patches)
+        try:
+            return train(*args, **kwargs)
+        finally:
+            patches.undo()
+            self._trainer = None
+            self._end()
+
+    def _begin_steps(self) -> None:
+        if self._profiler is None or self._is_over:
+            return
+        self._is_training = True
+        self._profiler.on_epoch_begin(self._steps_in_a_row)
+        self._finish_profiling()
+
+    def _end_steps(self) -> None:
+        if self._is_training and self._profiler is not None:
+            self._is_training = False
+            self._profiler.on_epoch_end()
+
+    def _finish_profiling(self) -> None:
+        if self._profiler is None or not self._profiler.is_done or self._is_over:
+            return
+        self._is_over, self._is_training = True, False
+        if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # not that of a subclass of the user's
+            self._hidden.set_attribute(self, "on_step_end", super().on_step_end)
+        if self._trainer is None or not self._trainer.is_world_process_zero():
+            return
+        self._options.save(self._profiler.profile)
+        if self._profiler.chosen_limit_w is not None:
+            _log(self._trainer, {"zeus/power_limit_w": self._profiler.chosen_limit_w})
+
+    def _end(self) -> None:
+        self._is_over, self._is_training = True, False
+        self._hidden.undo()
+        if self._profiler is not None:
+            self._profiler.close()
+
+
+def _not_attached() -> ZeusBSOOperationOrderError:
+    return ZeusBSOOperationOrderError(
+        "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
+        "trainer.train(), or give it to Trainer(callbacks=[…])"
+    )
+
+
+def _already_training() -> ZeusBSOOperationOrderError:
+    return ZeusBSOOperationOrderError(
+        "the callback is in a training already: make a callback for each Trainer that trains at the same time"
+    )
+
+
+def _checkpointed(state: TrainerState) -> dict[str, Any]:
+    """What the trainer's checkpoints keep for callbacks, by name."""
+    return cast("dict[str, Any]", state.stateful_callbacks)  # a list is what the trainer's constructor makes it of
+
+
+def _log(trainer: Trainer, metrics: dict[str, float]) -> None:
+    """Log metrics beside what the trainer itself logs."""
+    # Logging takes back a request to log, which the trainer may still have to follow. A subclass's own `log` is left
+    # out: some take their averages of the training from one call to the next.
+    control = trainer.control
+    should_log = control.should_log
+    Trainer.log(trainer, metrics)
+    control.should_log = should_log
 
 
 def _is_evaluation(metrics: Mapping[str, float] | None) -> bool:
@@ -548,6 +886,18 @@ def _decided_by_process_zero(trainer: Trainer, decide: Callable[[], T]) -> T:
     )
 
 
+def _beforehand(trainer: Trainer, name: str, first: Callable[[], None], patches: Patches) -> None:
+    """Do something before a method of the trainer runs, each time."""
+    method = getattr(trainer, name)
+
+    @functools.wraps(method)
+    def extended(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return method(*args, **kwargs)
+
+    patches.set_attribute(trainer, name, extended)
+
+
 def _afterwards(trainer: Trainer, name: str, then: Callable[[Any], None], patches: Patches) -> None:
     """Do something with what a method of the trainer has returned, each time."""
     method = getattr(trainer, name)
@@ -592,10 +942,57 @@ def _as_written(metric: float) -> float:
     return float(str(single)) if single == metric else metric
 
 
+def _node_monitor(args: TrainingArguments, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
+    return energy.adapted(monitor) if monitor is not None else energy.auto(device_indices=_gpu_indices(args))
+
+
+def _cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
+    """What measures a training on several machines, made by all processes together; None for one machine."""
+    args = trainer.args
+    if args.world_size <= _processes_here(args):
+        return None
+    measures = args.local_process_index == 0
+    return ClusterMonitor(
+        (lambda: _node_monitor(args, monitor)) if measures else None,
+        rank=args.process_index,
+        all_gather=_all_gathered,
+    )
+
+
+def _processes_here(args: TrainingArguments) -> int:
+    """Processes of the training on this machine, as its launcher has said; without its word, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+
+
 def _gpu_indices(args: TrainingArguments) -> Sequence[int]:
     """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
     if args.device.type != "cuda":
         return ()
     if args.world_size > 1:
-        return range(int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)))
+        return range(_processes_here(args))
     return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
+
+
+def _rank(args: TrainingArguments) -> Rank:
+    return Rank(
+        controls=args.local_process_index == 0,
+        is_zero=args.process_index == 0,
+        gpu_indices=_gpu_indices(args),
+        all_gather=_all_gathered if args.world_size > 1 else None,
+        synchronize=cuda.synchronize if args.device.type == "cuda" else None,
+    )
+
+
+def _all_gathered(thing: object) -> list[Any]:
+    return cast("list[Any]", gather_object([thing]))
+
+
+def _steps_in_a_row(args: TrainingArguments, state: TrainerState, loader: Any) -> int | None:
+    """Optimizer steps between two evaluations, or in an epoch, whichever is less; None when nobody knows."""
+    known = [state.max_steps]
+    if args.eval_strategy == "steps":
+        known.append(int(state.eval_steps))
+    with contextlib.suppress(TypeError):  # a stream has no length
+        known.append(-(-len(loader) // args.gradient_accumulation_steps))
+    counted = [steps for steps in known if steps > 0]
+    return min(counted) if counted else None

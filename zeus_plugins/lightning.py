@@ -1,4 +1,4 @@
-"""Batch size optimization and energy for PyTorch Lightning: hooks only, the counting is done in other modules.
+"""Batch size, power limit and energy for PyTorch Lightning: hooks only, the counting is done in other modules.
 
 Example:
     The whole change to a training script::
@@ -18,22 +18,38 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, cast
 
-from torch import Tensor
+from torch import Tensor, cuda
+from torch import distributed as dist
 
 from zeus_plugins import energy
 from zeus_plugins.adapters import check_options, decided_by_rank_zero, failure, splits_of_job
 from zeus_plugins.client import BsoClient, client_from_environment
-from zeus_plugins.energy import EnergyMonitor, EpochMeter
+from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader
 from zeus_plugins.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.patches import Patches
+from zeus_plugins.power_limit import (
+    OptimumSelector,
+    PowerLimitDevice,
+    PowerLimitProfile,
+    PowerLimitProfiler,
+    ZeusCost,
+)
+from zeus_plugins.power_limit.options import ProfilerOptions, Rank
 from zeus_plugins.protocol import JobSpec
-from zeus_plugins.session import TrialInfo, TrialSession, end_trial_from_another_rank
+from zeus_plugins.session import (
+    OnUnreachable,
+    TrialInfo,
+    TrialSession,
+    check_on_unreachable,
+    end_trial_from_another_rank,
+)
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -43,11 +59,22 @@ except ModuleNotFoundError:
     from pytorch_lightning import Callback, LightningModule, Trainer  # type: ignore[assignment]
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
 
-__all__ = ["ZeusBSOCallback", "ZeusEnergyCallback"]
+__all__ = ["ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback"]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
+
+# What Lightning calls of each callback in each step. It leaves out what is no function; calling all of these, to do
+# nothing, costs more than 10 µs a step.
+_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 
 
 class ZeusBSOCallback(Callback):
@@ -68,19 +95,28 @@ class ZeusBSOCallback(Callback):
         job: The recurring job. Its batch sizes are global: samples per optimizer step over all devices and accumulated
             batches.
         monitor: Name of the logged metric that `job.target_metric` is about.
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``.
+        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
+            that one a server in this process, on a SQLite file (`zeus_plugins.embedded`; needs the extra ``server``).
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
         lr_scaling: How the learning rates that the module configures, meant for `job.default_batch_size`, follow the
             batch size.
-        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
+            one that this machine offers.
         max_per_device_batch_size: Largest batch that one device holds. Larger global sizes are reached by accumulating
             gradients (`Trainer.accumulate_grad_batches` is raised).
         on_failure: What `fit` does when the trial ended without reaching the target: ``"raise"``
             `ZeusBSOTrainFailError` after all loops, checkpoints and loggers have finished, or just ``"stop"``.
+        on_unreachable: What `fit` does when it begins while the server is away: ``"default"``, train with
+            `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
+            later never ends a training.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `fit` raises it for a job, trainer or data that cannot work.
     """
+
+    # The name of the trial in a checkpoint. The default follows the name of the class: renaming it would lose the
+    # trials of all checkpoints. No property, for Lightning asks for it several times in each step.
+    state_key = "zeus_bso"
 
     def __init__(
         self,
@@ -90,11 +126,13 @@ class ZeusBSOCallback(Callback):
         server_url: str | None = None,
         token: str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
-        energy_monitor: EnergyMonitor | None = None,
+        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
+        on_unreachable: OnUnreachable = "default",
     ) -> None:
         check_options(on_failure=on_failure, max_per_device=max_per_device_batch_size)
+        check_on_unreachable(on_unreachable)
         self._job = job
         self._metric_name = monitor
         self._server_url = server_url
@@ -104,9 +142,11 @@ class ZeusBSOCallback(Callback):
         self._energy_monitor = energy_monitor
         self._max_per_device = max_per_device_batch_size
         self._on_failure = on_failure
+        self._on_unreachable = on_unreachable
         self._patches: Patches | None = None
         self._client: BsoClient | None = None
         self._session: TrialSession | None = None
+        self._cluster: ClusterMonitor | None = None
         self._trial: TrialInfo | None = None
         self._awaits_checkpoint = False
         # Whether the server takes reports on the trial.
@@ -114,12 +154,6 @@ class ZeusBSOCallback(Callback):
         # Epochs that the trainer had trained before the trial began.
         self._first_epoch = 0
         self._lr_factor = 1.0
-
-    # The default follows the name of the class: renaming it would lose the trials of all checkpoints.
-    @property
-    def state_key(self) -> str:
-        """The name of the trial in a checkpoint."""
-        return "zeus_bso"
 
     @property
     def trial(self) -> TrialInfo:
@@ -152,6 +186,7 @@ class ZeusBSOCallback(Callback):
         self._check_epochs(trainer)
         # Before a trial is spent on a size that cannot be.
         self._splits(self._job, trainer, pl_module)
+        self._cluster = _cluster_of(trainer, self._energy_monitor)
         self._trial = _decided_by_rank_zero(trainer, lambda: self._begin_trial(trainer))
         self._open = True
         if self._trial.batch_size not in self._job.batch_sizes:
@@ -175,6 +210,7 @@ class ZeusBSOCallback(Callback):
         self._check_epochs(trainer)
         # Before the trial runs again, so that it may still go on elsewhere.
         self._split(state["trial"]["batch_size"], trainer, pl_module)
+        self._cluster = _cluster_of(trainer, self._energy_monitor)
         self._trial, self._open = _decided_by_rank_zero(trainer, lambda: self._resume_trial(trainer, state["trial"]))
         self._apply(trainer, pl_module, self._patches)
 
@@ -207,19 +243,15 @@ class ZeusBSOCallback(Callback):
             logger.log_metrics(
                 {
                     "zeus/batch_size": float(self.trial.batch_size),
-                    "zeus/trial_number": float(self.trial.trial_number),
+                    "zeus/trial_number": float(self.trial.trial_number or 0),
                     "zeus/lr_factor": self._lr_factor,
                 },
                 step=trainer.global_step,
             )
+        if self._cluster is not None:
+            self._cluster.synchronize()
         if self._session is not None and self._open:
             self._session.begin_measurement()
-
-    # The last hook before a step: other callbacks may change the accumulation when an epoch starts.
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Make sure, once per epoch, that the batch size is in force."""
-        if self._patches is not None and batch_idx == 0:
-            self._check_delivered(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
@@ -298,8 +330,8 @@ class ZeusBSOCallback(Callback):
 
     def _new_session(self, trainer: Trainer) -> TrialSession:
         self._client = client_from_environment(self._server_url, self._token)
-        monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(trainer))
-        self._session = TrialSession(self._job, self._client, monitor)
+        monitor = self._cluster or _node_monitor(trainer, self._energy_monitor)
+        self._session = TrialSession(self._job, self._client, monitor, on_unreachable=self._on_unreachable)
         return self._session
 
     def _begin_trial(self, trainer: Trainer) -> TrialInfo:
@@ -351,6 +383,19 @@ class ZeusBSOCallback(Callback):
             return loaders
 
         patches.set_attribute(source, "dataloader", resized)
+        # Callbacks and modules may change the accumulation when an epoch starts, and the only hook that follows them
+        # all, `on_train_batch_start`, costs something in every step.
+        epoch_loop = trainer.fit_loop.epoch_loop
+        run_epoch = epoch_loop.run
+
+        def run_checked(*args: Any) -> None:
+            self._check_delivered(trainer)
+            run_epoch(*args)
+
+        patches.set_attribute(epoch_loop, "run", run_checked)
+        for hook in _STEP_HOOKS:
+            if getattr(type(self), hook) is getattr(Callback, hook):  # not one of a subclass of the user's
+                patches.set_attribute(self, hook, None)
 
     def _check_delivered(self, trainer: Trainer) -> None:
         """Never train at another size than the one that is reported."""
@@ -369,6 +414,8 @@ class ZeusBSOCallback(Callback):
             self._report(trainer, self._metric(trainer), _epochs_trained(trainer) - self._first_epoch)
 
     def _report(self, trainer: Trainer, metric: float, epochs: float) -> None:
+        if self._cluster is not None:
+            self._cluster.synchronize()
         self._trial = _decided_by_rank_zero(trainer, lambda: self._send_report(metric, epochs))
         if self._trial.is_over:
             trainer.should_stop = True
@@ -406,28 +453,31 @@ class ZeusBSOCallback(Callback):
         if self._client is not None:
             self._client.close()
             self._client = None
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
 
 
 class ZeusEnergyCallback(Callback):
     """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
-    and joules, validation included. Rank 0 measures the devices of its machine. A training that continues from a
-    checkpoint continues its totals.
+    and joules, validation included. The first rank of each machine measures its devices, and rank 0 logs the sum. A
+    training that continues from a checkpoint continues its totals.
 
     Args:
-        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
+            one that this machine offers.
     """
 
-    def __init__(self, energy_monitor: EnergyMonitor | None = None) -> None:
+    # The name of the totals in a checkpoint.
+    state_key = "zeus_energy"
+
+    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
         self._energy_monitor = energy_monitor
         self._meter: EpochMeter | None = None
+        self._cluster: ClusterMonitor | None = None
         self._totals: dict[str, float] = {}
-
-    @property
-    def state_key(self) -> str:
-        """The name of the totals in a checkpoint."""
-        return "zeus_energy"
 
     @property
     def time_s(self) -> float:
@@ -445,23 +495,29 @@ class ZeusEnergyCallback(Callback):
             self._totals = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The totals."""
-        return dict(self._totals)
+        """The totals, and what the present epoch has cost so far."""
+        return dict(self._totals) if self._meter is None else dict(self._meter.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint's totals."""
+        """Go on from what a checkpoint kept."""
         self._totals = dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
-        if not trainer.is_global_zero or _is_rehearsal(trainer):
+        if _is_rehearsal(trainer):
             return
-        monitor = self._energy_monitor or energy.auto(device_indices=_gpu_indices(trainer))
-        self._meter = EpochMeter(monitor, self._totals)
+        self._cluster = _cluster_of(trainer, self._energy_monitor)
+        if self._cluster is not None:
+            self._cluster.synchronize()
+        if not trainer.is_global_zero:
+            return
+        self._meter = EpochMeter(self._cluster or _node_monitor(trainer, self._energy_monitor), self._totals)
         self._meter.begin()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch."""
+        if self._cluster is not None:
+            self._cluster.synchronize()
         if self._meter is None:
             return
         metrics = self._meter.end_epoch()
@@ -481,6 +537,159 @@ class ZeusEnergyCallback(Callback):
         if self._meter is not None:
             self._meter.end()
             self._meter = None
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+
+class ZeusPowerLimitCallback(Callback):
+    """Finds the GPUs' best power limit within the first epochs, keeps it until `fit` ends, and then puts it back.
+
+    Each limit is measured over some batches of the training itself, while nothing else happens: a validation, a
+    checkpoint or the end of an epoch interrupts a measurement, which is then made again. Once the limit is chosen, the
+    batches cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's loggers. Without a GPU or the
+    permission to set limits, only the limit in force is measured, with one warning.
+
+    Args:
+        selector: What is best: `zeus_plugins.power_limit.ZeusCost(eta)` (the cost that batch sizes are compared by),
+            `Energy()`, `Time()` or `MaxSlowdown(factor)`.
+        warmup_steps: Batches under a new limit before it is measured.
+        profile_steps: Batches measured under each limit.
+        limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
+        profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
+            ``{batch_size}`` in it stands for that size.
+        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+        devices: Whose limits are set, those of this machine. None: the NVIDIA GPUs that train.
+        command: Sets a limit, such as ``sudo -n nvidia-smi -i {index} -pl {watts}``. None: the environment variable
+            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one the driver is asked directly.
+
+    Raises:
+        ZeusBSOConfigError: An argument cannot work. `fit` raises it for limits that the GPUs cannot have.
+    """
+
+    state_key = "zeus_power_limit"
+
+    def __init__(
+        self,
+        selector: OptimumSelector | None = None,
+        *,
+        warmup_steps: int = 10,
+        profile_steps: int = 40,
+        limits_w: Sequence[float] | None = None,
+        profile_path: str | os.PathLike[str] | None = None,
+        energy_monitor: EnergyMonitor | None = None,
+        devices: Sequence[PowerLimitDevice] | None = None,
+        command: str | None = None,
+    ) -> None:
+        self._options = ProfilerOptions(
+            selector or ZeusCost(),
+            warmup_steps,
+            profile_steps,
+            limits_w,
+            profile_path,
+            energy_monitor,
+            devices,
+            command,
+        )
+        self._profiler: PowerLimitProfiler | None = None
+        self._hidden = Patches()
+        # Whether batches are being trained, and nothing else.
+        self._is_training = False
+        self._is_over = True
+
+    @property
+    def chosen_limit_w(self) -> float | None:
+        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
+        return None if self._profiler is None else self._profiler.chosen_limit_w
+
+    @property
+    def profile(self) -> PowerLimitProfile | None:
+        """What the present or latest `fit` has measured, and what it knew from `profile_path`."""
+        return None if self._profiler is None else self._profiler.profile
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prepare; no limit is changed yet."""
+        if _is_rehearsal(trainer):
+            return
+        self._end()
+        self._profiler = self._options.profiler(_rank(trainer), _delivered_batch_size(trainer))
+        self._is_over = False
+        self._hide(*(hook for hook in _STEP_HOOKS if hook != "on_train_batch_end"))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to measure, or go on with it."""
+        self._begin_batches(trainer)
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Count the batch. Hidden from the trainer as soon as nothing is left to measure."""
+        if self._profiler is not None:
+            self._profiler.on_step_end()
+            self._finish_profiling(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Interrupt a measurement."""
+        self._end_batches()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with measuring, after a validation within an epoch."""
+        if not trainer.sanity_checking and not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._begin_batches(trainer)
+
+    # The trainer writes it after this; the batches after that warm up first.
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Interrupt a measurement."""
+        if self._is_training:
+            self._end_batches()
+            self._begin_batches(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Interrupt a measurement."""
+        self._end_batches()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the limits back."""
+        self._end()
+
+    # Lightning calls no other hook after an exception.
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the limits back."""
+        self._end()
+
+    def _begin_batches(self, trainer: Trainer) -> None:
+        if self._profiler is None or self._is_over:
+            return
+        self._is_training = True
+        self._profiler.on_epoch_begin(_batches_in_a_row(trainer))
+        self._finish_profiling(trainer)
+
+    def _end_batches(self) -> None:
+        if self._is_training and self._profiler is not None:
+            self._is_training = False
+            self._profiler.on_epoch_end()
+
+    def _finish_profiling(self, trainer: Trainer) -> None:
+        if self._profiler is None or not self._profiler.is_done or self._is_over:
+            return
+        self._is_over, self._is_training = True, False
+        self._hide("on_train_batch_end")
+        if not trainer.is_global_zero:
+            return
+        self._options.save(self._profiler.profile)
+        if self._profiler.chosen_limit_w is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics({"zeus/power_limit_w": self._profiler.chosen_limit_w}, step=trainer.global_step)
+
+    def _hide(self, *hooks: str) -> None:
+        """Have the trainer leave hooks out, but for those of a subclass of the user's."""
+        for hook in hooks:
+            if getattr(type(self), hook) in (getattr(Callback, hook), getattr(ZeusPowerLimitCallback, hook)):
+                self._hidden.set_attribute(self, hook, None)
+
+    def _end(self) -> None:
+        self._is_over, self._is_training = True, False
+        self._hidden.undo()
+        if self._profiler is not None:
+            self._profiler.close()
 
 
 def _say(trainer: Trainer, level: int, message: str) -> None:
@@ -572,6 +781,51 @@ def _epochs_trained(trainer: Trainer) -> float:
     return trainer.current_epoch + (progress.current.ready / batches if math.isfinite(batches) else 0.5)
 
 
+def _node_monitor(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
+    return energy.adapted(monitor) if monitor is not None else energy.auto(device_indices=_gpu_indices(trainer))
+
+
+def _cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
+    """What measures a training on several machines, made by all ranks together; None for one machine."""
+    if trainer.num_nodes == 1:
+        return None
+    measures = trainer.local_rank == 0
+    return ClusterMonitor(
+        (lambda: _node_monitor(trainer, monitor)) if measures else None,
+        rank=trainer.global_rank,
+        all_gather=_all_gathered,
+    )
+
+
+def _all_gathered(thing: object) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, thing)
+    return gathered
+
+
 def _gpu_indices(trainer: Trainer) -> Sequence[int]:
     """The GPUs that train, as indices into the visible ones; none on another accelerator."""
     return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
+
+
+def _rank(trainer: Trainer) -> Rank:
+    return Rank(
+        controls=trainer.local_rank == 0,
+        is_zero=trainer.is_global_zero,
+        gpu_indices=_gpu_indices(trainer),
+        all_gather=_all_gathered if trainer.world_size > 1 else None,
+        synchronize=cuda.synchronize if trainer.strategy.root_device.type == "cuda" else None,
+    )
+
+
+def _delivered_batch_size(trainer: Trainer) -> int | None:
+    """The global batch size that the train loaders deliver, or None when they do not say."""
+    combined = trainer.fit_loop._combined_loader
+    per_device = None if combined is None else delivered_batch_size(combined.flattened[0])
+    return None if per_device is None else per_device * trainer.world_size * trainer.accumulate_grad_batches
+
+
+def _batches_in_a_row(trainer: Trainer) -> int | None:
+    """Batches between two validations, or in an epoch, whichever is less; None when nobody knows."""
+    known = [n for n in (trainer.num_training_batches, trainer.val_check_batch) if n is not None and math.isfinite(n)]
+    return int(min(known)) if known else None

@@ -22,16 +22,19 @@ Example:
 from __future__ import annotations
 
 import os
+import sys
 import weakref
+from collections.abc import Callable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from zeus_plugins import energy
 from zeus_plugins.client import BsoClient, client_from_environment
-from zeus_plugins.energy import EnergyMonitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec
-from zeus_plugins.session import TrialSession
+from zeus_plugins.session import OnUnreachable, TrialSession, check_on_unreachable
+from zeus_plugins.signals import raise_at_sigterm, termination
 
 __all__ = ["BatchSizeOptimizer"]
 
@@ -40,44 +43,70 @@ class BatchSizeOptimizer:
     """Asks for a batch size, measures the training, and says when to stop.
 
     Call `get_batch_size`, `on_train_begin`, then `on_evaluate` after every epoch until `training_finished`. The
-    module's docstring shows a whole loop. When the training ends in any other way (an exception, the end of the
-    interpreter, the optimizer going out of use), the trial ends as failed, so that no later run waits for it.
+    module's docstring shows a whole loop. When the training ends in any other way, so does the trial, and no later run
+    waits for it: Ctrl-C and SIGTERM suspend it, running out of memory excludes its size, and everything else (another
+    exception, the end of the interpreter, the optimizer going out of use) has it tried again.
 
     In distributed training only rank 0 uses the optimizer; it broadcasts the batch size and `training_finished` to the
     other ranks. On every other rank the constructor does nothing and each method raises.
 
     Args:
-        monitor: Measures energy and time. None: the best one that this machine offers (`zeus_plugins.energy.auto`).
-        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``.
+        monitor: Measures energy and time; Zeus's `ZeusMonitor` will do. None: the best one that this machine offers
+            (`zeus_plugins.energy.auto`).
+        server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
+            that one a server in this process, on a SQLite file (`zeus_plugins.embedded`; needs the extra ``server``).
         job: The recurring job.
         rank: Rank of this process in distributed training.
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
         client: Takes the place of `server_url` and `token`; it stays open when the optimizer is closed.
+        on_unreachable: What `get_batch_size` does while the server is away: ``"default"``, it returns the job's default
+            size, and the trial is recorded later; ``"raise"``, it raises. A server that goes away later never ends a
+            training.
 
     Raises:
-        ZeusBSOConfigError: There is no server URL, or an argument or ``ZEUS_JOB_ID`` cannot work.
+        ZeusBSOConfigError: An argument or ``ZEUS_JOB_ID`` cannot work, or there is no server URL and the server is not
+            installed here.
     """
 
     def __init__(
         self,
-        monitor: EnergyMonitor | None,
+        monitor: EnergyMonitor | WindowMonitor | None,
         server_url: str | None,
         job: JobSpec,
         rank: int = 0,
         *,
         token: str | None = None,
         client: BsoClient | None = None,
+        on_unreachable: OnUnreachable = "default",
     ) -> None:
+        check_on_unreachable(on_unreachable)
         self._rank = rank
         self._trial_session: TrialSession | None = None
         if rank != 0:
             return
-        own_client = None
+        self._own_client: BsoClient | None = None
         if client is None:
-            client = own_client = client_from_environment(server_url, token)
-        self._trial_session = TrialSession(job, client, energy.auto() if monitor is None else monitor)
+            client = self._own_client = client_from_environment(server_url, token)
+        self._trial_session = TrialSession(
+            job, client, energy.auto() if monitor is None else monitor, on_unreachable=on_unreachable
+        )
+        self._see_to_the_end()
+
+    def _see_to_the_end(self) -> None:
+        self._owner_pid = os.getpid()
+        self._undo_signals: list[Callable[[], None]] = []
         # Runs when the optimizer is dropped and at the interpreter's exit, whichever comes first, and only once.
-        self._finish = weakref.finalize(self, _finish, self._trial_session, own_client, os.getpid())
+        self._finish = weakref.finalize(
+            self, _finish, self._session, self._own_client, self._owner_pid, self._undo_signals
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: part for name, part in vars(self).items() if name != "_finish"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self._rank == 0:
+            self._see_to_the_end()
 
     def __enter__(self) -> Self:
         return self
@@ -85,6 +114,9 @@ class BatchSizeOptimizer:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        # A forked child that leaves the block has no say in its parent's trial.
+        if self._rank == 0 and os.getpid() == self._owner_pid:
+            self._session.end(exc)
         self.close()
 
     @property
@@ -100,10 +132,14 @@ class BatchSizeOptimizer:
 
         Raises:
             ZeusBSOBadOperationError: This is not rank 0.
-            ZeusBSOConfigError: The server refuses the job.
-            ZeusBSORuntimError: The server cannot be reached or fails.
+            ZeusBSOConfigError: The server refuses the job or the token.
+            ZeusBSORuntimError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
+                says to raise.
         """
-        return self._session.trial.batch_size if self._session.has_trial else self._session.ask()
+        if not self._session.has_trial:
+            self._session.ask()
+            self._undo_signals.append(raise_at_sigterm())
+        return self._session.trial.batch_size
 
     def on_train_begin(self) -> None:
         """Begin to measure; call it once, right before the first epoch.
@@ -117,6 +153,8 @@ class BatchSizeOptimizer:
     def on_evaluate(self, metric: float) -> None:
         """Report the validation metric; each call counts one epoch.
 
+        While the server is away, the training is judged here by the rule that the server sent last.
+
         Args:
             metric: The validation metric after this epoch.
 
@@ -124,8 +162,6 @@ class BatchSizeOptimizer:
             ZeusBSOTrainFailError: The trial is over without having reached the target metric.
             ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOOperationOrderError: `on_train_begin` was not called yet, or the training is finished.
-            ZeusBSORuntimError: The server cannot be reached or fails. The epoch counts nevertheless, and its time and
-                energy are part of the next report.
         """
         verdict = self._session.report(metric)
         if self._session.failed:
@@ -146,10 +182,24 @@ class BatchSizeOptimizer:
         return self._trial_session
 
 
-def _finish(session: TrialSession, own_client: BsoClient | None, owner_pid: int) -> None:
+def _finish(
+    session: TrialSession, own_client: BsoClient | None, owner_pid: int, undo_signals: list[Callable[[], None]]
+) -> None:
     # A forked child (a data loader's worker) inherits this call, but the trial is still running in its parent.
     if os.getpid() != owner_pid:
         return
-    session.end()
+    for undo in undo_signals:
+        undo()
+    session.end(_uncaught())
     if own_client is not None:
         own_client.close()
+
+
+def _uncaught() -> BaseException | None:
+    """The exception that ends this process, as the interpreter has noted it, or None.
+
+    At an interactive prompt the process goes on, and what is noted there has nothing to do with the training.
+    """
+    if hasattr(sys, "ps1"):
+        return None
+    return termination() or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)

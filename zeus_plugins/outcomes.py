@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
+from zeus_plugins.protocol import MAX_DETAIL_LENGTH, Ending, TrialState
 
-__all__ = ["Outcome", "detail_of", "is_lost_peer", "outcome_of"]
+__all__ = ["Outcome", "detail_of", "ending_of", "is_lost_peer", "outcome_of"]
 
 Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
 
@@ -19,11 +19,22 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 # What a rank hears of another one that is gone, in the words of Gloo and of NCCL.
-_LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process has exited", re.IGNORECASE)
+_LOST_PEER = re.compile(r"connection (closed|reset) by peer|remote process exited", re.IGNORECASE)
 _LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 
 # Ctrl-C, sys.exit in a handler of SIGTERM, and what Lightning raises at SIGTERM.
 _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
+
+
+def ending_of(error: BaseException | None) -> Ending:
+    """What to tell the server of a training that this exception ended.
+
+    Args:
+        error: The exception. None: the training ended without one before the server said so, which counts as failed.
+    """
+    if error is None:
+        return Ending()
+    return Ending(outcome=outcome_of(error), detail=detail_of(error))
 
 
 def outcome_of(error: BaseException) -> Outcome:
@@ -46,6 +57,8 @@ def outcome_of(error: BaseException) -> Outcome:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Whether the error only tells that another process of a distributed training has ended."""
+    if _is_out_of_memory(error):  # NCCL says that by the same kind of error
+        return False
     if _kinds(error) & _LOST_PEER_KINDS:
         return True
     return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

@@ -29,7 +29,9 @@ from pydantic import (
 __all__ = [
     "ArmView",
     "EndReason",
+    "Ending",
     "ErrorBody",
+    "Evaluation",
     "FieldError",
     "GpuConfig",
     "Heartbeat",
@@ -39,11 +41,13 @@ __all__ = [
     "JobSpec",
     "JobSummary",
     "JobView",
+    "OfflineTrial",
     "Origin",
     "Paths",
     "PolicyName",
     "ReportResponse",
     "Stage",
+    "StopRule",
     "TrainingResult",
     "TrialDispatch",
     "TrialEnd",
@@ -80,6 +84,7 @@ class PolicyName(StrEnum):
     """How batch sizes are chosen."""
 
     ZEUS = "zeus"
+    GP_VOI = "gp_voi"
 
 
 class Stage(StrEnum):
@@ -93,6 +98,7 @@ class Origin(StrEnum):
     """Why a trial was dispatched."""
 
     EXPLORATION = "exploration"
+    INCUMBENT = "incumbent"
     CONCURRENT = "concurrent"
     BANDIT = "bandit"
     OFFLINE = "offline"
@@ -117,6 +123,7 @@ class EndReason(StrEnum):
     KEEP_TRAINING = "keep_training"
     TARGET_REACHED = "target_reached"
     COST_BOUND_CROSSED = "cost_bound_crossed"
+    EPOCH_BOUND_REACHED = "epoch_bound_reached"
     MAX_EPOCHS_REACHED = "max_epochs_reached"
     CRASHED = "crashed"
     OUT_OF_MEMORY = "out_of_memory"
@@ -174,7 +181,7 @@ class JobSpec(WireMessage):
         mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
-        policy: How batch sizes are chosen.
+        policy: How batch sizes are chosen; docs/policy.md describes both ways.
 
     Raises:
         pydantic.ValidationError: A field is out of its range, or two fields contradict each other.
@@ -238,6 +245,14 @@ class GpuConfig(WireMessage):
 class JobRegistration(JobSpec, GpuConfig):
     """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it."""
 
+    def cost_j(self, *, time_s: float, energy_j: float) -> float:
+        """``η·energy + (1 − η)·max_power·time`` in joules: what a run of the job costs."""
+        return self.eta_knob * energy_j + (1 - self.eta_knob) * self.max_power * time_s
+
+    def is_reached_by(self, metric: float) -> bool:
+        """Whether the metric is at the target or beyond."""
+        return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
+
     @classmethod
     def of(cls, spec: JobSpec, gpu: GpuConfig) -> JobRegistration:
         """Join a job with the hardware that it runs on."""
@@ -258,20 +273,62 @@ class TrialId(WireMessage):
     trial_number: PositiveInt
 
 
+class StopRule(WireMessage):
+    """When a trial is stopped that has not reached its target.
+
+    The server judges by it, and so does a training while the server is away.
+
+    Attributes:
+        max_cost_j: Joules of cost beyond which the trial is stopped, be the target reached or not. None: no limit.
+        max_epochs: Epochs after which it is stopped.
+    """
+
+    max_cost_j: NonNegativeFinite | None = None
+    max_epochs: PositiveInt
+
+    def applied(self, *, cost_j: float, epochs: float, reached: bool) -> EndReason:
+        """What the rule says of a trial, KEEP_TRAINING included.
+
+        Args:
+            cost_j: What the trial has cost so far, joules.
+            epochs: Epochs trained so far.
+            reached: Whether the latest metric reaches the target.
+        """
+        if self.max_cost_j is not None and cost_j > self.max_cost_j:
+            return EndReason.COST_BOUND_CROSSED
+        if reached:
+            return EndReason.TARGET_REACHED
+        return EndReason.MAX_EPOCHS_REACHED if epochs >= self.max_epochs else EndReason.KEEP_TRAINING
+
+
 class TrialDispatch(TrialId):
-    """Answer of ``GET /jobs/batch_size``.
+    """Answer of ``GET /jobs/batch_size`` and of ``POST /trials``.
 
     Attributes:
         origin: Why a trial was dispatched; None from a Zeus server.
         reason: The same in words, with numbers; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
     """
 
     origin: Origin | None = None
     reason: str | None = None
+    stop_rule: StopRule | None = None
 
 
-class TrialEnd(TrialId):
-    """Body of ``PATCH /trials``: a training ends before the server told it to.
+class OfflineTrial(WireMessage):
+    """Body of ``POST /trials``: a training began without the server, which was away, and wants its trial recorded.
+
+    Attributes:
+        job_id: The job.
+        batch_size: The global batch size that it took.
+    """
+
+    job_id: Identifier
+    batch_size: BatchSize
+
+
+class Ending(WireMessage):
+    """How a training ended before the server told it to.
 
     Attributes:
         outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
@@ -282,6 +339,10 @@ class TrialEnd(TrialId):
 
     outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
+
+
+class TrialEnd(Ending, TrialId):
+    """Body of ``PATCH /trials``: a training ends before the server told it to."""
 
 
 class Heartbeat(TrialId):
@@ -315,8 +376,8 @@ class HeartbeatResponse(WireMessage):
     epochs: float | None = None
 
 
-class TrainingResult(TrialId):
-    """Body of ``POST /report``: where a trial stands after an evaluation.
+class Evaluation(WireMessage):
+    """Where a trial stands after an evaluation.
 
     Attributes:
         time: Seconds since the trial began.
@@ -324,6 +385,8 @@ class TrainingResult(TrialId):
         metric: The validation metric.
         current_epoch: Epochs trained so far, counting from 1; fractional when validating within an epoch.
         energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
+        judged_by: The rule by which the training has judged this result itself, because the server was away; the
+            server then judges by it, too, so that both come to the same verdict. None: the server is to judge.
     """
 
     time: Seconds
@@ -331,10 +394,15 @@ class TrainingResult(TrialId):
     metric: Finite
     current_epoch: Epochs
     energy_source: Text | None = None
+    judged_by: StopRule | None = None
 
     @field_serializer("current_epoch")
     def _whole_epochs_as_integers(self, epoch: float) -> int | float:
         return int(epoch) if epoch.is_integer() else epoch
+
+
+class TrainingResult(Evaluation, TrialId):
+    """Body of ``POST /report``: an evaluation of a trial."""
 
 
 class ReportResponse(WireMessage):
@@ -345,12 +413,14 @@ class ReportResponse(WireMessage):
         converged: Whether it reached the target metric within the cost bound.
         message: The same in words, with numbers.
         reason: The same as a value; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
     """
 
     stop_train: bool
     converged: bool
     message: str
     reason: EndReason | None = None
+    stop_rule: StopRule | None = None
 
 
 class TrialView(WireMessage):
@@ -373,6 +443,9 @@ class TrialView(WireMessage):
         epochs: Epochs trained.
         metric: The last validation metric.
         owner: Id of the token that it was dispatched to, which is no secret; None where the server asked for none.
+        epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
+            them, and with other policies.
+        epoch_bound_reason: Why, in words.
     """
 
     trial_number: int
@@ -391,6 +464,8 @@ class TrialView(WireMessage):
     epochs: float | None
     metric: float | None
     owner: str | None = None
+    epoch_bound: int | None = None
+    epoch_bound_reason: str | None = None
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:

@@ -16,9 +16,10 @@ from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB
+from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
+from zeus_plugins.protocol import PolicyName
 
 Batch = tuple[Tensor, Tensor]
 
@@ -82,7 +83,7 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
 
 
-def train(server_url: str, seed: int) -> None:
+def train(server_url: str, seed: int, policy: PolicyName) -> None:
     """Train once.
 
     Raises:
@@ -93,7 +94,7 @@ def train(server_url: str, seed: int) -> None:
     seed_everything(seed, verbose=False)
     trainer = Trainer(
         max_epochs=JOB.max_epochs,
-        callbacks=[ZeusBSOCallback(JOB, monitor="val_acc", server_url=server_url)],
+        callbacks=[ZeusBSOCallback(job_by(policy), monitor="val_acc", server_url=server_url)],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -108,9 +109,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--policy", type=PolicyName, choices=list(PolicyName), default=JOB.policy)
     options = parser.parse_args(arguments)
     try:
-        train(options.server_url, options.seed)
+        train(options.server_url, options.seed, options.policy)
     except ZeusBSOTrainFailError as failure:
         print(failure, file=sys.stderr)
         return FAILED_TRIAL_STATUS

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from zeus_plugins.protocol import JobSpec, TrialState, TrialView
+from zeus_plugins.protocol import JobSpec, PolicyName, TrialState, TrialView
 
 if TYPE_CHECKING:
     from zeus_plugins.demo.runner import Outcome
@@ -20,6 +20,17 @@ _OUTCOMES = {
     TrialState.COMPLETED: "[green]reached the target[/]",
     TrialState.EARLY_STOPPED: "[yellow]stopped: too costly[/]",
     TrialState.EXHAUSTED: "[yellow]stopped: out of epochs[/]",
+}
+
+_HOW_SIZES_ARE_CHOSEN = {
+    PolicyName.GP_VOI: (
+        "A size is tried when what it may teach the later runs is worth more than the try. A run that does not pay any "
+        "more is stopped, and launched again with the cheapest size known."
+    ),
+    PolicyName.ZEUS: (
+        "First the server explores the sizes; one that costs {beta} times the cheapest run is stopped, and the run is "
+        "launched again with another size. Then it plays the cheap sizes more and more."
+    ),
 }
 
 
@@ -104,8 +115,7 @@ class Display:
             f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. (Its owner "
             f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of "
             "maximum power × time, in joules.",
-            f"First the server explores the sizes; one that costs {job.beta_knob:g} times the cheapest run is stopped, "
-            "and the run is launched again with another size. Then it plays the cheap sizes more and more.",
+            _HOW_SIZES_ARE_CHOSEN[job.policy].format(beta=f"{job.beta_knob:g}"),
         ):
             self._console.print(paragraph, end="\n\n")
 

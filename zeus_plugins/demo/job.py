@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeus_plugins.protocol import JobSpec
+from zeus_plugins.protocol import JobSpec, PolicyName
 
 JOB = JobSpec(
     job_id_prefix="digits",
@@ -17,6 +17,12 @@ JOB = JobSpec(
     mab_num_explorations=2,
     mab_seed=1,
 )
+
+
+def job_by(policy: PolicyName) -> JobSpec:
+    """The job, its batch sizes chosen by this policy."""
+    return JOB.model_copy(update={"policy": policy})
+
 
 FAILED_TRIAL_STATUS = 3
 """Exit status of a training whose trial ended without reaching the target: launch it again."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 from zeus_plugins.client import BsoClient
 from zeus_plugins.demo.display import Display
-from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB
+from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.demo.plot import plot_costs
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimError
-from zeus_plugins.protocol import JobView, TrialView
+from zeus_plugins.protocol import JobView, PolicyName, TrialView
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
@@ -48,12 +48,13 @@ class Outcome:
     directory: Path
 
 
-def run(recurrences: int, directory: Path) -> Outcome:
+def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy) -> Outcome:
     """Let the job recur, shown on the terminal; leave the database, a summary and a plot in `directory`.
 
     Args:
         recurrences: How often the training recurs, each time until it reaches its target.
         directory: Made if need be. The database of an earlier demo in it is replaced.
+        policy: Chooses the batch sizes.
 
     Raises:
         ZeusBSORuntimError: The server did not start, or a training broke.
@@ -61,13 +62,14 @@ def run(recurrences: int, directory: Path) -> Outcome:
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     database_url = _fresh_database(directory)
-    display = Display(JOB, recurrences)
+    display = Display(job_by(policy), recurrences)
     with _server(database_url, directory / "server.log") as server_url, BsoClient(server_url) as client, display.live():
         seed = 0
         for recurrence in range(1, recurrences + 1):
             for _try in range(_MAX_TRIES):
                 seed += 1
-                if _train(server_url, seed, recurrence, client, display, directory / "training.log"):
+                arguments = ["--server-url", server_url, "--seed", str(seed), "--policy", policy]
+                if _train(arguments, recurrence, client, display, directory / "training.log"):
                     break
         job = client.show_job(JOB.job_id or "")
     outcome = Outcome(
@@ -129,9 +131,9 @@ def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path)
                 return
 
 
-def _train(server_url: str, seed: int, recurrence: int, client: BsoClient, display: Display, log: Path) -> bool:
+def _train(arguments: list[str], recurrence: int, client: BsoClient, display: Display, log: Path) -> bool:
     """Launch one training and show it until it ends; whether it reached its target."""
-    command = [sys.executable, "-m", "zeus_plugins.demo.digits", "--server-url", server_url, "--seed", str(seed)]
+    command = [sys.executable, "-m", "zeus_plugins.demo.digits", *arguments]
     known = display.shown_trials
     with log.open("a") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - our own training
@@ -179,6 +181,7 @@ _SUMMARY_FIELDS = {
 
 def _write_summary(outcome: Outcome) -> None:
     summary = {
+        "policy": outcome.job.job.policy,
         "recurrences": outcome.recurrences,
         "trials": [trial.model_dump(mode="json", include=_SUMMARY_FIELDS) for trial in outcome.job.trials],
         "best_batch_size": outcome.best_batch_size,

@@ -1,0 +1,725 @@
+"""A trial's line to a server that comes and goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.model import Report, TrialRecord
+from bso_server.core.policy import judge
+from bso_server.store import job_of
+from tests.conftest import Server
+from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.job_bench import seconds_and_joules
+from zeus_plugins import JobSpec
+from zeus_plugins.client import NO_RETRIES, BsoClient, Retries
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.outbox import BoxBusyError, Outbox
+from zeus_plugins.protocol import (
+    Evaluation,
+    JobRegistration,
+    Origin,
+    StopRule,
+    TrainingResult,
+    TrialId,
+    TrialState,
+)
+from zeus_plugins.reporter import judged_here
+from zeus_plugins.session import TrialSession
+
+THREAD = "zeus-bso-heartbeat"
+PATIENCE_S = 60.0
+JOB = JobSpec(
+    job_id="digits-1",
+    job_id_prefix="digits",
+    batch_sizes=(32, 64),
+    default_batch_size=64,
+    target_metric=0.9,
+    max_epochs=4,
+)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == THREAD]
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads() == []
+
+
+@pytest.fixture
+def outbox(state_directory: Path) -> Outbox:
+    return Outbox(state_directory / "outbox")
+
+
+class Flaky(ContractDouble):
+    """Goes down and comes back as a test says; knows heartbeats, as our server does."""
+
+    def __init__(self, *verdicts: dict[str, Any] | int, batch_size: int = 64) -> None:
+        super().__init__(*verdicts, batch_size=batch_size)
+        self.rule: dict[str, Any] = {"max_cost_j": None, "max_epochs": 4}
+        self.state, self.interval_s, self.heartbeats = "running", 0.05, 0
+
+    def client(self, timeout_s: float = 10.0) -> BsoClient:
+        retries = Retries(attempts=2, backoff_s=0)
+        return BsoClient("http://bso", timeout_s=timeout_s, transport=httpx.MockTransport(self), retries=retries)
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.down and request.url.path == "/trials/heartbeat":
+            self.heartbeats += 1
+            return httpx.Response(200, json={"state": self.state, "lease_s": 1, "interval_s": self.interval_s})
+        answer = super().__call__(request)
+        if request.url.path == "/jobs/batch_size":
+            return httpx.Response(200, json={**answer.json(), "reason": "why not", "stop_rule": self.rule})
+        return answer
+
+
+def training(server: ContractDouble) -> TrialSession:
+    session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0), environ=os.environ)
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
+# --- judging without the server ---------------------------------------------------------------------------------------
+
+
+@given(
+    metric=st.floats(min_value=0, max_value=1),
+    cost_j=st.floats(min_value=0.1, max_value=200),
+    epoch=st.integers(min_value=1, max_value=12),
+    bound=st.none() | st.floats(min_value=0, max_value=200),
+    max_epochs=st.integers(min_value=1, max_value=10),
+    higher=st.booleans(),
+    eta=st.floats(min_value=0, max_value=1),
+)
+def test_both_sides_come_to_the_same_verdict(
+    metric: float, cost_j: float, epoch: int, bound: float | None, max_epochs: int, higher: bool, eta: float
+) -> None:
+    registration = JobRegistration.model_validate(
+        {
+            **JOB.model_dump(),
+            "max_epochs": 10,
+            "higher_is_better_metric": higher,
+            "eta_knob": eta,
+            "max_power": 100,
+            "number_of_gpus": 1,
+            "gpu_model": "A40",
+        }
+    )
+    rule = StopRule(max_cost_j=bound, max_epochs=max_epochs)
+    evaluation = Evaluation(time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch)
+    here = judged_here(registration, rule, evaluation)
+    trial = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.BANDIT)
+    report = Report(evaluation.time, evaluation.energy, epoch, metric)
+    there = judge(job_of(registration), trial, report, None, judged_by=rule)
+    assert (here.stop_train, here.converged, here.reason) == (there.stop, there.converged, there.reason)
+
+
+def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None:
+    stricter = {**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}}
+    server = Flaky(stricter)
+    session = training(server)  # an epoch costs 55 J and more: the time's part is for 100 W
+    assert not session.report(0.5).stop_train
+    server.down = True
+    assert not session.report(0.5).stop_train
+    verdict = session.report(0.95)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert "more than 150 J" in verdict.message
+    session.end()
+    (path,) = outbox.waiting()
+    assert path.read_text().count('"max_cost_j":150') == 2  # for the server to judge by
+
+
+# --- away and back ----------------------------------------------------------------------------------------------------
+
+
+def test_results_wait_and_arrive_in_order_when_the_server_is_back(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    session.report(0.1)
+    server.down = True
+    for metric in (0.2, 0.3):
+        assert not session.report(metric).stop_train
+    assert len(warnings_in(caplog)) == 1
+    assert "Connection refused" in warnings_in(caplog)[0]
+    assert str(outbox.directory) in warnings_in(caplog)[0]
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report(0.95).converged
+    session.end()
+    sent = server.sent("POST", "/report")
+    assert [(body["metric"], body["current_epoch"], body["time"]) for body in sent] == [
+        (0.1, 1, 1),
+        (0.2, 2, 2),
+        (0.3, 3, 3),
+        (0.95, 4, 4),
+    ]
+    assert [body["judged_by"] is not None for body in sent] == [False, True, True, False]
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
+    server = Flaky(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    session.report(0.2)
+    server.down = False  # and nobody knows yet
+    session.report(0.95)
+    session.end()
+    assert outbox.waiting() == []
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1, 2, 3]
+
+
+def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    session = TrialSession(JOB, server.client().with_retries(NO_RETRIES), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    session.begin_measurement()
+    server.down = True
+    session.report(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report(0.95).converged
+    session.end()
+    assert "/trials/heartbeat" not in {path for _, path, _ in server.requests}
+
+
+def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
+    server = Flaky(KEEP_TRAINING, CONVERGED)
+    server.interval_s = 1e5
+    session = TrialSession(JOB, server.client(timeout_s=1e5), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    session.begin_measurement()
+    until(lambda: server.heartbeats)
+    server.down = True
+    session.report(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report(0.95).converged
+    ending = threading.Thread(target=session.end, daemon=True)
+    ending.start()
+    until(lambda: not ending.is_alive())
+
+
+def test_a_rule_that_comes_late_is_judged_by(outbox: Outbox) -> None:
+    server = Flaky({**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}})
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.trial.stop_rule == StopRule(max_cost_j=150, max_epochs=4)
+    session.end()
+
+
+def test_the_end_is_tried_once(outbox: Outbox) -> None:
+    attempts: list[httpx.Request] = []
+
+    class Away(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/trials":
+                attempts.append(request)
+                raise httpx.ConnectError("Connection refused", request=request)
+            return super().__call__(request)
+
+    session = training(Away())
+    session.end(KeyboardInterrupt())
+    assert len(attempts) == 1  # the client's own requests are sent twice
+    assert len(outbox.waiting()) == 1
+
+
+def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:
+    server = Flaky(404)
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    server.down = False
+    until(outbox.refused)
+    assert outbox.waiting() == []
+    assert not session.report(0.2).stop_train
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_a_trial_that_has_ended_elsewhere_gets_no_more_heartbeats() -> None:
+    server = Flaky(KEEP_TRAINING)
+    session = training(server)
+    until(lambda: server.heartbeats > 1)
+    server.state = "failed"
+    before = server.heartbeats
+    until(lambda: server.heartbeats > before)
+    heard = server.heartbeats
+    session.report(0.1)
+    time.sleep(0.5)  # ten of them
+    assert server.heartbeats == heard
+    session.end()
+
+
+def test_a_verdict_that_comes_late_stops_the_training(outbox: Outbox) -> None:
+    server = Flaky(COST_BOUND)
+    session = training(server)
+    server.down = True
+    assert not session.report(0.1).stop_train
+    server.down = False
+    until(lambda: not outbox.waiting())
+    verdict = session.report(0.2)
+    assert (verdict.stop_train, verdict.message) == (True, COST_BOUND["message"])
+    assert len(server.sent("POST", "/report")) == 1
+    session.end()
+
+
+def test_each_kind_of_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    server = Flaky(503, 503, 500, 500, KEEP_TRAINING)
+    session = training(server)
+    session.report(0.1)
+    until(lambda: len(warnings_in(caplog)) == 2)
+    first, second = warnings_in(caplog)
+    assert "failed (503)" in first
+    assert "failed (500)" in second
+    server.down = True
+    session.report(0.2)
+    until(lambda: len(warnings_in(caplog)) == 3)
+    assert "Connection refused" in warnings_in(caplog)[2]
+    server.down = False
+    server.verdicts[:] = [KEEP_TRAINING, KEEP_TRAINING]
+    session.end()
+    assert len(warnings_in(caplog)) == 3
+
+
+def test_waiting_for_the_server_is_no_part_of_the_training() -> None:
+    measured: list[bool] = []
+
+    class Watching(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/report":
+                measured.append(session._measuring)
+            return super().__call__(request)
+
+    server = Watching(500, KEEP_TRAINING, KEEP_TRAINING)
+    session = training(server)
+    session.report(0.1)
+    session.report(0.2)
+    assert measured == [False] * 3
+    assert session._measuring
+    session.end()
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 422])
+def test_a_refusal_ends_the_reports_and_not_the_training(
+    status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky(status)
+    session = training(server)
+    assert not session.report(0.5).stop_train
+    (warning,) = warnings_in(caplog)
+    assert "the server refuses this trial" in warning
+    assert "as the test asked" in warning
+    assert session.report(0.95).converged
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+    assert outbox.waiting() == []
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_a_token_that_was_revoked_loses_nothing(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    server = Flaky(*[401] * 50)
+    session = training(server)
+    assert session.report(0.95).converged
+    session.end()
+    assert len(outbox.waiting()) == 1
+    assert "does not accept the token" in warnings_in(caplog)[0]
+    assert f"wait in {outbox.waiting()[0]}" in warnings_in(caplog)[1]
+
+
+def test_without_a_place_to_write_results_are_kept_in_memory(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky(KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    assert any("are lost if this process ends before it is back" in warning for warning in warnings_in(caplog))
+    server.down = False
+    until(lambda: server.sent("POST", "/report"))
+    until(lambda: session.report(0.95).converged)
+    session.end()
+
+
+def test_results_in_memory_can_be_refused(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky(404)
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    server.down = False
+    until(lambda: any("the server refuses this trial" in warning for warning in warnings_in(caplog)))
+    assert not session.report(0.2).stop_train
+    assert session.report(0.95).converged
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_results_in_memory_that_go_with_the_process_are_told(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky()
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    session.end(KeyboardInterrupt())
+    assert "2 results of job digits-1 are lost" in warnings_in(caplog)[-1]
+    assert "sync" not in warnings_in(caplog)[-1]
+
+
+@pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
+def test_a_result_that_a_signal_broke_in_upon_is_delivered_first(signalled: type[BaseException]) -> None:
+    class Interrupting(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            answer = super().__call__(request)
+            if request.url.path == "/report" and len(self.sent("POST", "/report")) == 1:
+                raise signalled
+            return answer
+
+    server = Interrupting(KEEP_TRAINING, KEEP_TRAINING)
+    session = training(server)
+    with pytest.raises(signalled):
+        session.report(0.5)
+    session.end(signalled())
+    first, again = server.sent("POST", "/report")
+    assert first == again  # which a server takes for the same
+    paths = [path for _, path, _ in server.requests]
+    assert paths.index("/trials") > paths.index("/report")
+    assert server.sent("PATCH", "/trials")[0]["outcome"] == "suspended"
+
+
+# --- an end while the server hangs ------------------------------------------------------------------------------------
+
+
+class Hanging(Flaky):
+    """Does not answer heartbeats until a test lets it."""
+
+    def __init__(self, *verdicts: dict[str, Any] | int) -> None:
+        super().__init__(*verdicts)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/trials/heartbeat":
+            self.asked.set()
+            assert self.go_on.wait(PATIENCE_S)
+        return super().__call__(request)
+
+
+def test_the_ending_is_on_the_disk_before_anything_is_waited_for(outbox: Outbox) -> None:
+    server = Hanging()
+    session = TrialSession(JOB, server.client(timeout_s=1000), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    assert server.asked.wait(PATIENCE_S)
+    ending = threading.Thread(target=session.end, args=(KeyboardInterrupt(),))
+    ending.start()
+    try:
+        until(lambda: any('"suspended"' in path.read_text() for path in outbox.waiting()))
+        assert ending.is_alive()
+    finally:
+        server.go_on.set()
+        ending.join()
+    assert outbox.waiting() == []
+    assert len(server.sent("PATCH", "/trials")) == 1
+
+
+def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox: Outbox) -> None:
+    server = Hanging()
+    session = TrialSession(JOB, server.client(timeout_s=0.01), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    assert server.asked.wait(PATIENCE_S)
+    session.end(KeyboardInterrupt())
+    (path,) = outbox.waiting()
+    with pytest.raises(BoxBusyError):
+        outbox.open(path)
+    server.go_on.set()
+    until(lambda: threads() == [])
+    box = outbox.open(path)
+    assert len(box) == 1
+    box.close()
+
+
+# --- starting without the server --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[BsoClient]:
+    with BsoClient(server.url, retries=Retries(attempts=1)) as client:
+        yield client
+
+
+def named_job(**fields: Any) -> JobSpec:
+    return JOB.model_copy(update={"job_id": f"digits-{uuid.uuid4().hex[:8]}", **fields})
+
+
+def session_of(client: BsoClient, job: JobSpec) -> TrialSession:
+    return TrialSession(job, client, seconds_and_joules(1.0, 10.0))
+
+
+def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
+    server: Server, client: BsoClient, outbox: Outbox
+) -> None:
+    server.kill()
+    session = session_of(client, named_job())
+    assert session.ask() == JOB.default_batch_size
+    assert (session.trial.trial_number, session.trial.reason) == (
+        None,
+        "the default size, as the server could not be reached",
+    )
+    session.begin_measurement()
+    session.report(0.1)
+    server.start()
+    until(lambda: session.trial.trial_number == 1 and not outbox.waiting())
+    assert session.report(0.95).converged
+    session.end()
+    (trial,) = client.show_job(session.trial.job_id).trials
+    assert (trial.state, trial.origin, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
+
+
+def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[httpx.Request] = []
+
+    def away(request: httpx.Request) -> httpx.Response:
+        attempts.append(request)
+        raise httpx.ConnectError("Connection refused", request=request)
+
+    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
+    session = session_of(client, JOB)
+    session.ask()
+    asked = len(attempts)
+    until(lambda: len(attempts) > asked + 1)
+    (warning,) = warnings_in(caplog)
+    assert "This training takes the default batch size 64 of job digits-1" in warning
+    state = session.state_dict()
+    session.end()
+
+    caplog.clear()
+    session = session_of(client, JOB)
+    assert session.resume(state)
+    asked = len(attempts)
+    until(lambda: len(attempts) > asked + 1)
+    (warning,) = warnings_in(caplog)
+    assert "goes on with the checkpoint's trial" in warning
+    session.end()
+
+
+def test_a_nameless_job_that_began_without_the_server_gets_a_name(client: BsoClient, server: Server) -> None:
+    server.kill()
+    session = session_of(client, JOB.model_copy(update={"job_id": None}))
+    session.ask()
+    assert session.trial.job_id.startswith("digits-")
+    session.end()
+
+
+def test_the_next_training_delivers_what_the_last_one_left(server: Server, client: BsoClient, outbox: Outbox) -> None:
+    job = named_job()
+    server.kill()
+    first = session_of(client, job)
+    first.ask()
+    first.begin_measurement()
+    assert first.report(0.95).converged
+    first.end()
+    assert len(outbox.waiting()) == 1
+    server.start()
+    second = session_of(client, job)
+    second.ask()
+    assert outbox.waiting() == []
+    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [
+        TrialState.COMPLETED,
+        TrialState.RUNNING,
+    ]
+    second.end()
+
+
+def test_a_server_that_refuses_the_job_is_an_error_before_the_training(client: BsoClient) -> None:
+    job = named_job()
+    client.register(JobRegistration.of(job, seconds_and_joules(1.0, 1.0).gpus()))
+    with pytest.raises(ZeusBSOConfigError, match="max_epochs is 4, not 5"):
+        session_of(client, job.model_copy(update={"max_epochs": 5})).ask()
+
+
+def test_on_unreachable_must_be_known() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="on_unreachable is 'wait': choose 'default' or 'raise'"):
+        TrialSession(JOB, BsoClient("http://bso"), seconds_and_joules(1.0, 1.0), on_unreachable="wait")  # type: ignore[arg-type]  # the error is the test
+
+
+# --- resuming without the server --------------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_knows_what_waits(server: Server, client: BsoClient, outbox: Outbox) -> None:
+    session = session_of(client, named_job())
+    session.ask()
+    session.begin_measurement()
+    state = session.state_dict()
+    server.kill()
+    for metric in (0.1, 0.2):
+        session.report(metric)
+    session.end(KeyboardInterrupt())
+
+    # It goes on from a checkpoint that is older than what waits, which was spent nevertheless.
+    resumed = session_of(client, named_job(job_id=session.trial.job_id))
+    assert resumed.resume(state)
+    assert (resumed.trial.time_s, resumed.trial.energy_j) == (2 + 1, 20 + 10)
+    resumed.begin_measurement()
+    assert not resumed.report(0.1).stop_train
+    server.start()
+    until(lambda: not outbox.waiting())
+    assert resumed.report(0.95).converged
+    resumed.end()
+    (trial,) = client.show_job(session.trial.job_id).trials
+    assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 2, 50)
+
+
+def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
+    server: Server, client: BsoClient, outbox: Outbox
+) -> None:
+    job = named_job()
+    server.kill()
+    session = session_of(client, job)
+    session.ask()
+    session.begin_measurement()
+    session.report(0.1)
+    state = session.state_dict()
+    session.end(KeyboardInterrupt())
+    server.start()
+    resumed = session_of(client, job)
+    assert resumed.resume(state)
+    assert resumed.trial.trial_number == 1
+    assert outbox.waiting() == []
+    resumed.begin_measurement()
+    assert resumed.report(0.95).converged
+    resumed.end()
+    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [TrialState.COMPLETED]
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoClient]:
+    """A server that gives trials up after a second."""
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "1")
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
+    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    with BsoClient(server.url) as client:
+        yield client
+    server.stop()
+
+
+def state_of(client: BsoClient, trial: TrialId | None) -> TrialState:
+    assert trial is not None
+    return client.show_job(trial.job_id).trials[trial.trial_number - 1].state
+
+
+def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> None:
+    alone, beating = (session_of(impatient, named_job()) for _ in range(2))
+    alone.ask()
+    beating.ask()
+    assert len(threads()) == 2
+    assert alone._reporter is not None
+    assert alone._reporter._stop_thread()  # as if its process were gone
+    until(lambda: state_of(impatient, alone.trial.trial_id) is TrialState.ABANDONED)
+    assert state_of(impatient, beating.trial.trial_id) is TrialState.RUNNING
+    beating.end()
+    assert threads() == []
+    assert state_of(impatient, beating.trial.trial_id) is TrialState.FAILED
+    alone.end()
+
+
+TRAINING = """
+import sys, time
+from tests.job_bench import seconds_and_joules
+from tests.test_reporter import JOB
+from zeus_plugins import BatchSizeOptimizer
+
+optimizer = BatchSizeOptimizer(seconds_and_joules(1.0, 10.0), sys.argv[1], JOB)
+print(optimizer.get_batch_size(), flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(impatient: BsoClient) -> None:
+    command = [sys.executable, "-c", TRAINING, impatient.server_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "64\n"
+        waiting = impatient.suggest(JOB.job_id or "")
+        assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
+        training.kill()
+    dead = TrialId(job_id=JOB.job_id or "", batch_size=64, trial_number=1)
+    until(lambda: state_of(impatient, dead) is TrialState.ABANDONED)
+    again = impatient.suggest(JOB.job_id or "")
+    assert (again.batch_size, again.origin) == (64, Origin.EXPLORATION)
+
+
+def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
+    session = session_of(impatient, named_job())
+    session.ask()
+    session.end(KeyboardInterrupt())
+    assert threads() == []
+    assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
+
+
+def test_a_zeus_server_gets_no_heartbeats() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = training(server)
+    session.report(0.1)
+    assert threads() == []
+    session.end()
+    assert {path for _, path, _ in server.requests} == {"/jobs", "/jobs/batch_size", "/report", "/trials"}
+
+
+def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
+    session = session_of(impatient, named_job())
+    session.ask()
+    assert session._reporter is not None
+    session._reporter._stop_thread()
+    until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
+    session.begin_measurement()
+    assert session.report(0.95).converged
+    session.end()
+
+
+def test_a_report_on_the_wire_names_its_trial() -> None:
+    """The parts of a result that wait apart from its trial's name make the same message again."""
+    trial = TrialId(job_id="digits-1", batch_size=64, trial_number=7)
+    evaluation = Evaluation(time=1, energy=2, metric=0.5, current_epoch=3, judged_by=StopRule(max_epochs=4))
+    result = TrainingResult(**trial.model_dump(), **evaluation.model_dump())
+    assert result.judged_by == evaluation.judged_by
+    assert result.model_dump(include=set(TrialId.model_fields)) == trial.model_dump()
