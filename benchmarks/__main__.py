@@ -35,7 +35,8 @@ def _parser() -> argparse.ArgumentParser:
     shape = suite.FULL.shape
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Put load on `bso-server serve` over HTTP and say what a request costs. See docs/benchmarks.md.",
+        description="Put load on `bso-server serve` over HTTP and say what a request costs; train with the callbacks "
+        "and say what they cost. See docs/benchmarks.md.",
     )
     parser.add_argument("--jobs", type=_count, help=f"number of jobs (default {shape.jobs})")
     parser.add_argument(
@@ -50,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="measure how costs grow with the trials of a job (default: yes)",
+    )
+    parser.add_argument(
+        "--overhead",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure what the callbacks cost a training (default: yes)",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that all works; judges no mark")
     parser.add_argument(
@@ -81,7 +88,8 @@ def _plan(options: argparse.Namespace) -> suite.Plan:
     names = ("jobs", "concurrency", "epochs", "rounds")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     sizes = preset.growth_sizes if options.growth else ()
-    return replace(preset, shape=replace(preset.shape, **given), growth_sizes=sizes)
+    overhead = preset.overhead if options.overhead else None
+    return replace(preset, shape=replace(preset.shape, **given), growth_sizes=sizes, overhead=overhead)
 
 
 def _peer(options: argparse.Namespace) -> Target | None:

@@ -1,4 +1,4 @@
-"""The marks that the server is built to reach, and whether this run saw it reach them."""
+"""The marks that server and callbacks are built to reach, and whether this run saw them reach them."""
 
 from __future__ import annotations
 
@@ -7,15 +7,19 @@ from dataclasses import dataclass
 
 from benchmarks.growth import Cost, GrowthFigures
 from benchmarks.load import ECHO, EPOCH_REPORT, LoadFigures
+from benchmarks.overhead import OverheadFigures
 from benchmarks.suite import Results, Skipped
 
 ENOUGH_CLIENTS = 16
 ENOUGH_TRIALS = 5000
+ENOUGH_EPOCHS = 20
 
 EPOCH_REPORT_CPU_MS = 0.2
 SHARE_OF_BARE_THROUGHPUT = 0.5
 GROWTH_RATIO = 1.2
 TWO_WORKERS_SPEED_UP = 1.5
+EPOCH_RATIO = 1.01
+ENOUGH_PRECISION = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +41,12 @@ class Mark:
 
 def judge(results: Results) -> tuple[Mark, ...]:
     """Hold the results against the marks."""
-    return (*_load_marks(results.load), *_growth_marks(results.growth), _workers_mark(results.workers))
+    return (
+        *_load_marks(results.load),
+        *_growth_marks(results.growth),
+        _workers_mark(results.workers),
+        *(overhead_mark(framework, figures) for framework, figures in results.overhead.items()),
+    )
 
 
 def _load_marks(load: tuple[LoadFigures, ...]) -> Iterator[Mark]:
@@ -75,6 +84,19 @@ def _workers_mark(workers: tuple[LoadFigures, ...] | Skipped) -> Mark:
     one, two = (figures.route(EPOCH_REPORT).requests_per_s for figures in workers)
     too_few = None if workers[0].clients >= ENOUGH_CLIENTS else f"{workers[0].clients} clients"
     return _at_least(what, TWO_WORKERS_SPEED_UP, two / one, too_few)
+
+
+def overhead_mark(framework: str, figures: OverheadFigures | Skipped) -> Mark:
+    """Hold what one framework's callback costs against its mark."""
+    what = f"{framework}: (epoch with the callback - a report) / epoch without"
+    if isinstance(figures, Skipped):
+        return _at_most(what, EPOCH_RATIO, None, figures.skipped)
+    not_judged = None
+    if figures.epochs < ENOUGH_EPOCHS:
+        not_judged = f"{figures.epochs} epochs"
+    elif figures.wall.error > ENOUGH_PRECISION:
+        not_judged = f"the machine is too restless, ± {figures.wall.error:.3f}"
+    return _at_most(what, EPOCH_RATIO, figures.wall.median, not_judged)
 
 
 def _at_most(what: str, limit: float, measured: float | None, not_judged: str | None) -> Mark:

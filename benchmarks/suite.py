@@ -17,14 +17,19 @@ from pathlib import Path
 from benchmarks.errors import BenchmarkError
 from benchmarks.growth import GrowthFigures, run_growth
 from benchmarks.load import Contestant, EchoLoad, LoadFigures, Shape, TrainingLoad, run_load
+from benchmarks.overhead import FRAMEWORKS, OverheadFigures, OverheadPlan, Train, run_overhead
 from benchmarks.processes import Target, bso_server, serving
+from zeus_plugins.errors import ZeusBSOError
 
 SERVER = "bso-server"
 BARE = "bare route"
 PEER = "peer"
 
 # What the figures depend on; uvicorn takes uvloop and httptools where they are installed, in all servers alike.
-PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "uvicorn", "uvloop", "httptools")
+PACKAGES = (
+    *("zeus-plugins", "litestar", "sqlalchemy", "uvicorn", "uvloop", "httptools"),
+    *("lightning", "transformers", "torch"),
+)
 
 LOAD_LIMIT_S = 40.0
 ONE_CLIENT_LIMIT_S = 20.0
@@ -39,16 +44,30 @@ class Plan:
         growth_sizes: Numbers of trials of one job to measure at; empty: not at all.
         growth_blocks: Blocks of 10 requests per size.
         growth_limit_s: When to stop growing.
+        overhead: How to measure what the callbacks cost a training; None: not at all.
     """
 
     shape: Shape
     growth_sizes: tuple[int, ...]
     growth_blocks: int
     growth_limit_s: float
+    overhead: OverheadPlan | None
 
 
-FULL = Plan(Shape(jobs=4, concurrency=4, epochs=100, rounds=5), (10, 100, 1000, 5000), 4, 60.0)
-QUICK = Plan(Shape(jobs=2, concurrency=2, epochs=5, rounds=2), (10, 40), 1, 30.0)
+FULL = Plan(
+    shape=Shape(jobs=4, concurrency=4, epochs=100, rounds=5),
+    growth_sizes=(10, 100, 1000, 5000),
+    growth_blocks=4,
+    growth_limit_s=60.0,
+    overhead=OverheadPlan(epochs=60, steps=400, limit_s=35.0),
+)
+QUICK = Plan(
+    shape=Shape(jobs=2, concurrency=2, epochs=5, rounds=2),
+    growth_sizes=(10, 40),
+    growth_blocks=1,
+    growth_limit_s=30.0,
+    overhead=OverheadPlan(epochs=5, steps=10, limit_s=10.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +91,7 @@ class Results:
         peer: Another server under the whole load and with one client.
         growth: Costs as one job grows.
         workers: One and two workers under the whole load.
+        overhead: What the callback costs a training, per framework.
     """
 
     started_at: str
@@ -83,6 +103,7 @@ class Results:
     peer: tuple[LoadFigures, ...] | Skipped
     growth: GrowthFigures | Skipped
     workers: tuple[LoadFigures, ...] | Skipped
+    overhead: dict[str, OverheadFigures | Skipped]
 
     def to_json(self) -> dict[str, object]:
         """The results as JSON can hold them."""
@@ -116,6 +137,7 @@ def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = No
             peer=_peer(plan.shape, peer),
             growth=growth,
             workers=_workers(plan.shape, url, directory),
+            overhead=_overhead(plan.overhead, url, directory),
         )
 
 
@@ -181,6 +203,25 @@ def _workers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...]
         serving("2 workers", "bso_server", ("serve", "--workers", "2"), database_url=url, directory=directory) as two,
     ):
         return _load("workers", [Contestant(one, TrainingLoad), Contestant(two, TrainingLoad)], shape, LOAD_LIMIT_S)
+
+
+def _overhead(plan: OverheadPlan | None, url: str, directory: Path) -> dict[str, OverheadFigures | Skipped]:
+    if plan is None:
+        return dict.fromkeys(FRAMEWORKS, Skipped("not asked for"))
+    with serving(SERVER, "bso_server", ("serve",), database_url=url, directory=directory) as server:
+        return {name: _overhead_of(name, train, server, plan, directory) for name, train in FRAMEWORKS.items()}
+
+
+def _overhead_of(
+    name: str, train: Train, server: Target, plan: OverheadPlan, directory: Path
+) -> OverheadFigures | Skipped:
+    _say(f"epochs with and without the callback: {name}, at most about {plan.limit_s:g} s")
+    try:
+        return run_overhead(train, server, plan, prefix=_new_prefix(), directory=directory)
+    except ModuleNotFoundError as error:
+        return Skipped(f"{error.name} is not installed")
+    except ZeusBSOError as error:
+        raise BenchmarkError(f"{name}: {error}") from error
 
 
 def _backend(url: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.growth import Cost, GrowthFigures
 from benchmarks.load import LoadFigures
 from benchmarks.marks import Mark
+from benchmarks.overhead import OverheadFigures, Ratio
 from benchmarks.suite import Results, Skipped
 
 LOAD_COLUMNS = (
@@ -15,6 +16,7 @@ LOAD_COLUMNS = (
     *("server CPU ms", "generator CPU ms", "p50 ms", "p95 ms", "p99 ms"),
 )
 GROWTH_COLUMNS = ("trials", "request", "n", "server CPU ms", "/ at 10", "p50 ms", "/ at 10")
+OVERHEAD_COLUMNS = ("framework", "epochs", "steps", "epoch without ms", "epoch with ms", "report ms", "ratio", "of CPU")
 NUMBER = re.compile(r"[\d.]+|–")
 MARK_COLUMNS = ("mark", "limit", "measured", "outcome")
 
@@ -41,6 +43,8 @@ def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
     yield from _growth_table(results.growth)
     yield "One and two workers under load"
     yield from _load_table(results.workers)
+    yield "Epochs of a training without and with the callback"
+    yield from _overhead_table(results.overhead)
     yield "Marks"
     yield from _table(MARK_COLUMNS, [(mark.what, mark.limit, _number(mark.measured), mark.outcome) for mark in marks])
 
@@ -84,6 +88,30 @@ def _growth_table(growth: GrowthFigures | Skipped) -> Iterator[str]:
     if growth.note is not None:
         yield f"  {growth.note}"
     yield ""
+
+
+def _overhead_table(frameworks: Mapping[str, OverheadFigures | Skipped]) -> Iterator[str]:
+    rows = []
+    for name, figures in frameworks.items():
+        if isinstance(figures, Skipped):
+            yield f"  {name} skipped: {figures.skipped}"
+            continue
+        times_ms = (figures.without_ms, figures.with_ms, figures.report_ms)
+        cells = (
+            str(figures.epochs),
+            str(figures.steps),
+            *map(_number, times_ms),
+            _ratio(figures.wall),
+            _ratio(figures.cpu),
+        )
+        rows.append((name, *cells))
+    if rows:
+        yield from _table(OVERHEAD_COLUMNS, rows)
+    yield ""
+
+
+def _ratio(ratio: Ratio) -> str:
+    return f"{ratio.median:.3f} ± {ratio.error:.3f}"
 
 
 def _cost_cells(cost: Cost) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 
 import torch
 from sklearn.datasets import load_digits
@@ -20,7 +19,7 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 RATE = 0.003  # for the default batch size
 
 
-def train(server_url: str, job_id: str) -> None:
+def train(server_url: str | None, job_id: str) -> None:
     """Train once, as one recurrence of the job."""
     job = JobSpec(
         job_id=job_id,
@@ -70,7 +69,7 @@ def main() -> None:
     """Train once or several times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
-    parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
     parser.add_argument("--job-id", default="digits-plain")
     options = parser.parse_args()
     for _ in range(options.recurrences):

@@ -6,15 +6,20 @@ import asyncio
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks.driver import driving, percentile
 from benchmarks.errors import BenchmarkError
+from benchmarks.marks import overhead_mark
+from benchmarks.overhead import OverheadFigures, Ratio, figures_of
 from benchmarks.player import encode, parse_answer
 from benchmarks.processes import Meter, Target
+from benchmarks.trainings import Duration
 from tests.conftest import Server, free_port
 
 ROOT = Path(__file__).parent.parent
@@ -74,7 +79,14 @@ def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path)
     assert results["database"] == "sqlite"
     assert results["peer"]["skipped"].startswith(f"no server at {nobody.removeprefix('http://')}")
     assert "SQLite" in results["workers"]["skipped"]
-    assert [mark["limit"] for mark in results["marks"]] == ["≤ 0.2", "≥ 0.5", "≤ 1.2", "≤ 1.2", "≥ 1.5"]
+    assert list(results["overhead"]) == ["Lightning", "Hugging Face"]
+    for overhead in results["overhead"].values():
+        # Of five epochs, the first and the last do not count, and the last that counts has no epoch after it.
+        assert (overhead["epochs"], overhead["steps"]) == (2, 10)
+        assert min(overhead["without_ms"], overhead["with_ms"], overhead["report_ms"]) > 0
+        assert overhead["wall"]["error"] >= 0
+    limits = ["≤ 0.2", "≥ 0.5", "≤ 1.2", "≤ 1.2", "≥ 1.5", "≤ 1.01", "≤ 1.01"]
+    assert [mark["limit"] for mark in results["marks"]] == limits
     assert all(mark["what"] in run.stdout and mark["outcome"] in run.stdout for mark in results["marks"])
     assert all(mark["outcome"].startswith("not judged") for mark in results["marks"])
 
@@ -119,3 +131,42 @@ def test_percentiles_are_values_that_were_measured() -> None:
     assert [percentile(hundred, share) for share in (0.50, 0.95, 0.99)] == [50, 95, 99]
     assert percentile([7.0], 0.5) == 7.0
     assert percentile([1.0, 2.0], 0.99) == 2.0
+
+
+def test_the_overhead_is_a_ratio_to_the_epochs_around_without_the_report() -> None:
+    def durations(*wall_s: float) -> list[Duration]:
+        return [Duration(each, each / 2) for each in wall_s]
+
+    # A machine that gets slower: with the callback, 2 % more than the mean of the epochs around, and a report.
+    figures = figures_of(400, durations(1.0, 3.0, 5.0), durations(2.54, 4.58, 9.9), durations(0.5, 0.5, 7.0))
+    assert (figures.epochs, figures.steps) == (2, 400)
+    assert figures.wall.median == pytest.approx(1.02)
+    assert figures.cpu.median == pytest.approx(1.02)
+    assert figures.wall.error == pytest.approx(0.0)
+    assert (figures.without_ms, figures.with_ms, figures.report_ms) == pytest.approx((3000, 4580, 500))
+
+
+def test_the_error_of_a_ratio_is_that_of_the_median_of_normal_values() -> None:
+    draws = np.random.default_rng(0).normal(1.0, 0.1, size=(2000, 101))
+    ratios = [figures_of(1, *_pairs_with(row), [Duration(0.0, 0.0)]).wall for row in draws]
+    medians = [ratio.median for ratio in ratios]
+    assert np.mean([ratio.error for ratio in ratios]) == pytest.approx(np.std(medians), rel=0.05)
+
+
+def _pairs_with(ratios: Sequence[float]) -> tuple[list[Duration], list[Duration]]:
+    return [Duration(1.0, 1.0)] * (len(ratios) + 1), [Duration(ratio, ratio) for ratio in ratios]
+
+
+@pytest.mark.parametrize(
+    ("median", "error", "epochs", "outcome"),
+    [
+        (1.009, 0.002, 58, "met"),
+        (1.02, 0.002, 58, "not met"),
+        (1.02, 0.002, 19, "not judged: 19 epochs"),
+        (1.02, 0.02, 58, "not judged: the machine is too restless, ± 0.020"),
+    ],
+)
+def test_the_overhead_is_judged_where_it_is_known(median: float, error: float, epochs: int, outcome: str) -> None:
+    ratio = Ratio(median, error)
+    mark = overhead_mark("Lightning", OverheadFigures(epochs, 400, 100.0, 101.0, 1.0, wall=ratio, cpu=ratio))
+    assert (mark.measured, mark.outcome) == (median, outcome)

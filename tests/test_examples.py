@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,23 +22,127 @@ MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("script", "job_id", "arguments"),
     [
-        ("lightning_digits.py", ["--recurrences", "2"]),
-        ("lightning_digits.py", ["--recurrences", "1", "--devices", "2"]),
-        ("plain_pytorch.py", ["--recurrences", "2"]),
+        ("lightning_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("lightning_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "1"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "2"]),
+        ("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"]),
     ],
-    ids=["lightning", "lightning on two processes", "plain"],
+    ids=["lightning", "lightning on two processes", "plain", "plain without a server URL", "hugging face"],
 )
-def test_an_example_trains_as_often_as_asked(server: Server, script: str, arguments: list[str]) -> None:
-    command = [sys.executable, str(EXAMPLES / script), *arguments, "--server-url", server.url, "--job-id", "digits-1"]
-    # More threads than cores make small networks slow.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
+def test_an_example_trains_as_often_as_asked(
+    server: Server,
+    script: str,
+    job_id: str,
+    arguments: list[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if request.node.callspec.id == "plain without a server URL":
+        monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+        monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", server.database_url)
+        where = []
+    else:
+        where = ["--server-url", server.url]
+    output = run_example(script, *arguments, *where, "--job-id", job_id)
     with BsoClient(server.url) as client:
-        trials = client.show_job("digits-1").trials
+        trials = client.show_job(job_id).trials
     assert len(trials) == int(arguments[1])
     assert trials[0].batch_size == 64
     assert {trial.state for trial in trials} <= MEASURED
-    assert "batch size 64" in run.stdout
+    assert "batch size 64" in output
+
+
+def run_example(script: str, *arguments: str) -> str:
+    """Run it to its end, without an error.
+
+    Returns:
+        What it printed.
+    """
+    if script.startswith("hf_") and not os.environ.get("CI"):
+        pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
+    # More threads than cores make small networks slow.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+# Slices in files
+
+ROWS = [{"text": "what a lovely day :)", "label": 1}, {"text": "awful traffic again", "label": 0, "user": "someone"}]
+LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
+LIST = json.dumps(ROWS, indent=2)
+
+
+def write_slice(folder: Path, number: int, train: str, validation: str) -> None:
+    (folder / f"{number}_train.json").write_text(train)
+    (folder / f"{number}_val.json").write_text(validation)
+
+
+@pytest.fixture(scope="module")
+def sentiment() -> Any:
+    """The example as a module."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("hf_sentiment")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+def test_each_recurrence_trains_on_the_next_slice_of_a_folder(server: Server, tmp_path: Path) -> None:
+    write_slice(tmp_path, 1, LIST, LINES)
+    write_slice(tmp_path, 2, LINES, LIST)
+    options = ["--recurrences", "2", "--target", "0", "--server-url", server.url, "--job-id", "sentiment-1"]
+    output = run_example("hf_sentiment.py", "--data", str(tmp_path), "--slice", "2", *options)
+    assert [line.split()[3] for line in output.splitlines() if line.startswith("training on")] == ["2", "1"]
+    with BsoClient(server.url) as client:
+        trials = client.show_job("sentiment-1").trials
+    assert [trial.state for trial in trials] == [TrialState.COMPLETED] * 2
+
+
+def test_slices_come_in_the_order_of_their_numbers(sentiment: Any, tmp_path: Path) -> None:
+    for number in (10, 9, 2):
+        write_slice(tmp_path, number, LINES, LINES)
+    options = argparse.Namespace(data=tmp_path, slice=None, recurrences=4)
+    assert sentiment.slices_to_train_on(options) == [2, 9, 10, 2]
+
+
+@pytest.mark.parametrize("content", [LINES, LIST, "\n" + LINES + "\n"], ids=["lines", "list", "blank lines"])
+def test_a_slice_is_read(sentiment: Any, tmp_path: Path, content: str) -> None:
+    write_slice(tmp_path, 1, content, content)
+    data = sentiment.read_slice(tmp_path, 1)
+    assert data.train == data.validation == sentiment.Examples(["what a lovely day :)", "awful traffic again"], [1, 0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"text": "cut', '{"text": "no label"}', '{"label": 1}', '"no object"', '[{"text": 1}]', "[1]"],
+)
+def test_a_file_of_another_form_is_refused(sentiment: Any, tmp_path: Path, content: str) -> None:
+    write_slice(tmp_path, 1, content, LINES)
+    with pytest.raises(SystemExit, match=r"1_train.json is not as expected .*'text' and a 'label'"):
+        sentiment.read_slice(tmp_path, 1)
+
+
+def test_files_that_are_missing_are_named(sentiment: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no slice"):
+        sentiment.slice_numbers(tmp_path)
+    write_slice(tmp_path, 1, LINES, LINES)
+    (tmp_path / "1_val.json").unlink()
+    with pytest.raises(SystemExit, match=r"1_val.json is missing"):
+        sentiment.read_slice(tmp_path, 1)
+    with pytest.raises(SystemExit, match="holds no slice 2, but 1"):
+        sentiment.slices_to_train_on(argparse.Namespace(data=tmp_path, slice=2, recurrences=1))
+
+
+def test_the_made_up_data_drifts_and_is_the_same_each_time(sentiment: Any) -> None:
+    first, second = sentiment.made_up_slice(0), sentiment.made_up_slice(1)
+    assert first == sentiment.made_up_slice(0)
+    words, later_words = (set(" ".join(data.train.texts).split()) for data in (first, second))
+    assert (words - later_words, later_words - words) == ({"great", "awful"}, {"generous", "cheap"})
