@@ -31,12 +31,29 @@ SERVER_START_S = 60.0
 # No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+# A shell has its background jobs ignore Ctrl-C, and ignored signals are inherited by all that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Where the databases of the test run are made; a user points these elsewhere by the environment.
 POSTGRES_URL = os.environ.get("ZEUS_TEST_POSTGRES_URL", "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres")
 MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.1:3306/")
 
 
-def _administer(admin_url: str, statement: str) -> None:
+@pytest.fixture(scope="session")
+def _state_directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("state")
+
+
+@pytest.fixture(autouse=True)
+def state_directory(_state_directories: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where results wait for a server that is away: for each test another place, which nothing has made yet."""
+    directory = _state_directories / uuid.uuid4().hex
+    monkeypatch.setenv("ZEUS_STATE_DIR", str(directory))
+    return directory
+
+
+def administer(admin_url: str, statement: str) -> None:
     async def run() -> None:
         engine = create_async_engine(admin_url, isolation_level="AUTOCOMMIT")
         try:
@@ -48,11 +65,11 @@ def _administer(admin_url: str, statement: str) -> None:
     asyncio.run(run())
 
 
-def _fresh_database(admin_url: str) -> Iterator[str]:
+def fresh_database(admin_url: str) -> Iterator[str]:
     """A database of its own on a running server; without one the test is skipped, except in CI, where it fails."""
     name = f"zeus_test_{uuid.uuid4().hex[:12]}"
     try:
-        _administer(admin_url, f"CREATE DATABASE {name}")
+        administer(admin_url, f"CREATE DATABASE {name}")
     except (OSError, SQLAlchemyError) as error:
         reason = f"no database at {make_url(admin_url).render_as_string()}: {error}"
         if os.environ.get("CI"):
@@ -60,7 +77,7 @@ def _fresh_database(admin_url: str) -> Iterator[str]:
         pytest.skip(reason)
     yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
     force = " WITH (FORCE)" if admin_url.startswith("postgresql") else ""
-    _administer(admin_url, f"DROP DATABASE {name}{force}")
+    administer(admin_url, f"DROP DATABASE {name}{force}")
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mysql"])
@@ -69,7 +86,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path_factory.mktemp('database') / 'bso.sqlite3'}"
     else:
-        yield from _fresh_database(POSTGRES_URL if request.param == "postgresql" else MYSQL_URL)
+        yield from fresh_database(POSTGRES_URL if request.param == "postgresql" else MYSQL_URL)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from tests.lightning_models import Classifier, HardCodedData, quiet_trainer
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.lightning import ZeusBSOCallback
+from zeus_plugins.session import OnUnreachable
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2
@@ -90,7 +91,8 @@ def train(server_url: str, job_id: str, target: float, folder: str, scenario: st
         What this rank saw.
     """
     job = job_named(job_id, target)
-    callback = ZeusBSOCallback(job, "score", server_url=server_url)
+    on_unreachable: OnUnreachable = "raise" if scenario == "raise" else "default"
+    callback = ZeusBSOCallback(job, "score", server_url=server_url, on_unreachable=on_unreachable)
     module = ScoreByRank()
     others: list[Callback] = [OutOfMemory()] if scenario == "memory" else []
     options = {"max_epochs": 2, "devices": WORLD_SIZE, "strategy": "ddp"}

@@ -15,7 +15,8 @@ import torch
 from tests.hf_models import Classifier, HardCodedTrainer, PreparedTrainer, Scores, Stream, quiet_trainer
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
+from zeus_plugins.session import OnUnreachable
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2
@@ -27,6 +28,7 @@ AT_ONCE = 0.0
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "unreachable": {},
+    "without server": {},
     "never": {},
     "memory": {},
     "accumulation": {"gradient_accumulation_steps": 2},
@@ -76,15 +78,19 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
         target_metric=NEVER if way == "never" else AT_ONCE,
         max_epochs=1,
     )
-    url = NOWHERE if way == "unreachable" else server_url
-    callback = ZeusBSOTrainerCallback(job, "score", server_url=url)
+    url = NOWHERE if way in ("unreachable", "without server") else server_url
+    on_unreachable: OnUnreachable = "raise" if way == "unreachable" else "default"
+    callback = ZeusBSOTrainerCallback(job, "score", server_url=url, on_unreachable=on_unreachable)
+    meter = ZeusEnergyTrainerCallback()
     options = dict(WAYS[way])
     data = {
         "model": FailsOnRankOne() if way == "memory" else Classifier(),
         "compute_metrics": Scores(0.5),
         **options.pop("trainer_options", {}),
     }
-    trainer = quiet_trainer(folder / "checkpoints", callback, trainer_options=data, ddp_backend="gloo", **options)
+    trainer = quiet_trainer(
+        folder / "checkpoints", callback, meter, trainer_options=data, ddp_backend="gloo", **options
+    )
     seen: dict[str, Any] = {"rank": trainer.args.process_index}
     try:
         trainer.train()
@@ -93,6 +99,8 @@ def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any
     else:
         assert callback.trial.verdict is not None
         seen |= {"converged": callback.trial.verdict.converged, "trial_number": callback.trial.trial_number}
+    rows = [row for row in trainer.state.log_history if "zeus/time_s" in row]
+    seen |= {"time_s": meter.time_s, "energy_rows": len(rows)}
     model: Any = trainer.model
     return seen | {"sizes": model.seen_sizes, "steps": trainer.state.global_step, "max_steps": trainer.state.max_steps}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -20,6 +20,7 @@ GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
 SERVERS_SIZE = 48  # the job's default, which the first trial gets
 NEXT_SIZE = 24  # what the second trial gets when the first reached its target
 EPOCH_OF_48 = [48, 48, 48, 24]
+EPOCH_OF_24 = [24] * 7
 NEVER = 2.0  # a score that no training reaches
 AT_ONCE = 0.0  # a score that every training has from the start
 
@@ -27,6 +28,35 @@ AT_ONCE = 0.0  # a score that every training has from the start
 def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
     """Every window took as long and as much."""
     return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
+
+
+class CountingMonitor:
+    """A second and ten joules for each thing counted, so that totals tell what was measured.
+
+    Args:
+        count: How many there were so far.
+    """
+
+    source = "counted steps"
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._windows: dict[str, int] = {}
+        self._count = count
+
+    @property
+    def open_windows(self) -> list[str]:
+        return list(self._windows)
+
+    def gpus(self) -> GpuConfig:
+        return GPUS
+
+    def begin_window(self, name: str) -> None:
+        assert name not in self._windows
+        self._windows[name] = self._count()
+
+    def end_window(self, name: str) -> Measurement:
+        counted = self._count() - self._windows.pop(name)
+        return Measurement(float(counted), 10.0 * counted, self.source)
 
 
 @dataclass

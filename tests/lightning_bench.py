@@ -10,12 +10,10 @@ import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tests.conftest import Server
-from tests.job_bench import GPUS, JobBench
+from tests.job_bench import CountingMonitor, JobBench
 from tests.lightning_models import TrainOnly
 from zeus_plugins import JobSpec
-from zeus_plugins.energy import Measurement
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import GpuConfig
 
 # For every test that trains.
 QUIET = [
@@ -28,13 +26,11 @@ QUIET = [
 EPOCH_OF_16 = [16] * 10 + [8]
 
 
-class StepMonitor:
-    """A second and ten joules for each step that a module trained, so that totals tell which steps were counted."""
-
-    source = "counted steps"
+class StepMonitor(CountingMonitor):
+    """Counts the steps that a module trained."""
 
     def __init__(self) -> None:
-        self._windows: dict[str, int] = {}
+        super().__init__(self._steps)
         self._module: TrainOnly | None = None
 
     def watch(self, module: TrainOnly) -> None:
@@ -43,16 +39,6 @@ class StepMonitor:
     def _steps(self) -> int:
         assert self._module is not None
         return len(self._module.seen_rates)
-
-    def gpus(self) -> GpuConfig:
-        return GPUS
-
-    def begin_window(self, name: str) -> None:
-        self._windows[name] = self._steps()
-
-    def end_window(self, name: str) -> Measurement:
-        steps = self._steps() - self._windows.pop(name)
-        return Measurement(float(steps), 10.0 * steps, self.source)
 
 
 class Bench(JobBench):

@@ -23,6 +23,7 @@ def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
     assert demo.stderr == ""
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert set(summary) == {
+        "policy",
         "recurrences",
         "trials",
         "best_batch_size",
@@ -47,7 +48,7 @@ def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
     assert summary["recurrences"] == 4
     assert sum(trial["state"] == "completed" for trial in trials) == 4
     assert len({trial["batch_size"] for trial in trials}) >= 3
-    assert all(trial["energy_source"] == "estimate: 65 W stated" for trial in trials)
+    assert all(trial["energy_source"] == "estimate: 65 W assumed" for trial in trials)
     assert summary["cost_ratio_best_to_default"] < 1
     assert summary["best_batch_size"] != summary["default_batch_size"] == 256
     assert f"Best batch size: {summary['best_batch_size']}" in demo.stdout

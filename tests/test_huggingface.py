@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import uuid
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,73 +21,29 @@ from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, Trainer
 
 from tests import hf_models as models
 from tests.conftest import Server, free_port
-from tests.hf_models import USERS_SIZE, Classifier, Digits, Scores, quiet_trainer, val_digits
+from tests.hf_bench import (
+    Bench,
+    Watch,
+    make_bench,  # noqa: F401 - a fixture
+    sizes_of,
+    use_one_thread,  # noqa: F401 - a fixture
+)
+from tests.hf_models import USERS_SIZE, Classifier, Digits, val_digits
 from tests.job_bench import (
+    EPOCH_OF_24,
     EPOCH_OF_48,
     NEVER,
     NEXT_SIZE,
     SERVERS_SIZE,
-    JobBench,
     make_shared_server,  # noqa: F401 - a fixture
 )
-from zeus_plugins import JobSpec
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
     ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
-from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import EndReason, TrialState
-
-EPOCH_OF_24 = [24] * 7
-
-
-@dataclass
-class Bench(JobBench):
-    """One for the Trainer, with a folder."""
-
-    folder: Path
-
-    def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOTrainerCallback:
-        return ZeusBSOTrainerCallback(job or self.job(), monitor, **self.callback_options(options))
-
-    def trainer(self, *callbacks: Any, scores: tuple[float, ...] = (), data: Any = None, **options: Any) -> Trainer:
-        trainer_options = {"compute_metrics": Scores(*scores)} | (data or {})
-        return quiet_trainer(self.folder, *callbacks, trainer_options=trainer_options, **options)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """So small a network gains nothing from several threads, and waits for them where tests run side by side."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def bench(shared_server: Server, tmp_path: Path) -> Bench:
-    return Bench(shared_server, f"digits-{uuid.uuid4().hex}", tmp_path)
-
-
-class Watch(TrainerCallback):
-    """Notes what the callback under test knows after each evaluation, and the learning rate of each step."""
-
-    def __init__(self, zeus: ZeusBSOTrainerCallback | None = None) -> None:
-        self._zeus = zeus
-        self.epochs: list[float | None] = []
-        self.rates: list[float] = []
-        self.accumulation: set[int] = set()
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        if self._zeus is not None:
-            self.epochs.append(self._zeus.trial.epoch)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
-        self.accumulation.add(args.gradient_accumulation_steps)
-
 
 # The batch size: how a user may give model, data and arguments.
 LOSS = {"monitor": "loss", "target": 1000.0, "higher_is_better_metric": False}
@@ -136,11 +90,6 @@ def made(options: dict[str, Any]) -> dict[str, Any]:
     if "model" in data:
         data["model"] = data["model"]()
     return {**{name: value for name, value in options.items() if name != "job"}, "data": data}
-
-
-def sizes_of(trainer: Trainer) -> list[int]:
-    model: Any = trainer.model
-    return list(model.seen_sizes)
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -238,6 +187,14 @@ def test_a_trial_of_a_search_is_refused(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
     with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
         trainer.train(trial={"learning_rate": 0.5})
+    assert not bench.is_registered()
+
+
+def test_deepspeed_is_refused_before_a_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback())
+    trainer.is_deepspeed_enabled = True  # what the Trainer sets itself where DeepSpeed is installed
+    with pytest.raises(ZeusBSOConfigError, match="train without DeepSpeed"):
+        trainer.train()
     assert not bench.is_registered()
 
 
@@ -623,6 +580,19 @@ def test_the_users_error_arrives_and_ends_the_trial(
     assert bench.only_trial().state is state
 
 
+def test_sigterm_suspends_the_trial(bench: Bench) -> None:
+    class Preempted(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = bench.trainer(bench.callback(), Preempted())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert bench.only_trial().state is TrialState.SUSPENDED
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_dead_server_does_not_hide_the_users_error(server: Server, tmp_path: Path) -> None:
     error = RuntimeError("the user's own")
     bench = Bench(server, "digits-nightly", tmp_path)
@@ -637,131 +607,9 @@ def test_a_dead_server_does_not_hide_the_users_error(server: Server, tmp_path: P
     assert raised.value is error
 
 
-def test_an_unreachable_server_is_one_clear_error(bench: Bench) -> None:
+def test_an_unreachable_server_is_one_clear_error_where_that_is_wanted(bench: Bench) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    trainer = bench.trainer(bench.callback(server_url=url))
+    trainer = bench.trainer(bench.callback(server_url=url, on_unreachable="raise"))
     with pytest.raises(ZeusBSOServerUnreachableError, match=url):
         trainer.train()
     assert sizes_of(trainer) == []
-
-
-# Resuming
-
-RESUMABLE: dict[str, Any] = {"num_train_epochs": 4, "save_strategy": "epoch", "lr_scheduler_type": "constant"}
-
-
-def long_job(bench: Bench, **spec: Any) -> JobSpec:
-    """A job whose next trial gets half the default size, and may cost what it likes."""
-    job = bench.job(0.9, max_epochs=4, beta_knob=None, **spec)
-    bench.complete_first_trial(job)
-    return job
-
-
-def interrupt(bench: Bench, job: JobSpec, error: BaseException, **options: Any) -> None:
-    """Train two epochs of seven steps, and some of the next."""
-    data = {"model": Classifier(error, fails_at=16)}
-    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), data=data, **(RESUMABLE | options))
-    with pytest.raises(type(error)):
-        trainer.train()
-    assert sizes_of(trainer) == [NEXT_SIZE] * 16
-
-
-def saved_trial(checkpoint: Path) -> dict[str, Any]:
-    state = json.loads((checkpoint / "trainer_state.json").read_text())
-    trial: dict[str, Any] = state["stateful_callbacks"]["zeus_bso"]["trial"]
-    return trial
-
-
-@pytest.mark.parametrize(
-    ("saving", "step", "last_step", "time_s"),
-    [
-        # One second for each report and each saving: two and two before, one and one after, and the last report.
-        ({}, 14, 28, 7.0),
-        # Before, the report of the first epoch, the saving, and the report of the second epoch, which is trained again;
-        # afterwards two reports and a saving.
-        ({"save_strategy": "steps", "save_steps": 10}, 10, 21, 6.0),
-        ({"save_strategy": "steps", "save_steps": 10, "save_only_model": True}, 10, 21, 6.0),
-    ],
-    ids=["after an epoch", "within an epoch", "without the optimizer"],
-)
-@pytest.mark.parametrize("named", [False, True], ids=["latest", "named"])
-def test_a_resumed_training_goes_on_with_its_trial(
-    bench: Bench, named: bool, saving: dict[str, Any], step: int, last_step: int, time_s: float
-) -> None:
-    job = long_job(bench)
-    interrupt(bench, job, KeyboardInterrupt(), **saving)
-    assert bench.view().trials[-1].state is TrialState.SUSPENDED
-    checkpoint = bench.folder / f"checkpoint-{step}"
-    callback, watch = bench.callback(job, lr_scaling="linear"), Watch()
-    trainer = bench.trainer(callback, watch, scores=(0.1, 0.9), **(RESUMABLE | saving))
-    trainer.train(resume_from_checkpoint=str(checkpoint) if named else True)
-    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
-    assert (trainer.state.max_steps, trainer.state.global_step) == (28, last_step)
-    assert sizes_of(trainer) == [NEXT_SIZE] * (last_step - step)
-    assert set(watch.rates) == {0.05}
-    _, second = bench.view().trials
-    assert (second.state, second.time_s) == (TrialState.COMPLETED, time_s)
-    assert second.time_s > saved_trial(checkpoint)["time_s"]
-
-
-def test_a_resumed_schedule_goes_on_where_it_was(bench: Bench) -> None:
-    job = long_job(bench)
-    undisturbed, resumed = Watch(), Watch()
-    options = {**RESUMABLE, "lr_scheduler_type": "linear"}
-    bench.trainer(undisturbed, per_device_train_batch_size=NEXT_SIZE, **options | {"learning_rate": 0.05}).train()
-    interrupt(bench, job, KeyboardInterrupt(), **options)
-    trainer = bench.trainer(bench.callback(job, lr_scaling="linear"), resumed, scores=(0.1, 0.9), **options)
-    trainer.train(resume_from_checkpoint=str(bench.folder / "checkpoint-14"))
-    assert resumed.rates == pytest.approx(undisturbed.rates[14:])
-
-
-def test_a_resumed_trial_that_is_over_is_trained_on_unreported(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    job = long_job(bench)
-    interrupt(bench, job, RuntimeError("a crash"))
-    callback = bench.callback(job)
-    trainer = bench.trainer(callback, scores=(1.0,), **RESUMABLE)
-    trainer.train(resume_from_checkpoint=True)
-    assert "nothing more of it is measured or reported" in caplog.text
-    assert sizes_of(trainer) == [NEXT_SIZE] * 14
-    assert bench.view().trials[-1].state is TrialState.FAILED
-    assert saved_trial(bench.folder / "checkpoint-28")["batch_size"] == NEXT_SIZE
-
-
-def test_a_checkpoint_without_a_trial_is_trained_on_as_the_script_says(
-    bench: Bench, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"num_train_epochs": 2, "save_strategy": "epoch"}
-    bench.trainer(**options).train()
-    callback = bench.callback()
-    trainer = bench.trainer(callback, **options)
-    trainer.train(resume_from_checkpoint=str(bench.folder / "checkpoint-11"))
-    assert "the checkpoint holds no trial" in caplog.text
-    assert sizes_of(trainer) == [16] * 10 + [8]
-    assert not bench.is_registered()
-
-
-def test_a_resumed_size_that_the_job_has_no_more_is_trained_on(bench: Bench) -> None:
-    interrupt(bench, long_job(bench), KeyboardInterrupt())
-    job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(48, 96))
-    trainer = bench.trainer(bench.callback(job), scores=(0.9,), **RESUMABLE)
-    trainer.train(resume_from_checkpoint=True)
-    assert sizes_of(trainer) == EPOCH_OF_24
-    assert bench.view().trials[-1].state is TrialState.COMPLETED
-
-
-def test_a_resumed_size_that_cannot_be_spread_is_refused_and_waits(bench: Bench) -> None:
-    interrupt(bench, long_job(bench), KeyboardInterrupt())
-    job = bench.job(0.9, max_epochs=4, beta_knob=None, batch_sizes=(96,), default_batch_size=96)
-    trainer = bench.trainer(bench.callback(job), gradient_accumulation_steps=32, **RESUMABLE)
-    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[24\] cannot be spread"):
-        trainer.train(resume_from_checkpoint=True)
-    assert bench.view().trials[-1].state is TrialState.SUSPENDED
-
-
-def test_callbacks_that_are_restored_leave_the_trial_alone(bench: Bench) -> None:
-    job = long_job(bench)
-    interrupt(bench, job, KeyboardInterrupt())
-    callback = bench.callback(job)
-    trainer = bench.trainer(callback, scores=(0.9,), restore_callback_states_from_checkpoint=True, **RESUMABLE)
-    trainer.train(resume_from_checkpoint=True)
-    assert bench.view().trials[-1].state is TrialState.COMPLETED

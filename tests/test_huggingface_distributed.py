@@ -36,7 +36,7 @@ LAUNCHERS = {
         "--dynamo_backend no --main_process_port"
     ).split(),
 }
-ENDS_AT_ONCE = {"unreachable", "never", "memory"}
+ENDS_AT_ONCE = {"unreachable", "without server", "never", "memory"}
 PER_PROCESS = BATCH_SIZE // WORLD_SIZE
 
 
@@ -105,15 +105,29 @@ def test_both_processes_train_at_the_servers_size(ran: Ran, way: str) -> None:
     assert (trial.state, trial.metric) == (TrialState.COMPLETED, 0.5)
 
 
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ENDS_AT_ONCE])
+def test_the_first_process_measures_the_energy(ran: Ran, way: str) -> None:
+    first, second = seen_by_each(ran.folder, way)
+    assert (first["energy_rows"], second["energy_rows"]) == (1, 0)
+    assert first["time_s"] > 0
+    assert second["time_s"] == 0
+
+
 def test_a_failed_trial_raises_on_both_processes(ran: Ran) -> None:
     assert [seen["error"] for seen in seen_by_each(ran.folder, "never")] == ["ZeusBSOTrainFailError"] * WORLD_SIZE
     assert only_trial(ran.server, "never").state is TrialState.EXHAUSTED
 
 
-def test_an_unreachable_server_raises_on_both_processes(ran: Ran) -> None:
+def test_an_unreachable_server_raises_on_both_processes_where_that_is_wanted(ran: Ran) -> None:
     for seen in seen_by_each(ran.folder, "unreachable"):
         assert (seen["error"], seen["sizes"]) == ("ZeusBSOServerUnreachableError", [])
         assert NOWHERE in seen["message"]
+
+
+def test_both_processes_train_without_the_server(ran: Ran) -> None:
+    for seen in seen_by_each(ran.folder, "without server"):
+        assert (seen["converged"], seen["trial_number"]) == (True, None)
+        assert set(seen["sizes"][:-1]) == {PER_PROCESS}
 
 
 def test_accelerate_launch(server: Server, tmp_path: Path) -> None:

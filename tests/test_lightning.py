@@ -43,7 +43,7 @@ from zeus_plugins.errors import (
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import EndReason, TrialState
+from zeus_plugins.protocol import EndReason, PolicyName, TrialState
 
 pytestmark = QUIET
 
@@ -200,6 +200,27 @@ def test_everything_is_taken_back(
     assert module.batch_size == USERS_SIZE
     assert trainer.accumulate_grad_batches == 2
     assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    assert "run" not in vars(trainer.fit_loop.epoch_loop)
+
+
+class CountsSteps(ZeusBSOCallback):
+    """A user's subclass with a hook of each step."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.steps += 1
+
+
+def test_lightning_calls_no_hook_of_each_step_but_a_subclasss(bench: Bench) -> None:
+    callback = CountsSteps(bench.job(), "score", **bench.callback_options({}))
+    seen: list[Any] = []
+    look = AtTrainStart(lambda: seen.extend([callback.on_train_batch_start, callback.on_train_batch_end]))
+    quiet_trainer(callback, look).fit(Classifier(), train_loader())
+    assert seen == [None, callback.on_train_batch_end]
+    assert callback.steps == len(EPOCH_OF_48)
+    assert "on_train_batch_start" not in vars(callback)
 
 
 def test_a_second_fit_is_a_second_trial(bench: Bench) -> None:
@@ -415,15 +436,21 @@ def test_a_failed_trial_may_just_stop(bench: Bench) -> None:
     assert callback.trial.verdict.reason is EndReason.MAX_EPOCHS_REACHED
 
 
-def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(bench: Bench) -> None:
-    job = bench.job(0.9, max_epochs=4)
+@pytest.mark.parametrize(
+    ("policy", "reason"),
+    [(PolicyName.ZEUS, EndReason.COST_BOUND_CROSSED), (PolicyName.GP_VOI, EndReason.EPOCH_BOUND_REACHED)],
+)
+def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(
+    bench: Bench, policy: PolicyName, reason: EndReason
+) -> None:
+    job = bench.job(0.9, max_epochs=4, policy=policy)
     bench.complete_first_trial(job)  # 55 J: the bound is 110 J
     callback = bench.callback(job, energy_monitor=seconds_and_joules(1.0, 30.0), on_failure="stop")
     trainer = quiet_trainer(callback, max_epochs=4)
     trainer.fit(Classifier(0.1), train_loader())  # 65 J an epoch
     assert trainer.current_epoch == 2
     assert callback.trial.verdict is not None
-    assert callback.trial.verdict.reason is EndReason.COST_BOUND_CROSSED
+    assert callback.trial.verdict.reason is reason
     last = bench.view().trials[-1]
     assert (last.batch_size, last.state, last.cost_j) == (NEXT_SIZE, TrialState.EARLY_STOPPED, 130.0)
 

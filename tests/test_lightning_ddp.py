@@ -76,13 +76,20 @@ def test_a_failed_trial_raises_on_both_ranks(server: Server, tmp_path: Path) -> 
     assert only_trial(server).state is TrialState.EXHAUSTED
 
 
-def test_an_unreachable_server_raises_on_both_ranks(tmp_path: Path) -> None:
+def test_an_unreachable_server_raises_on_both_ranks_where_that_is_wanted(tmp_path: Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    ranks = train_on_two_ranks(url, target=0.5, folder=tmp_path)
+    ranks = train_on_two_ranks(url, target=0.5, folder=tmp_path, scenario="raise")
     for rank in ranks:
         assert rank["error"] == "ZeusBSOServerUnreachableError"
         assert url in rank["message"]
         assert rank["sizes"] == []
+
+
+def test_both_ranks_train_without_the_server(tmp_path: Path) -> None:
+    ranks = train_on_two_ranks(f"http://127.0.0.1:{free_port()}", target=sum(SCORES) / 2, folder=tmp_path)
+    for rank in ranks:
+        assert (rank["converged"], rank["trial_number"]) == (True, None)
+        assert rank["sizes"][0] == BATCH_SIZE // WORLD_SIZE
 
 
 def test_memory_that_ran_out_on_the_second_rank_excludes_the_size(server: Server, tmp_path: Path) -> None:

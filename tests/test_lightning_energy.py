@@ -78,6 +78,20 @@ def test_a_resumed_training_continues_its_totals(tmp_path: Path) -> None:
     assert logged(tmp_path / "second") == [epoch_row(2)]
 
 
+# It sees the same images again, which this test does not mind.
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning")
+def test_a_training_resumed_within_an_epoch_counts_the_whole_epoch(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=5, save_top_k=-1)
+    first = Classifier()
+    quiet_trainer(metered(first), saver, enable_checkpointing=True).fit(first, train_loader())
+    second = Classifier()
+    logger = CSVLogger(tmp_path / "second", name=None, version="")
+    trainer = quiet_trainer(metered(second), logger=logger, log_every_n_steps=1)
+    trainer.fit(second, train_loader(), ckpt_path=tmp_path / "step=5.ckpt", weights_only=True)
+    assert len(second.seen_rates) == STEPS_OF_16 - 5
+    assert logged(tmp_path / "second") == [epoch_row(1)]
+
+
 def test_a_second_training_after_an_error_begins_anew() -> None:
     callback = ZeusEnergyCallback(EstimateMonitor(50.0))
     with pytest.raises(RuntimeError, match="the user's own"):

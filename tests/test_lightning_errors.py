@@ -100,12 +100,12 @@ def test_ctrl_c_suspends_the_trial(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.SUSPENDED
 
 
-def test_an_unreachable_server_is_one_clear_error(bench: Bench) -> None:
+def test_an_unreachable_server_is_one_clear_error_where_that_is_wanted(bench: Bench) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     module = Classifier()
     loader = train_loader()
     with pytest.raises(ZeusBSOServerUnreachableError, match=url) as raised:
-        quiet_trainer(bench.callback(server_url=url)).fit(module, loader)
+        quiet_trainer(bench.callback(server_url=url, on_unreachable="raise")).fit(module, loader)
     assert raised.value.__cause__ is None
     assert raised.value.__suppress_context__
     assert module.seen_sizes == []

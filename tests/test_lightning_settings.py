@@ -126,10 +126,11 @@ class TwoValidations(Classifier):
         self.log("score", float(dataloader_idx))
 
 
-def test_one_of_several_validations_is_monitored(bench: Bench) -> None:
-    callback = bench.callback(bench.job(1.0), monitor="score/dataloader_idx_1")
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_of_several_validations_is_monitored(bench: Bench, index: int) -> None:
+    callback = bench.callback(bench.job(float(index)), monitor=f"score/dataloader_idx_{index}")
     quiet_trainer(callback).fit(TwoValidations(), train_loader())
-    assert bench.only_trial().metric == 1.0
+    assert bench.only_trial().metric == index
 
 
 def test_a_name_that_several_validations_share_is_an_error_that_lists_them(bench: Bench) -> None:

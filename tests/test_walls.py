@@ -9,6 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FRAMEWORKS = {"lightning", "pytorch_lightning", "torch", "transformers", "accelerate"}
+# What decides without a server, a database or a clock.
+POLICY = {"bso_server.core", "bso_server.errors"}
 # The training script of the demo is a user's script.
 USER_SCRIPTS = {"zeus_plugins/demo/digits.py"}
 
@@ -52,7 +54,16 @@ def test_the_reader_of_imports_sees_through_indentation() -> None:
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_the_training_side_does_not_import_the_server(module: str) -> None:
-    assert not offenders(imports(module), {"bso_server", "litestar", "sqlalchemy"})
+    names = offenders(imports(module), {"bso_server"})
+    is_the_server = module == "zeus_plugins/embedded.py"
+    takes_its_policy = module == "zeus_plugins/master/policy.py" and names == offenders(names, POLICY)
+    assert is_the_server or takes_its_policy or not names
+    assert not offenders(imports(module), {"litestar", "sqlalchemy"})
+
+
+def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_before_it_is_needed() -> None:
+    importers = [module for module in modules("zeus_plugins/**/*.py") if "zeus_plugins.embedded" in imports(module)]
+    assert importers == ["zeus_plugins/client.py"]
 
 
 @pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
@@ -103,12 +114,23 @@ def test_routes_only_call_the_service(module: str) -> None:
     assert not any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
 
 
+@pytest.mark.parametrize("module", modules("zeus_plugins/power_limit/s*.py"))
+def test_what_decides_the_power_limit_is_pure(module: str) -> None:
+    names = imports(module)
+    assert own(names) == offenders(names, {"zeus_plugins.errors", "zeus_plugins.power_limit.profile"})
+    assert not offenders(names, {"logging", "os", "subprocess", "threading", "time"})
+
+
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_only_adapters_import_frameworks(module: str) -> None:
-    adapters = {"zeus_plugins/huggingface.py", "zeus_plugins/lightning.py", *USER_SCRIPTS}
+    adapters = {
+        *("zeus_plugins/dataloader.py", "zeus_plugins/huggingface.py", "zeus_plugins/lightning.py"),
+        *USER_SCRIPTS,
+    }
     assert module in adapters or not offenders(imports(module), FRAMEWORKS)
 
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
-def test_only_the_client_knows_httpx(module: str) -> None:
-    assert module == "zeus_plugins/client.py" or not offenders(imports(module), {"httpx"})
+def test_only_the_client_and_its_way_to_the_server_in_this_process_know_httpx(module: str) -> None:
+    knows = module in {"zeus_plugins/client.py", "zeus_plugins/embedded.py"}
+    assert knows or not offenders(imports(module), {"httpx"})

@@ -19,6 +19,7 @@ from zeus_plugins.protocol import (
     GpuConfig,
     JobRegistration,
     Origin,
+    PolicyName,
     TrainingResult,
     TrialDispatch,
     TrialState,
@@ -97,7 +98,7 @@ def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str) -> No
         (TrialState.COMPLETED, Origin.BANDIT, EPOCH_J, 1),
     ]
     assert shown.min_cost_j == EPOCH_J
-    assert shown.job == JobRegistration.of(JobSpec(**JOB), GPUS)
+    assert shown.job == JobRegistration.of(JobSpec(**JOB, policy=PolicyName.ZEUS), GPUS)
 
 
 def test_a_zeus_client_that_leaves_ends_its_trial(peer: Peer, url_for_zeus: str) -> None:
@@ -158,7 +159,8 @@ def test_our_optimizer_that_leaves_ends_its_trial_on_a_zeus_server(zeus_server: 
 
 
 def test_our_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
-    registration = JobRegistration.of(job, GPUS)
+    # A Zeus server says nothing of policies, which means its own.
+    registration = JobRegistration.of(job.model_copy(update={"policy": PolicyName.ZEUS}), GPUS)
     with BsoClient(zeus_server) as client:
         assert client.register(registration) == registration
         assert client.register(registration) == registration
