@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +67,13 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
         help="trainings end after the epoch that crosses their cost bound, not before it",
     )
     parser.add_argument(
+        "--cost-noise",
+        type=_at_least_0,
+        default=0.0,
+        metavar="SD",
+        help="σ of the log of a factor on each trial's time and energy, as on a busy machine (default 0)",
+    )
+    parser.add_argument(
         "--drift",
         type=_drift,
         metavar="reversed@N",
@@ -87,6 +95,7 @@ def _simulate(options: argparse.Namespace) -> None:
         optimal_power_limits=options.power_limit == "optimal",
         concurrency=options.concurrency,
         foresight=options.foresight,
+        cost_noise_sd=options.cost_noise,
         drift_at=options.drift,
     )
     policies = list(dict.fromkeys(options.policy or PolicyName))
@@ -205,6 +214,13 @@ def _at_least_1(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
+def _at_least_0(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return number
 
 

@@ -737,6 +737,7 @@ def _belief_from(text: str | None) -> Belief:
     nested = {
         "observed": WeightedStatistics(**values["observed"]),
         "exact": WeightedStatistics(**values["exact"]),
+        "costs": WeightedStatistics(**values["costs"]),
         "streak": Streak(**values["streak"]),
     }
     return Belief(**{**values, **nested})

@@ -18,6 +18,7 @@ from bso_server.core.gp_voi_constants import CONSTANTS
 from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.core.outlook import Outlook, beliefs_of
 from bso_server.core.policy import stop_rule, suggest
+from bso_server.core.statistics import WeightedStatistics
 from bso_server.errors import NoSurvivorError
 from tests.histories import Life, make_job
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
@@ -196,8 +197,8 @@ def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
     life.report(trial, 21.0, epoch=2, metric=0.0)
     life.move(life.trials[-1], TrialState.FAILED, cost_j=21.0)
     belief = life.history.arms[32].belief
-    assert belief.log_cost == pytest.approx(math.log(11))
-    assert belief == Belief(log_cost=belief.log_cost)
+    assert belief.costs.mean == pytest.approx(math.log(11))
+    assert belief == Belief(costs=WeightedStatistics(1.0, belief.costs.mean, 0.0), are_costs_guessed=False)
 
 
 def test_the_default_may_be_another_in_a_new_registration() -> None:
@@ -283,8 +284,14 @@ def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() ->
     verdict = life.report(trial, 2000.0, epoch=1, metric=0.0)
     assert (verdict.reason, verdict.state) == (EndReason.EPOCH_BOUND_REACHED, TrialState.EARLY_STOPPED)
     assert "after 1 epochs" in verdict.message
-    # What an epoch costs is then guessed from that.
-    assert life.history.arms[32].belief.log_cost == pytest.approx(math.log(1000.0))
+    # What an epoch costs is then guessed from that, and the next run of the size has the last word.
+    guessed = life.history.arms[32].belief
+    assert guessed.costs.mean == pytest.approx(math.log(1000.0))
+    assert (guessed.costs.weight, guessed.are_costs_guessed) == (CONSTANTS.first_epoch_weight, True)
+    run(life, life.dispatch(32), needed=10, epoch_j=11)
+    known = life.history.arms[32].belief
+    assert (known.costs.mean, known.costs.weight) == (pytest.approx(math.log(11)), 1.0)
+    assert life.history.arms[64].belief.costs.mean == pytest.approx(math.log(10))
 
 
 def test_nothing_is_stopped_by_its_first_report_alone_if_start_up_is_not_known() -> None:
@@ -295,11 +302,11 @@ def test_nothing_is_stopped_by_its_first_report_alone_if_start_up_is_not_known()
     assert life.report(trial, 20_000.0, epoch=2, metric=0.0).reason is EndReason.EPOCH_BOUND_REACHED
 
 
-@pytest.mark.parametrize(("epoch_j", "stops"), [(28.0, False), (30.0, True)])
+@pytest.mark.parametrize(("epoch_j", "stops"), [(30.0, False), (33.0, True)])
 def test_a_first_report_stops_a_trial_only_if_less_would_do(epoch_j: float, stops: bool) -> None:
     life = new_life(batch_sizes=(32, 64))
     run(life, life.ask(), needed=4, epoch_j=20)
-    # A try at 32 is hopeless from 26.5 J an epoch on. What took 28 J may be 25.3 J, if start-up takes a tenth here.
+    # The first one could be worth it if start-up takes a tenth of that here.
     assert life.report(life.ask(), epoch_j, epoch=1, metric=0.0).stop is stops
 
 
@@ -329,12 +336,12 @@ def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
     life.report(trial, 510.0, epoch=2, metric=0.0)
     life.report(trial, 590.0, epoch=10, metric=1.0)
     belief = life.history.arms[64].belief
-    assert belief.log_cost == pytest.approx(math.log(10.0))
+    assert belief.costs.mean == pytest.approx(math.log(10.0))
     assert belief.log_startup == pytest.approx(math.log(50.0))
     # Later trials of the size change the cost of its epochs, not its start-up.
     run(life, life.dispatch(64), needed=10, epoch_j=11, startup=3)
     belief = life.history.arms[64].belief
-    assert belief.log_cost == pytest.approx(math.log(11.0))
+    assert belief.costs.mean == pytest.approx((math.log(10.0) + math.log(11.0)) / 2)
     assert belief.log_startup == pytest.approx(math.log(50.0))
 
 
@@ -398,7 +405,8 @@ def test_a_success_is_learned_and_fades() -> None:
     fade = CONSTANTS.forgetting
     assert beliefs[3].observed.weight == beliefs[3].exact.weight == fade
     assert beliefs[3].observed.mean == math.log(10)
-    assert (beliefs[3].converged, beliefs[3].tried, beliefs[3].log_cost) == (True, True, math.log(10))
+    assert (beliefs[3].converged, beliefs[3].tried) == (True, True)
+    assert beliefs[3].costs == WeightedStatistics(1.0, math.log(10), 0.0)
     assert beliefs[0] == Belief()
     beliefs = learned([outcome(3, 10), outcome(2, 10)])
     assert beliefs[3].observed.weight == pytest.approx(fade**2)
@@ -434,6 +442,41 @@ def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
     assert not after_outcome(SIZES, learned([outcome(3, 10)] * 4), outcome(3, 50, reached=False, conclusive=True))[
         3
     ].converged
+
+
+def test_what_epochs_cost_is_the_mean_of_the_latest_runs() -> None:
+    costing = [replace(outcome(3, 10), log_cost=float(number)) for number in range(20)]
+    costs = learned(costing[:3])[3].costs
+    assert (costs.weight, costs.mean) == (3.0, pytest.approx(1.0))
+    costs = learned(costing)[3].costs
+    assert costs.weight == pytest.approx(CONSTANTS.most_cost_runs)
+    # Each of the runs before it has 7/8 of the weight of the next.
+    weights = [min(1.0, 7 / 8) ** min(19 - number, 12) for number in range(20)]
+    assert costs.mean == pytest.approx(np.average(range(20), weights=weights))
+
+
+def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
+    only_first = [replace(outcome(3, 1), log_cost=None, log_first_cost=value) for value in (2.0, 3.0)]
+    belief = learned(only_first)[3]
+    assert (belief.costs.weight, belief.costs.mean, belief.are_costs_guessed) == (2.0, 2.5, True)
+    assert belief.log_startup is None
+
+
+def test_an_unlucky_first_epoch_does_not_bar_a_size_for_ever() -> None:
+    """The cheapest size is tried while something else keeps the machine busy, and is given up after one epoch."""
+    needed, epoch_j = {16: 14, 32: 10, 64: 14, 128: 20}, {16: 11.0, 32: 10.0, 64: 9.5, 128: 9.0}
+    life = new_life((16, 32, 64, 128), max_epochs=100)
+    noise = np.random.default_rng(0)
+
+    def noisy(size: int) -> float:
+        return epoch_j[size] * float(noise.lognormal(0, 0.15))
+
+    run(life, life.ask(), needed[64], epoch_j[64])
+    trial = life.ask()
+    assert trial.batch_size == 32
+    assert run(life, trial, needed[32], 5 * epoch_j[32]).epoch == 1
+    sizes = recur(life, 40, needed.__getitem__, noisy)
+    assert sizes[-5:] == [32] * 5
 
 
 def test_a_success_ends_a_streak() -> None:
@@ -475,7 +518,7 @@ outcomes = st.builds(
     index=st.integers(0, 4),
     epochs=st.one_of(st.integers(1, 1000), st.floats(1e-3, 1e6)),
     log_first_cost=st.one_of(st.none(), st.floats(-20, 40)),
-    log_cost=st.floats(-20, 40),
+    log_cost=st.one_of(st.none(), st.floats(-20, 40)),
     epoch_step=st.floats(1e-6, 10),
     reached=st.booleans(),
     conclusive=st.booleans(),
@@ -492,6 +535,8 @@ def test_whatever_happens_beliefs_stay_finite(history: list[Outcome]) -> None:
         assert 0 < belief.failure_chance < 1
         numbers = json.loads(json.dumps(asdict(belief), allow_nan=False))
         assert len(numbers) == len(asdict(Belief()))
+        assert 0 <= belief.costs.weight <= CONSTANTS.most_cost_runs * (1 + 1e-9)
+        assert belief.costs.squared_deviations >= 0
     if any(belief.is_observed for belief in beliefs):
         posterior = posterior_of(SIZES, beliefs)
         assert np.isfinite(posterior.expected.mean).all()

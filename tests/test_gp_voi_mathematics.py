@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from scipy import integrate, stats
 
 from bso_server.core import normal
-from bso_server.core.gp import EpochsPosterior, Normal, cost_posterior, epochs_posterior, known_at, prior, run_variance
+from bso_server.core.gp import (
+    Normal,
+    Posterior,
+    cost_posterior,
+    cost_run_variance,
+    epochs_posterior,
+    prior,
+    run_variance,
+)
 from bso_server.core.gp_voi_constants import CONSTANTS
 from bso_server.core.statistics import WeightedStatistics
 from bso_server.core.stopping import bound_of_try
@@ -94,7 +102,7 @@ def kernel(sd: float, length: float, own_sd: float) -> np.ndarray[tuple[int, int
 
 def test_the_prior() -> None:
     assert prior(SIZES).epochs == pytest.approx(kernel(0.5, 4, 0.05))
-    assert prior(SIZES).costs == pytest.approx(kernel(1, 8, 0))
+    assert prior(SIZES).costs == pytest.approx(kernel(1, 8, 0.03))
     assert prior(SIZES).octaves[0].tolist() == pytest.approx([0, 1, math.log2(6), 3, 6])
 
 
@@ -139,17 +147,21 @@ def test_a_step_between_validations_is_noise() -> None:
     assert epochs_posterior(SIZES, one, one, 0.1).run_variance == pytest.approx(0.08**2)
 
 
-def test_costs_of_epochs_are_known_where_one_has_run() -> None:
-    found = cost_posterior(SIZES, (None, 3.0, None, 2.0, None))
-    assert found.mean[[1, 3]].tolist() == [3.0, 2.0]
-    assert not found.covariance[[1, 3]].any()
-    assert not found.covariance[:, [1, 3]].any()
-    # Elsewhere it is the Gaussian process's.
-    k, at = kernel(1, 8, 0), [1, 3]
-    gain = k[:, at] @ np.linalg.inv(k[np.ix_(at, at)] + 0.03**2 * np.eye(2))
-    rest = [0, 2, 4]
-    assert found.mean[rest] == pytest.approx((2.5 + gain @ [0.5, -0.5])[rest], abs=1e-6)
-    assert found.covariance[np.ix_(rest, rest)] == pytest.approx((k - gain @ k[at])[np.ix_(rest, rest)], abs=1e-6)
+def test_what_epochs_cost_by_what_runs_have_shown() -> None:
+    seen = (statistics([]), statistics([3.0, 3.2]), statistics([]), statistics([2.0]), statistics([]))
+    found = cost_posterior(SIZES, seen)
+    # Deviations of ±0.1 at one size: 0.02, with one degree of freedom.
+    variance = (0.5 * 0.02**2 + 0.02 / 2) / (0.5 + 1 / 2)
+    assert found.run_variance == pytest.approx(variance)
+    assert cost_run_variance(seen) == pytest.approx(variance)
+    assert cost_run_variance((statistics([3.0] * 1000),)) == pytest.approx(0.01**2)
+    k, at = kernel(1, 8, 0.03), [1, 3]
+    gain = k[:, at] @ np.linalg.inv(k[np.ix_(at, at)] + np.diag([variance / 2, variance]))
+    assert found.expected.mean == pytest.approx(2.55 + gain @ [0.55, -0.55], abs=1e-6)
+    assert found.expected.covariance == pytest.approx(k - gain @ k[at], abs=1e-6)
+    # Where epochs always cost the same, they are as good as known.
+    steady = cost_posterior(SIZES, (statistics([3.0] * 8),) + (statistics([]),) * 4)
+    assert math.sqrt(steady.expected.covariance[0, 0]) < 0.01
 
 
 def test_runs_in_flight_narrow_the_belief_as_if_they_had_ended_as_expected() -> None:
@@ -164,20 +176,9 @@ def test_runs_in_flight_narrow_the_belief_as_if_they_had_ended_as_expected() -> 
     assert before.believing({}).expected.covariance.tolist() == k.tolist()
 
 
-def test_costs_that_will_be_known_are_uncertain_no_more() -> None:
-    before = cost_posterior(SIZES, (None, 3.0, None, 2.0, None))
-    after = known_at([0, 1, 2], before)
-    assert after.mean.tolist() == before.mean.tolist()
-    assert after.covariance[:4] == pytest.approx(np.zeros((4, 5)), abs=1e-9)
-    # By the joint distribution of the three that were uncertain.
-    g = before.covariance[np.ix_([0, 2, 4], [0, 2, 4])]
-    rest = g[2, 2] - g[2, :2] @ np.linalg.inv(g[:2, :2]) @ g[:2, 2]
-    assert after.covariance[4, 4] == pytest.approx(rest)
-
-
 def test_a_runs_own_luck_adds_to_what_is_uncertain() -> None:
     expected = Normal(np.array([1.0, 2.0]), np.array([[0.5, 0.1], [0.1, -1e-18]]))
-    posterior = EpochsPosterior(expected, 0.25)
+    posterior = Posterior(expected, 0.25)
     assert posterior.of_run(0) == (1.0, 0.75)
     assert posterior.of_run(1) == (2.0, 0.25)
 
@@ -234,37 +235,47 @@ def test_nothing_to_learn_is_worth_nothing_and_a_bad_try_costs_a_run_at_most() -
 def test_the_bound_of_a_try_by_truncated_log_normals() -> None:
     """Each epoch's two numbers by scipy, for tries that are hopeful, hopeless, and cheap."""
     bounds = []
-    for log_epochs, sd, epoch_j in (
-        (math.log(10), 0.5, 8.0),
-        (math.log(30), 0.3, 5.0),
-        (math.log(20), 0.1, 6.0),
-        (math.log(3), 1.0, 1.0),
-        (math.log(3), 0.3, 33.0),
-        (math.log(50), 0.4, 60.0),
-        (math.log(8), 1.2, 10.0),
+    for log_epochs, sd, epoch_j, epoch_j_sd in (
+        (math.log(10), 0.5, 8.0, 0.0),
+        (math.log(30), 0.3, 5.0, 0.0),
+        (math.log(30), 0.3, 5.0, 0.5),
+        (math.log(20), 0.1, 6.0, 0.0),
+        (math.log(3), 1.0, 1.0, 0.0),
+        (math.log(3), 0.3, 33.0, 0.0),
+        (math.log(50), 0.4, 60.0, 0.0),
+        (math.log(8), 1.2, 10.0, 0.0),
+        (math.log(8), 1.2, 10.0, 0.5),
     ):
-        found = bound_of_try(log_epochs, sd, epoch_j=epoch_j, incumbent_j=100.0, beta=1.6, max_epochs=100)
-        assert found.epochs == first_hopeless_epoch(log_epochs, sd, epoch_j)
+        found = bound_of_try(
+            log_epochs, sd, epoch_j=epoch_j, epoch_j_sd=epoch_j_sd, incumbent_j=100.0, beta=1.6, max_epochs=100
+        )
+        assert found.epochs == first_hopeless_epoch(log_epochs, sd, epoch_j, epoch_j_sd)
         bounds.append(found.epochs)
-    assert bounds == [20, 1, 1, 100, 4, 1, 9]
+    # Twice the joules end a try however little its epochs may really cost.
+    assert bounds == [20, 1, 32, 1, 100, 4, 1, 9, 15]
 
 
-def first_hopeless_epoch(log_epochs: float, sd: float, epoch_j: float) -> int:
+def first_hopeless_epoch(log_epochs: float, sd: float, epoch_j: float, epoch_j_sd: float) -> int:
     epochs = stats.lognorm(s=sd, scale=math.exp(log_epochs))
+    least_j = epoch_j * math.exp(-epoch_j_sd)
     for k in range(1, 101):
         if epoch_j * (k + 1) > 160:
             return k
         alive = epochs.sf(k)
-        chance = max(1 - epochs.sf(100 / epoch_j) / alive, 0)
+        chance = max(1 - epochs.sf(100 / least_j) / alive, 0)
         remaining = integrate.quad(lambda t: t * epochs.pdf(t), k, np.inf)[0] / alive - k
-        if chance < 0.1 and epoch_j * remaining > 100:
+        if chance < 0.1 and least_j * remaining > 100:
             return k
     return 100
 
 
-@given(finite, positive, st.floats(0.01, 100), st.integers(1, 10**6))
+@given(finite, positive, st.floats(0.01, 100), st.floats(0, 3), st.integers(1, 10**6))
 @settings(deadline=None)
-def test_a_bound_is_within_max_epochs(log_epochs: float, sd: float, epoch_j: float, max_epochs: int) -> None:
-    found = bound_of_try(log_epochs, sd, epoch_j=epoch_j, incumbent_j=50.0, beta=2.0, max_epochs=max_epochs)
+def test_a_bound_is_within_max_epochs(
+    log_epochs: float, sd: float, epoch_j: float, epoch_j_sd: float, max_epochs: int
+) -> None:
+    found = bound_of_try(
+        log_epochs, sd, epoch_j=epoch_j, epoch_j_sd=epoch_j_sd, incumbent_j=50.0, beta=2.0, max_epochs=max_epochs
+    )
     assert 1 <= found.epochs <= max_epochs
     assert found.reason

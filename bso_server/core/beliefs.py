@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from bso_server.core.gp import EpochsPosterior, epochs_posterior, prior
+from bso_server.core.gp import Posterior, epochs_posterior, prior
 from bso_server.core.gp_voi_constants import CONSTANTS
 from bso_server.core.normal import moments_given_larger
 from bso_server.core.statistics import WeightedStatistics
@@ -44,7 +44,8 @@ class Belief:
             pseudo-observation that stands for a run that was stopped; all fading with time.
         exact: The same of runs that reached the target alone.
         failures: Number of runs that should have reached the target and did not, fading with time.
-        log_cost: Log of the cost (J) of an epoch, as of the latest trial; None before any.
+        costs: Log of the cost (J) of an epoch, one value for each trial, of which the latest count.
+        are_costs_guessed: Whether that is only what first epochs suggest, which hold the start-up, too.
         log_startup: Log of what the first epochs of its first trial cost more than later ones, as a factor; None if it
             had no later ones.
         epoch_step: Epochs between two validations of the latest trial, at most 1.
@@ -58,7 +59,8 @@ class Belief:
     observed: WeightedStatistics = field(default_factory=WeightedStatistics)
     exact: WeightedStatistics = field(default_factory=WeightedStatistics)
     failures: float = 0.0
-    log_cost: float | None = None
+    costs: WeightedStatistics = field(default_factory=WeightedStatistics)
+    are_costs_guessed: bool = True
     log_startup: float | None = None
     epoch_step: float = 1.0
     converged: bool = False
@@ -80,6 +82,28 @@ class Belief:
     def is_observed(self) -> bool:
         """Whether anything is known of its epochs to the target."""
         return self.observed.weight > _LEAST_WEIGHT
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether anything is known of what its epochs cost."""
+        return self.costs.weight > _LEAST_WEIGHT
+
+    def costing(self, log_cost: float) -> Belief:
+        """The same after a trial whose epochs cost so much (log of joules); that replaces mere guesses."""
+        costs = WeightedStatistics() if self.are_costs_guessed else self.costs
+        return replace(self, costs=_including(costs, log_cost), are_costs_guessed=False)
+
+    def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
+        """The same after a trial of which only the first epoch is known (log of joules).
+
+        Args:
+            log_first_cost: What that cost.
+            log_startup: What of it was start-up; None if no size knows, and first epochs are all there is.
+        """
+        if not self.are_costs_guessed:
+            return self
+        weight = 1.0 if log_startup is None else CONSTANTS.first_epoch_weight
+        return replace(self, costs=_including(self.costs, log_first_cost - (log_startup or 0.0), weight))
 
     def forgetting(self, factor: float) -> Belief:
         """The same with every observation's weight multiplied by `factor`."""
@@ -121,7 +145,7 @@ class Outcome:
     conclusive: bool
 
 
-def posterior_of(batch_sizes: tuple[int, ...], beliefs: Beliefs) -> EpochsPosterior:
+def posterior_of(batch_sizes: tuple[int, ...], beliefs: Beliefs) -> Posterior:
     """Posterior of log epochs to the target; at least one belief has an observation."""
     return epochs_posterior(
         batch_sizes,
@@ -150,10 +174,10 @@ def after_outcome(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outco
     if outcome.conclusive and any(belief.converged for belief in beliefs):
         beliefs = _after_failure(batch_sizes, beliefs, outcome.index, log_epochs)
     else:
-        beliefs = _with(beliefs, replace(beliefs[outcome.index], streak=Streak()), outcome.index)
+        beliefs = beliefs_with(beliefs, replace(beliefs[outcome.index], streak=Streak()), outcome.index)
         beliefs = _after_stop(batch_sizes, beliefs, outcome.index, log_epochs)
     belief = beliefs[outcome.index]
-    return _with(beliefs, replace(belief, missed=belief.missed + 1), outcome.index)
+    return beliefs_with(beliefs, replace(belief, missed=belief.missed + 1), outcome.index)
 
 
 def expected_startup(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int) -> float | None:
@@ -168,21 +192,18 @@ def _with_cost(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome)
     belief = replace(beliefs[outcome.index], tried=True, epoch_step=min(outcome.epoch_step, 1.0))
     first, later = outcome.log_first_cost, outcome.log_cost
     if later is not None:
-        startup = belief.log_startup
-        if belief.log_cost is None and first is not None:
-            startup = first - later
-        belief = replace(belief, log_cost=later, log_startup=startup)
+        if not belief.has_cost and first is not None:
+            belief = replace(belief, log_startup=first - later)
+        belief = belief.costing(later)
     elif first is not None:
-        startup = expected_startup(batch_sizes, beliefs, outcome.index)
-        if startup is None or belief.log_cost is None:
-            belief = replace(belief, log_cost=first - (startup or 0.0))
-    return _with(beliefs, belief, outcome.index)
+        belief = belief.perhaps_costing(first, expected_startup(batch_sizes, beliefs, outcome.index))
+    return beliefs_with(beliefs, belief, outcome.index)
 
 
 def after_crash(beliefs: Beliefs, index: int, log_cost: float) -> Beliefs:
     """The beliefs after a trial crashed that had reported: it tells what an epoch costs, if nothing else does."""
     belief = beliefs[index]
-    return beliefs if belief.log_cost is not None else _with(beliefs, replace(belief, log_cost=log_cost), index)
+    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost), index)
 
 
 def _deviation(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> float:
@@ -198,7 +219,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
         if surprise > 2 * limit or (surprise > limit and belief.surprise > limit):
             beliefs = _after_drift(beliefs, index)
         else:
-            beliefs = _with(beliefs, replace(belief, surprise=surprise), index)
+            beliefs = beliefs_with(beliefs, replace(belief, surprise=surprise), index)
     belief = beliefs[index]
     learned = replace(
         belief,
@@ -207,7 +228,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
         converged=True,
         streak=Streak(),
     )
-    beliefs = _with(beliefs, learned, index)
+    beliefs = beliefs_with(beliefs, learned, index)
     faded = (each.forgetting(CONSTANTS.forgetting) for each in beliefs)
     return tuple(replace(each, missed=0) if each.missed else each for each in faded)
 
@@ -220,11 +241,11 @@ def _after_failure(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, l
     belief = beliefs[index]
     chance = belief.streak.chance if belief.streak.length else belief.failure_chance
     streak = Streak(belief.streak.length + 1, chance)
-    beliefs = _with(beliefs, replace(belief, failures=belief.failures + 1, streak=streak), index)
+    beliefs = beliefs_with(beliefs, replace(belief, failures=belief.failures + 1, streak=streak), index)
     if not belief.converged or chance**streak.length >= CONSTANTS.streak_chance:
         return beliefs
     beliefs = _after_drift(beliefs, index)
-    beliefs = _with(beliefs, replace(beliefs[index], converged=False), index)
+    beliefs = beliefs_with(beliefs, replace(beliefs[index], converged=False), index)
     return _after_stop(batch_sizes, beliefs, index, log_epochs)
 
 
@@ -251,7 +272,7 @@ def _after_stop(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_
         return beliefs
     location = (matched_mean / max(matched_variance, _LEAST_VARIANCE) - mean / variance) / precision_gain
     belief = beliefs[index]
-    return _with(beliefs, replace(belief, observed=belief.observed.including(location, weight)), index)
+    return beliefs_with(beliefs, replace(belief, observed=belief.observed.including(location, weight)), index)
 
 
 def _after_drift(beliefs: Beliefs, index: int) -> Beliefs:
@@ -260,11 +281,21 @@ def _after_drift(beliefs: Beliefs, index: int) -> Beliefs:
     for number, belief in enumerate(beliefs):
         weight = belief.observed.weight
         kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
-        forgotten.append(replace(kept, surprise=0.0, streak=Streak(), tried=number == index))
+        costs = belief.costs.scaled(min(1.0, 1 / belief.costs.weight)) if belief.has_cost else belief.costs
+        forgotten.append(replace(kept, costs=costs, surprise=0.0, streak=Streak(), tried=number == index))
     return tuple(forgotten)
 
 
-def _with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
+def _including(costs: WeightedStatistics, log_cost: float, weight: float = 1.0) -> WeightedStatistics:
+    """These costs with one more, the older ones giving way."""
+    most = CONSTANTS.most_cost_runs
+    if costs.weight + weight > most:
+        costs = costs.scaled((most - weight) / costs.weight)
+    return costs.including(log_cost, weight)
+
+
+def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
+    """The beliefs with another about the size with this index."""
     return (*beliefs[:index], belief, *beliefs[index + 1 :])
 
 

@@ -1,13 +1,14 @@
 """What is believed of every batch size, from what is known of some: two Gaussian processes over log2 of the batch size.
 
-The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. c_b is known once an
-epoch has run. log T_b is Gaussian around a function that is smooth in x = log2 b.
+The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. Of each run, log c
+and log T are Gaussian around functions that are smooth in x = log2 b: T varies much from run to run, c little on a
+machine of one's own, and more where others work beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -48,23 +49,23 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class EpochsPosterior:
-    """Belief about log epochs to the target.
+class Posterior:
+    """Belief about what runs take: log epochs to the target, or the log cost of an epoch.
 
     Attributes:
-        expected: Joint distribution of each size's expected log epochs.
-        run_variance: Variance of one run's log epochs around that.
+        expected: Joint distribution of what is expected of each size.
+        run_variance: Variance of one run around that.
     """
 
     expected: Normal
     run_variance: float
 
     def of_run(self, index: int) -> tuple[float, float]:
-        """Mean and variance of one run's log epochs at the size with this index."""
+        """Mean and variance of one run at the size with this index."""
         expected = self.expected
         return float(expected.mean[index]), max(float(expected.covariance[index, index]), 0.0) + self.run_variance
 
-    def believing(self, in_flight: Mapping[int, int]) -> EpochsPosterior:
+    def believing(self, in_flight: Mapping[int, int]) -> Posterior:
         """The belief as it will be when runs in flight have ended, each as expected.
 
         k runs at one size, of variance s², leave the mean where it is and take ``Y_b Y_bᵀ · k / (s² + k·Y_bb)`` off the
@@ -78,7 +79,7 @@ class EpochsPosterior:
             column = covariance[index]
             gain = runs / (self.run_variance + runs * column[index])
             covariance = covariance - np.outer(column, column) * gain
-        return EpochsPosterior(Normal(self.expected.mean, covariance), self.run_variance)
+        return Posterior(Normal(self.expected.mean, covariance), self.run_variance)
 
 
 @lru_cache(maxsize=64)
@@ -94,7 +95,8 @@ def prior(batch_sizes: tuple[int, ...]) -> Prior:
         octaves=octaves,
         epochs=_smooth(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length)
         + CONSTANTS.arm_sd**2 * np.eye(len(batch_sizes)),
-        costs=_smooth(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length),
+        costs=_smooth(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length)
+        + CONSTANTS.cost_arm_sd**2 * np.eye(len(batch_sizes)),
     )
 
 
@@ -104,7 +106,25 @@ def _smooth(octaves: Array, sd: float, length: float) -> Array:
 
 
 def run_variance(exact: Sequence[WeightedStatistics]) -> float:
-    """Variance of log epochs from run to run, pooled over all sizes.
+    """Variance of log epochs from run to run.
+
+    Args:
+        exact: Log epochs of runs that reached the target, per size.
+    """
+    return _pooled_variance(exact, CONSTANTS.run_sd, CONSTANTS.run_sd_strength, CONSTANTS.least_run_sd)
+
+
+def cost_run_variance(costs: Sequence[WeightedStatistics]) -> float:
+    """Variance of the log cost of an epoch from run to run.
+
+    Args:
+        costs: Log costs of an epoch, per size.
+    """
+    return _pooled_variance(costs, CONSTANTS.cost_run_sd, CONSTANTS.cost_run_sd_strength, CONSTANTS.least_cost_run_sd)
+
+
+def _pooled_variance(sizes: Sequence[WeightedStatistics], guess_sd: float, strength: float, least_sd: float) -> float:
+    """Variance from run to run, pooled over all sizes.
 
     The precision 1/s² has a gamma prior of shape a and mean 1/s₀²; s² is the inverse of its posterior mean. With the
     squared deviations from each size's own mean, and their degrees of freedom, Σ (n_b − 1)::
@@ -114,13 +134,15 @@ def run_variance(exact: Sequence[WeightedStatistics]) -> float:
     (Murphy, Machine Learning, 2012, §4.6.2.2.)
 
     Args:
-        exact: Log epochs of runs that reached the target, per size.
+        sizes: What was seen of each size.
+        guess_sd: s₀.
+        strength: a.
+        least_sd: s is never taken to be smaller.
     """
-    deviations = sum(size.squared_deviations for size in exact)
-    freedom = sum(max(size.weight - 1, 0.0) for size in exact)
-    guess, strength = CONSTANTS.run_sd**2, CONSTANTS.run_sd_strength
-    pooled = (strength * guess + max(deviations, 0.0) / 2) / (strength + freedom / 2)
-    return max(pooled, CONSTANTS.least_run_sd**2)
+    deviations = sum(size.squared_deviations for size in sizes)
+    freedom = sum(max(size.weight - 1, 0.0) for size in sizes)
+    pooled = (strength * guess_sd**2 + max(deviations, 0.0) / 2) / (strength + freedom / 2)
+    return max(pooled, least_sd**2)
 
 
 @lru_cache(maxsize=256)
@@ -129,7 +151,7 @@ def epochs_posterior(
     observed: tuple[WeightedStatistics, ...],
     exact: tuple[WeightedStatistics, ...],
     epoch_step: float,
-) -> EpochsPosterior:
+) -> Posterior:
     """Posterior of log epochs to the target at every size.
 
     With the observed sizes O, their means ȳ, weights n, the level m (the mean of ȳ), r = ȳ − m and
@@ -150,52 +172,40 @@ def epochs_posterior(
         exact: Those of runs that reached the target.
         epoch_step: Epochs between two validations.
     """
-    known = [index for index, size in enumerate(observed) if size.weight > _LEAST_WEIGHT]
-    means = np.array([observed[index].mean for index in known])
-    weights = np.array([observed[index].weight for index in known])
-    level = float(means.mean())
+    known = _known(observed)
+    level = float(np.mean([observed[index].mean for index in known]))
     variance = max(run_variance(exact), (epoch_step * math.exp(-level)) ** 2 / 12)
-    expected, misfit = _conditioned(prior(batch_sizes).epochs, known, means, level, variance / weights)
+    expected, misfit = _conditioned(prior(batch_sizes).epochs, observed, known, level, variance)
     nu = CONSTANTS.scale_dof
     scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
-    return EpochsPosterior(Normal(expected.mean, expected.covariance * scale), variance)
+    return Posterior(Normal(expected.mean, expected.covariance * scale), variance)
 
 
 @lru_cache(maxsize=256)
-def cost_posterior(batch_sizes: tuple[int, ...], log_costs: tuple[float | None, ...]) -> Normal:
-    """Posterior of the log cost (J) of an epoch at every size: known where one has run, else by the Gaussian process.
+def cost_posterior(batch_sizes: tuple[int, ...], costs: tuple[WeightedStatistics, ...]) -> Posterior:
+    """Posterior of the log cost (J) of an epoch at every size, as in `epochs_posterior` without q and the step.
 
     Args:
         batch_sizes: The B sizes, ascending.
-        log_costs: Log of the cost of an epoch per size, or None where none has run; at least one is known.
+        costs: Their log costs of an epoch, a value for each run; at least one has weight.
     """
-    known = [index for index, log_cost in enumerate(log_costs) if log_cost is not None]
-    values = np.array([log_cost for log_cost in log_costs if log_cost is not None])
-    jitter = np.full(len(known), CONSTANTS.cost_jitter_sd**2)
-    posterior, _ = _conditioned(prior(batch_sizes).costs, known, values, float(values.mean()), jitter)
-    mean, covariance = posterior.mean, posterior.covariance
-    mean[known] = values
-    covariance[known] = 0.0
-    covariance[:, known] = 0.0
-    return posterior
+    known = _known(costs)
+    level = float(np.mean([costs[index].mean for index in known]))
+    variance = cost_run_variance(costs)
+    expected, _ = _conditioned(prior(batch_sizes).costs, costs, known, level, variance)
+    return Posterior(expected, variance)
 
 
-def known_at(indices: Iterable[int], belief: Normal) -> Normal:
-    """The belief as it will be when the values at these indices are known, and are what is expected of them.
-
-    The mean stays; each takes ``G_b G_bᵀ / G_bb`` off the covariance G, unless it is known already.
-    """
-    covariance = belief.covariance
-    for index in sorted(indices):
-        column = covariance[index]
-        if column[index] > 0:
-            covariance = covariance - np.outer(column, column) / column[index]
-    return Normal(belief.mean, covariance)
+def _known(sizes: Sequence[WeightedStatistics]) -> list[int]:
+    return [index for index, size in enumerate(sizes) if size.weight > _LEAST_WEIGHT]
 
 
-def _conditioned(kernel: Array, known: list[int], values: Array, level: float, noise: Array) -> tuple[Normal, float]:
-    """A Gaussian process given noisy values at some points, and the residuals' misfit ``rᵀA⁻¹r``."""
-    residuals = values - level
+def _conditioned(
+    kernel: Array, sizes: Sequence[WeightedStatistics], known: list[int], level: float, run_variance: float
+) -> tuple[Normal, float]:
+    """A Gaussian process given the means of noisy runs at some sizes, and the residuals' misfit ``rᵀA⁻¹r``."""
+    residuals = np.array([sizes[index].mean for index in known]) - level
+    noise = run_variance / np.array([sizes[index].weight for index in known])
     across = kernel[known]
     noisy = across[:, known] + np.diag(noise)
     solved = np.linalg.solve(noisy, np.column_stack([across, residuals]))

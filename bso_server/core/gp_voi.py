@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bso_server.core.beliefs import Beliefs, expected_startup, trials_missed
-from bso_server.core.gp import prior
+from bso_server.core.beliefs import Beliefs, beliefs_with, expected_startup, trials_missed
+from bso_server.core.gp import Posterior, prior
 from bso_server.core.gp_voi_constants import CONSTANTS
 from bso_server.core.history import History, log_costs_per_epoch
 from bso_server.core.model import EpochBound, Suggestion, TrialRecord
@@ -40,12 +40,12 @@ def suggest(history: History) -> Suggestion:
         return _first(history, beliefs, available)
     outlook = Outlook.of(history, beliefs, history.in_flight)
     index, origin, reason = _chosen(history, outlook)
-    log_epoch_j = beliefs[index].log_cost
+    is_bounded = not beliefs[index].are_costs_guessed
     return Suggestion(
         job.batch_sizes[index],
         origin,
         reason,
-        bound=None if log_epoch_j is None else bound(job, outlook, index, log_epoch_j, origin),
+        bound=bound(job, outlook, index, origin) if is_bounded else None,
     )
 
 
@@ -61,19 +61,23 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
-    beliefs = beliefs_of(history, [*others, trial])
+    beliefs = beliefs_of(history, others)
     if not any(belief.is_observed for belief in beliefs):
         return unbounded(job)
-    outlook = Outlook.of(history, beliefs, others)
     index = job.batch_sizes.index(trial.batch_size)
     log_first_j, log_later_j = log_costs_per_epoch(job, trial)
-    log_epoch_j = beliefs[index].log_cost if log_later_j is None else log_later_j
-    if log_epoch_j is not None or trial.reports > 1:
-        return bound(job, outlook, index, log_epoch_j, trial.origin)
+    if log_later_j is not None:
+        beliefs = beliefs_with(beliefs, beliefs[index].costing(log_later_j), index)
+        return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
+    if not beliefs[index].are_costs_guessed:
+        return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
+    if trial.reports > 1:
+        return unbounded(job)
     startup = expected_startup(job.batch_sizes, beliefs, index)
     if startup is None or log_first_j is None:
         return None
-    guess = bound(job, outlook, index, log_first_j - startup - CONSTANTS.startup_sd, trial.origin)
+    beliefs = beliefs_with(beliefs, beliefs[index].perhaps_costing(log_first_j - CONSTANTS.startup_sd, startup), index)
+    guess = bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
     return guess if guess.epochs <= trial.epoch else None
 
 
@@ -163,15 +167,18 @@ def _candidates(history: History, outlook: Outlook) -> list[int]:
 def _worth(outlook: Outlook, index: int, horizon: float) -> Worth:
     """What a try of the size with this index is worth.
 
-    With Y and V the covariances of log epochs and of log costs, b the size and i the incumbent: the log ratio of their
-    costs has the variance ``V_bb + V_ii − 2 V_bi``. A run of b resolves ``(Y_bb − Y_bi)² / (Y_bb + s²)`` of that, and
-    what is unknown of the cost of an epoch, V_bb − Y_bb.
+    With V the covariance of the expected log costs, b the size and i the incumbent: the log ratio of their costs has
+    the variance ``V_bb + V_ii − 2 V_bi``. A run of b resolves part of that, of epochs and of their cost each.
     """
     incumbent = outlook.incumbent
     mean, costs = outlook.costs.mean, outlook.costs.covariance
-    epochs = outlook.epochs.expected.covariance
     variance = float(costs[index, index] + costs[incumbent, incumbent] - 2 * costs[incumbent, index])
-    own = float(epochs[index, index])
-    resolved = (own - float(epochs[incumbent, index])) ** 2 / (own + outlook.epochs.run_variance)
-    learned = resolved + float(costs[index, index]) - own
+    learned = _resolved(outlook.epochs, index, incumbent) + _resolved(outlook.epoch_costs, index, incumbent)
     return worth(float(mean[index] - mean[incumbent]), variance, learned, horizon)
+
+
+def _resolved(belief: Posterior, index: int, incumbent: int) -> float:
+    """What a run of b resolves of the variance between b and i: ``(Y_bb − Y_bi)² / (Y_bb + s²)``, Y the covariance."""
+    covariance = belief.expected.covariance
+    own = float(covariance[index, index])
+    return (own - float(covariance[incumbent, index])) ** 2 / (own + belief.run_variance)

@@ -16,7 +16,12 @@ class GpVoiConstants:
         arm_sd: Prior σ of log epochs that is each batch size's own.
         cost_sd: Prior σ of the log cost per epoch around its level.
         cost_length: Length scale of that, octaves.
-        cost_jitter_sd: σ of an epoch's log cost that smoothness does not explain.
+        cost_arm_sd: Prior σ of the log cost per epoch that is each batch size's own.
+        cost_run_sd: Prior guess of the σ of the log cost per epoch from run to run at one size.
+        cost_run_sd_strength: How much that guess weighs, as `run_sd_strength`.
+        least_cost_run_sd: That σ is never taken to be smaller.
+        most_cost_runs: So many runs of a size at most count for what its epochs cost, so that a change is followed.
+        first_epoch_weight: What a run says of the cost of epochs of which only the first is known, start-up included.
         startup_sd: σ between batch sizes of the log of what the first epoch of a first run costs more than later ones.
         run_sd: Prior guess of the σ of log epochs from run to run at one size.
         run_sd_strength: How much that guess weighs: the shape of a gamma distribution; 2 is 4 runs' worth.
@@ -46,7 +51,12 @@ class GpVoiConstants:
     arm_sd: float = 0.05
     cost_sd: float = 1.0
     cost_length: float = 8.0
-    cost_jitter_sd: float = 0.03
+    cost_arm_sd: float = 0.03
+    cost_run_sd: float = 0.02
+    cost_run_sd_strength: float = 0.5
+    least_cost_run_sd: float = 0.01
+    most_cost_runs: float = 8.0
+    first_epoch_weight: float = 0.25
     startup_sd: float = 0.1
     run_sd: float = 0.08
     run_sd_strength: float = 2.0

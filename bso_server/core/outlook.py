@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from bso_server.core.beliefs import Belief, Beliefs, posterior_of
-from bso_server.core.gp import Array, EpochsPosterior, Normal, cost_posterior, known_at
+from bso_server.core.gp import Array, Normal, Posterior, cost_posterior
 from bso_server.core.history import History, log_costs_per_epoch
 from bso_server.core.model import TrialRecord
 
@@ -22,13 +22,15 @@ class Outlook:
         beliefs: What is remembered of each size.
         available: Indices of the sizes that may run, ascending.
         epochs: Log epochs to the target.
-        costs: Log cost (J) of a run, c·T, a run that fails being paid for and done again.
+        epoch_costs: Log cost (J) of an epoch.
+        costs: Log cost (J) that is expected of a run, c·T, a run that fails being paid for and done again.
         incumbent: Index of the size to play when nothing is to be learned.
     """
 
     beliefs: Beliefs
     available: tuple[int, ...]
-    epochs: EpochsPosterior
+    epochs: Posterior
+    epoch_costs: Posterior
     costs: Normal
     incumbent: int
 
@@ -46,20 +48,24 @@ class Outlook:
         """
         sizes = history.job.batch_sizes
         epochs = posterior_of(sizes, beliefs)
-        epoch_costs = cost_posterior(sizes, tuple(belief.log_cost for belief in beliefs))
+        epoch_costs = cost_posterior(sizes, tuple(belief.costs for belief in beliefs))
         runs = _counts(sizes, in_flight)
         if runs:
             epochs = epochs.believing(runs)
-            epoch_costs = known_at(runs, epoch_costs)
+            epoch_costs = epoch_costs.believing(runs)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
-        mean = epochs.expected.mean + epoch_costs.mean + retries
-        costs = Normal(mean, epochs.expected.covariance + epoch_costs.covariance)
+        mean = epochs.expected.mean + epoch_costs.expected.mean + retries
+        costs = Normal(mean, epochs.expected.covariance + epoch_costs.expected.covariance)
         available = available_of(history)
-        return cls(beliefs, available, epochs, costs, _incumbent(mean, beliefs, available))
+        return cls(beliefs, available, epochs, epoch_costs, costs, _incumbent(mean, beliefs, available))
 
     def expected_cost_j(self, index: int) -> float:
-        """Expected cost of a run at the size with this index: ``exp(μ + (V + s²)/2)``, the log-normal mean."""
-        variance = float(self.costs.covariance[index, index]) + self.epochs.run_variance
+        """Expected cost of a run at the size with this index: ``exp(μ + (V + s²)/2)``, the log-normal mean.
+
+        s² is the variance from run to run, of epochs and of their cost together.
+        """
+        run_variance = self.epochs.run_variance + self.epoch_costs.run_variance
+        variance = float(self.costs.covariance[index, index]) + run_variance
         return math.exp(float(self.costs.mean[index]) + variance / 2)
 
     @property
@@ -80,9 +86,9 @@ def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
     beliefs: dict[int, Belief] = {size: arm.belief for size, arm in history.arms.items()}
     for trial in in_flight:
         belief = beliefs[trial.batch_size]
-        if belief.log_cost is None:
-            _, log_cost = log_costs_per_epoch(history.job, trial)
-            beliefs[trial.batch_size] = replace(belief, log_cost=log_cost)
+        _, log_cost = log_costs_per_epoch(history.job, trial)
+        if log_cost is not None and not belief.has_cost:
+            beliefs[trial.batch_size] = belief.costing(log_cost)
     return tuple(beliefs.values())
 
 

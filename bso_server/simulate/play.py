@@ -99,6 +99,7 @@ def play(
     recurrences: int,
     concurrency: int = 1,
     foresight: bool = True,
+    cost_noise_sd: float = 0.0,
     seed: int = 0,
 ) -> Played:
     """Let a job recur.
@@ -110,9 +111,11 @@ def play(
         concurrency: How many of them are always under way.
         foresight: Whether a training ends before the epoch that would cross its cost bound, as Zeus's data loader does;
             else after it.
-        seed: Seeds which recorded run each trial follows.
+        cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
+            on which others work, too.
+        seed: Seeds which recorded run each trial follows, and that factor.
     """
-    return _Player(job, phases, recurrences, concurrency, foresight, seed).play()
+    return _Player(job, phases, recurrences, concurrency, foresight, cost_noise_sd, seed).play()
 
 
 @dataclass
@@ -127,15 +130,21 @@ class _Run:
     profiles_limits: bool
     began_s: float
     attempts: int
+    slowness: float
     epochs: int = 0
+
+    @property
+    def epoch_j(self) -> float:
+        """Cost of an epoch after the first."""
+        return self.profile.epoch_j * self.slowness
 
     def report_at(self, epochs: int) -> Report:
         """What it reports after so many epochs."""
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
         later = epochs - 1
         return Report(
-            time_s=first.time_s + later * self.profile.epoch.time_s,
-            energy_j=first.energy_j + later * self.profile.epoch.energy_j,
+            time_s=(first.time_s + later * self.profile.epoch.time_s) * self.slowness,
+            energy_j=(first.energy_j + later * self.profile.epoch.energy_j) * self.slowness,
             epoch=float(epochs),
             metric=_TARGET if epochs >= self.epochs_to_target else 0.0,
         )
@@ -143,10 +152,18 @@ class _Run:
 
 class _Player:
     def __init__(
-        self, job: Job, phases: Sequence[Phase], recurrences: int, concurrency: int, foresight: bool, seed: int
+        self,
+        job: Job,
+        phases: Sequence[Phase],
+        recurrences: int,
+        concurrency: int,
+        foresight: bool,
+        cost_noise_sd: float,
+        seed: int,
     ) -> None:
         self._job, self._phases = job, phases
         self._recurrences, self._concurrency, self._foresight = recurrences, concurrency, foresight
+        self._cost_noise_sd = cost_noise_sd
         self._life = Life(job, np.random.default_rng(job.mab_seed))
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
@@ -193,9 +210,14 @@ class _Player:
             profiles_limits=trial.batch_size not in self._profiled,
             began_s=now_s,
             attempts=attempts + 1,
+            slowness=self._slowness(),
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
+
+    def _slowness(self) -> float:
+        sd = self._cost_noise_sd
+        return float(self._draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
 
     def _landscape(self, recurrence: int) -> Landscape:
         return next(phase.landscape for phase in reversed(self._phases) if phase.first <= recurrence)
@@ -226,7 +248,7 @@ class _Player:
         if not self._foresight or rule.max_cost_j is None:
             return None
         spent_j = cost_of(self._job, after_report(self._job, run.trial, report))
-        if spent_j > rule.max_cost_j or spent_j + run.profile.epoch_j <= rule.max_cost_j:
+        if spent_j > rule.max_cost_j or spent_j + run.epoch_j <= rule.max_cost_j:
             return None
         return StopRule(max_cost_j=rule.max_cost_j, max_epochs=run.epochs)
 
@@ -242,5 +264,5 @@ class _Player:
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
             # Rounding may name the epoch before; its report then goes through as any other.
-            epochs = min(epochs, run.epochs + math.floor(left_j / run.profile.epoch_j) + (not self._foresight))
+            epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._foresight))
         return max(int(epochs), run.epochs + 1)

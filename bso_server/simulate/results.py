@@ -29,6 +29,7 @@ class Setting:
         optimal_power_limits: Each size at its cheapest power limit, tried out at its first run; or all at the maximum.
         concurrency: Recurrences that are always under way.
         foresight: As in `play`.
+        cost_noise_sd: As in `play`.
         drift_at: From this recurrence on, the sizes' epochs to the target are those of the sizes in reverse order.
     """
 
@@ -39,6 +40,7 @@ class Setting:
     optimal_power_limits: bool = True
     concurrency: int = 1
     foresight: bool = True
+    cost_noise_sd: float = 0.0
     drift_at: int | None = None
 
 
@@ -165,6 +167,7 @@ def _played(workload: Workload, phases: Sequence[Phase], policy: PolicyName, set
         recurrences=setting.recurrences,
         concurrency=setting.concurrency,
         foresight=setting.foresight,
+        cost_noise_sd=setting.cost_noise_sd,
         seed=seed,
     )
 
