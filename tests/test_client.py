@@ -23,6 +23,7 @@ from zeus_plugins.protocol import (
     JobSpec,
     OfflineTrial,
     Origin,
+    PolicyName,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -78,7 +79,7 @@ REQUESTS = {
             "mab_prior_precision": 0.0,
             "mab_num_explorations": 2,
             "mab_seed": None,
-            "policy": "zeus",
+            "policy": "gp_voi",
             "max_power": 300.0,
             "number_of_gpus": 2,
             "gpu_model": "A40",
@@ -164,7 +165,7 @@ def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
         assert client.report(RESULT) == ReportResponse(stop_train=False, converged=False, message="on", reason=None)
     theirs = {key: value for key, value in JOB.model_dump(mode="json").items() if key != "policy"}
     with client_of(Recorder(201, json=theirs)) as client:
-        assert client.register(JOB) == JOB
+        assert client.register(JOB) == JOB.model_copy(update={"policy": PolicyName.ZEUS})
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b'{"anything": 1}'])

@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         "--policy",
         type=PolicyName,
         choices=list(PolicyName),
-        default=PolicyName.ZEUS,
-        help="how batch sizes are chosen (default %(default)s, the policy of the Zeus paper)",
+        default=PolicyName.GP_VOI,
+        help="how batch sizes are chosen (default %(default)s; zeus is the policy of the Zeus paper)",
     )
     demo.set_defaults(run=_demo)
     cli_doctor.add_parser(commands)

@@ -181,7 +181,8 @@ class JobSpec(WireMessage):
         mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
-        policy: How batch sizes are chosen; docs/policy.md describes both ways.
+        policy: How batch sizes are chosen; docs/policy.md describes both ways. `num_pruning_rounds`, `window_size` and
+            the ``mab_…`` fields matter to policy `zeus` alone.
 
     Raises:
         pydantic.ValidationError: A field is out of its range, or two fields contradict each other.
@@ -209,7 +210,7 @@ class JobSpec(WireMessage):
     mab_prior_precision: NonNegativeFinite = 0.0
     mab_num_explorations: NonNegativeInt = 2
     mab_seed: Seed | None = None
-    policy: PolicyName = PolicyName.ZEUS
+    policy: PolicyName = PolicyName.GP_VOI
 
     @field_validator("job_id")
     @classmethod
@@ -243,7 +244,12 @@ class GpuConfig(WireMessage):
 
 
 class JobRegistration(JobSpec, GpuConfig):
-    """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it."""
+    """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
+
+    Who does not say which policy, as Zeus's clients do not, gets Zeus's.
+    """
+
+    policy: PolicyName = PolicyName.ZEUS
 
     def cost_j(self, *, time_s: float, energy_j: float) -> float:
         """``η·energy + (1 − η)·max_power·time`` in joules: what a run of the job costs."""
