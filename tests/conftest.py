@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import uuid
@@ -27,6 +28,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from bso_server.cli import main
 
 SERVER_START_S = 60.0
+HEARTBEATS = "zeus-bso-heartbeat"
 
 # No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -51,6 +53,14 @@ def state_directory(_state_directories: Path, monkeypatch: pytest.MonkeyPatch) -
     directory = _state_directories / uuid.uuid4().hex
     monkeypatch.setenv("ZEUS_STATE_DIR", str(directory))
     return directory
+
+
+@pytest.fixture(autouse=True)
+def _no_heartbeats_go_on() -> Iterator[None]:
+    """A training that is over keeps no thread: one left behind would keep its trial alive as long as this process."""
+    before = set(threading.enumerate())
+    yield
+    assert [thread for thread in threading.enumerate() if thread.name == HEARTBEATS and thread not in before] == []
 
 
 def administer(admin_url: str, statement: str) -> None:

@@ -93,6 +93,7 @@ class JobBench:
             assert session.ask() == SERVERS_SIZE
             session.begin_measurement()
             assert session.report(1.0, 1).converged
+            session.end()
 
 
 @pytest.fixture(scope="module", name="shared_server")

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -160,6 +161,17 @@ def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
     del optimizer
     gc.collect()
     assert server.sent("PATCH", "/trials") == [FAILED]
+
+
+def test_a_sigterm_that_was_caught_does_not_end_the_next_training() -> None:
+    first, second = ContractDouble(), ContractDouble()
+    optimizer = training_with(first)
+    with pytest.raises(SystemExit):
+        os.kill(os.getpid(), signal.SIGTERM)
+    optimizer.close()
+    assert [ending["outcome"] for ending in first.sent("PATCH", "/trials")] == ["suspended"]
+    training_with(second).close()
+    assert second.sent("PATCH", "/trials") == [FAILED]
 
 
 def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:

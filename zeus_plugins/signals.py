@@ -15,7 +15,7 @@ _raised: list[SystemExit] = []
 
 
 def termination() -> SystemExit | None:
-    """What `raise_at_sigterm` has had raised in this process, or None."""
+    """What was raised in this process since `raise_at_sigterm` was last called, or None."""
     return _raised[-1] if _raised else None
 
 
@@ -28,6 +28,8 @@ def raise_at_sigterm() -> Callable[[], None]:
     Returns:
         What takes this back; safe to call more than once, from any thread.
     """
+    # Who begins another training has caught what was raised before.
+    _raised.clear()
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         return lambda: None
     owner = os.getpid()
