@@ -46,7 +46,7 @@ class GpVoiConstants:
     """
 
     level_variance: float = 9.0
-    smooth_sd: float = 0.5
+    smooth_sd: float = 0.4
     smooth_length: float = 4.0
     arm_sd: float = 0.05
     cost_sd: float = 1.0
@@ -69,7 +69,7 @@ class GpVoiConstants:
     first_horizon: float = 5.0
     horizon_growth: float = 0.5
     largest_loss: float = 1.0
-    least_chance: float = 0.1
+    least_chance: float = 0.15
     incumbent_allowance: float = 2.0
     incumbent_sds: float = 4.0
     failure_prior: float = 0.02
