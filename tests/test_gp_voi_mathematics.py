@@ -252,7 +252,7 @@ def test_the_bound_of_a_try_by_truncated_log_normals() -> None:
         assert found.epochs == first_hopeless_epoch(log_epochs, sd, epoch_j, epoch_j_sd)
         bounds.append(found.epochs)
     # Twice the joules end a try however little its epochs may really cost.
-    assert bounds == [20, 1, 32, 1, 100, 4, 1, 8, 15]
+    assert bounds == [20, 1, 32, 1, 100, 4, 1, 8, 14]
 
 
 def first_hopeless_epoch(log_epochs: float, sd: float, epoch_j: float, epoch_j_sd: float) -> int:
