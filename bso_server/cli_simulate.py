@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,12 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
         metavar="reversed@N",
         help="from recurrence N on (counting from 1), sizes need the epochs of those in reverse order",
     )
+    parser.add_argument(
+        "--landscape",
+        type=_landscape,
+        metavar="shuffled@SEED|bad-neighbours",
+        help="sizes need each other's epochs, dealt out by chance; or those beside the default three times theirs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs over recurrences (png, svg or pdf)")
@@ -98,6 +104,8 @@ def _simulate(options: argparse.Namespace) -> None:
         cost_noise_sd=options.cost_noise,
         drift_at=options.drift,
     )
+    if options.landscape is not None:
+        workloads = [options.landscape(workload) for workload in workloads]
     policies = list(dict.fromkeys(options.policy or PolicyName))
     comparisons = [compare(workload, policies, setting) for workload in workloads]
     if options.json is not None:
@@ -241,6 +249,15 @@ def _beta(text: str) -> float | str | None:
     if number <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def _landscape(text: str) -> Callable[[Workload], Workload]:
+    match = re.fullmatch(r"bad-neighbours|shuffled@(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no landscape: write shuffled@1 or bad-neighbours")
+    if match[1] is None:
+        return Workload.with_bad_neighbours
+    return lambda workload: workload.shuffled(int(match[1]))
 
 
 def _drift(text: str) -> int:

@@ -116,6 +116,17 @@ def test_both_policies_find_the_best_size() -> None:
     )
 
 
+def test_landscapes_that_are_not_smooth() -> None:
+    bad = WORKLOAD.with_bad_neighbours()
+    assert [size.epochs_to_target for size in bad.sizes] == [(24.0,), (4.0,), (18.0,), NEVER]
+    orders = {tuple(size.epochs_to_target[0] for size in WORKLOAD.shuffled(seed).sizes) for seed in range(60)}
+    assert {tuple(sorted(order)) for order in orders} == {(4.0, 6.0, 8.0, math.inf)}
+    # Four values in any order, but for those six in which the default would never reach the target.
+    assert len(orders) == 18
+    assert WORKLOAD.shuffled(3) == WORKLOAD.shuffled(3)
+    assert [size.epochs for size in WORKLOAD.shuffled(3).sizes] == [size.epochs for size in WORKLOAD.sizes]
+
+
 def test_a_job_that_drifts() -> None:
     reversed_paths = [size.epochs_to_target for size in WORKLOAD.reversed().sizes]
     assert reversed_paths == [NEVER, (6.0,), (4.0,), (8.0,)]
@@ -256,6 +267,9 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio("--power-limit", "max") < base
     assert ratio("--eta", "1") != base
     assert ratio("--beta", "none") > base
+    assert ratio("--cost-noise", "0.3") != base
+    assert ratio("--landscape", "bad-neighbours", "--beta", "none") > ratio("--beta", "none")
+    assert ratio("--landscape", "shuffled@2") != base
 
 
 def test_a_picture(files: list[str], tmp_path: Path) -> None:
@@ -291,7 +305,17 @@ def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.Capt
     assert "has no column average_power, power_limit, time_per_epoch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong", [["--eta", "2"], ["--beta", "0"], ["--seeds", "0"], ["--drift", "often"]])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--eta", "2"],
+        ["--beta", "0"],
+        ["--seeds", "0"],
+        ["--drift", "often"],
+        ["--landscape", "hilly"],
+        ["--cost-noise", "-1"],
+    ],
+)
 def test_wrong_numbers_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", *files, *DIGITS_ARGUMENTS, *wrong])

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from bso_server.core.cost import cost
 
 
@@ -61,7 +63,29 @@ class Workload:
 
     def reversed(self) -> Workload:
         """The same job after a drift: what the smallest size needed of epochs, the largest now needs, and so on."""
-        paths = [size.epochs_to_target for size in reversed(self.sizes)]
+        return self._needing([size.epochs_to_target for size in reversed(self.sizes)])
+
+    def shuffled(self, seed: int) -> Workload:
+        """A job that is not smooth: what its sizes need of epochs, dealt out anew; the default reaches the target."""
+        rng = np.random.default_rng(seed)
+        place = [size.batch_size for size in self.sizes].index(self.default_batch_size)
+        while True:
+            paths = [self.sizes[index].epochs_to_target for index in rng.permutation(len(self.sizes))]
+            if min(paths[place]) <= self.max_epochs:
+                return self._needing(paths)
+
+    def with_bad_neighbours(self) -> Workload:
+        """A job whose default is a hill's top as seen from beside it: the next sizes need three times the epochs."""
+        place = [size.batch_size for size in self.sizes].index(self.default_batch_size)
+        factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(self.sizes))]
+        return self._needing(
+            [
+                tuple(factor * epochs for epochs in size.epochs_to_target)
+                for size, factor in zip(self.sizes, factors, strict=True)
+            ]
+        )
+
+    def _needing(self, paths: Sequence[tuple[float, ...]]) -> Workload:
         sizes = (replace(size, epochs_to_target=path) for size, path in zip(self.sizes, paths, strict=True))
         return replace(self, sizes=tuple(sizes))
 
