@@ -105,11 +105,16 @@ class Comparison:
             "oracle": {"batch_size": oracle.batch_size, "cost_j": oracle.expected_cost_j},
             "default": {
                 "batch_size": default.batch_size,
-                "cost_j": default.expected_cost_j,
-                "ratio": default.expected_cost_j / oracle.expected_cost_j,
+                "cost_j": _finite(default.expected_cost_j),
+                "ratio": _finite(default.expected_cost_j / oracle.expected_cost_j),
             },
             "policies": {str(policy): result.as_json() for policy, result in self.results.items()},
         }
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no infinity: a default that never reaches its target costs null."""
+    return number if math.isfinite(number) else None
 
 
 def compare(workload: Workload, policies: Iterable[PolicyName], setting: Setting) -> Comparison:
