@@ -11,7 +11,7 @@ from bso_server.simulate.play import Phase, Played, job_of, play
 from bso_server.simulate.workload import Landscape, Workload, landscape
 from zeus_plugins.protocol import PolicyName
 
-MARKS = (10, 20, 50, 100)
+MARKS = (10, 20, 50, 100, 200, 500)
 """After so many recurrences costs are compared."""
 
 _LAST = 5
