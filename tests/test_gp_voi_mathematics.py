@@ -151,7 +151,7 @@ def test_what_epochs_cost_by_what_runs_have_shown() -> None:
     seen = (statistics([]), statistics([3.0, 3.2]), statistics([]), statistics([2.0]), statistics([]))
     found = cost_posterior(SIZES, seen)
     # Deviations of ±0.1 at one size: 0.02, with one degree of freedom.
-    variance = (0.5 * 0.02**2 + 0.02 / 2) / (0.5 + 1 / 2)
+    variance = (0.5 * 0.015**2 + 0.02 / 2) / (0.5 + 1 / 2)
     assert found.run_variance == pytest.approx(variance)
     assert cost_run_variance(seen) == pytest.approx(variance)
     assert cost_run_variance((statistics([3.0] * 1000),)) == pytest.approx(0.01**2)

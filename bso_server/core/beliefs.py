@@ -44,7 +44,8 @@ class Belief:
             pseudo-observation that stands for a run that was stopped; all fading with time.
         exact: The same of runs that reached the target alone.
         failures: Number of runs that should have reached the target and did not, fading with time.
-        costs: Log of the cost (J) of an epoch, one value for each trial, of which the latest count.
+        costs: Log of the cost (J) of an epoch, one value for each trial, of which the latest count, and those that were
+            reported on often count more.
         are_costs_guessed: Whether that is only what first epochs suggest, which hold the start-up, too.
         log_startup: Log of what the first epochs of its first trial cost more than later ones, as a factor; None if it
             had no later ones.
@@ -88,10 +89,23 @@ class Belief:
         """Whether anything is known of what its epochs cost."""
         return self.costs.weight > _LEAST_WEIGHT
 
-    def costing(self, log_cost: float) -> Belief:
-        """The same after a trial whose epochs cost so much (log of joules); that replaces mere guesses."""
+    def costing(self, log_cost: float, reports: int) -> Belief:
+        """The same after a trial whose epochs cost so much (log of joules); that replaces mere guesses.
+
+        The mean of n reports has the variance ``s² + r·s²/n`` around the size's, so that the trial weighs ``n/(n + r)``
+        of one that was reported on for ever.
+
+        Args:
+            log_cost: Its mean since the first report.
+            reports: n, how many reports that is of.
+        """
         costs = WeightedStatistics() if self.are_costs_guessed else self.costs
-        return replace(self, costs=_including(costs, log_cost), are_costs_guessed=False)
+        weight = reports / (reports + CONSTANTS.report_variance)
+        return replace(self, costs=_including(costs, log_cost, weight), are_costs_guessed=False)
+
+    def supposing(self, log_cost: float) -> Belief:
+        """The same if an epoch costs so much (log of joules), as surely as one run can tell."""
+        return replace(self, costs=WeightedStatistics().including(log_cost), are_costs_guessed=False)
 
     def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
         """The same after a trial of which only the first epoch is known (log of joules).
@@ -130,6 +144,7 @@ class Outcome:
         epochs: Epochs that it ran.
         log_first_cost: Log of what an epoch of it cost (J) until its first report; None if that was nothing.
         log_cost: The same since then.
+        later_reports: How many reports it has sent since then.
         epoch_step: Epochs between two of its validations.
         reached: Whether it reached the target.
         conclusive: Whether it had all the epochs that it may have needed: a run that misses the target then has failed;
@@ -140,6 +155,7 @@ class Outcome:
     epochs: float
     log_first_cost: float | None
     log_cost: float | None
+    later_reports: int
     epoch_step: float
     reached: bool
     conclusive: bool
@@ -194,16 +210,16 @@ def _with_cost(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome)
     if later is not None:
         if not belief.has_cost and first is not None:
             belief = replace(belief, log_startup=first - later)
-        belief = belief.costing(later)
+        belief = belief.costing(later, outcome.later_reports)
     elif first is not None:
         belief = belief.perhaps_costing(first, expected_startup(batch_sizes, beliefs, outcome.index))
     return beliefs_with(beliefs, belief, outcome.index)
 
 
-def after_crash(beliefs: Beliefs, index: int, log_cost: float) -> Beliefs:
+def after_crash(beliefs: Beliefs, index: int, log_cost: float, later_reports: int) -> Beliefs:
     """The beliefs after a trial crashed that had reported: it tells what an epoch costs, if nothing else does."""
     belief = beliefs[index]
-    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost), index)
+    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost, later_reports), index)
 
 
 def _deviation(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> float:

@@ -67,7 +67,7 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     index = job.batch_sizes.index(trial.batch_size)
     log_first_j, log_later_j = log_costs_per_epoch(job, trial)
     if log_later_j is not None:
-        beliefs = beliefs_with(beliefs, beliefs[index].costing(log_later_j), index)
+        beliefs = beliefs_with(beliefs, beliefs[index].costing(log_later_j, trial.reports - 1), index)
         return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
     if not beliefs[index].are_costs_guessed:
         return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
@@ -76,7 +76,7 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     startup = expected_startup(job.batch_sizes, beliefs, index)
     if startup is None or log_first_j is None:
         return None
-    beliefs = beliefs_with(beliefs, beliefs[index].perhaps_costing(log_first_j - CONSTANTS.startup_sd, startup), index)
+    beliefs = beliefs_with(beliefs, beliefs[index].supposing(log_first_j - startup - CONSTANTS.startup_sd), index)
     guess = bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
     return guess if guess.epochs <= trial.epoch else None
 

@@ -20,6 +20,7 @@ class GpVoiConstants:
         cost_run_sd: Prior guess of the σ of the log cost per epoch from run to run at one size.
         cost_run_sd_strength: How much that guess weighs, as `run_sd_strength`.
         least_cost_run_sd: That σ is never taken to be smaller.
+        report_variance: Variance of that log cost from report to report, in multiples of that from run to run.
         most_cost_runs: So many runs of a size at most count for what its epochs cost, so that a change is followed.
         first_epoch_weight: What a run says of the cost of epochs of which only the first is known, start-up included.
         startup_sd: σ between batch sizes of the log of what the first epoch of a first run costs more than later ones.
@@ -52,12 +53,13 @@ class GpVoiConstants:
     cost_sd: float = 1.0
     cost_length: float = 8.0
     cost_arm_sd: float = 0.03
-    cost_run_sd: float = 0.02
+    cost_run_sd: float = 0.015
     cost_run_sd_strength: float = 0.5
     least_cost_run_sd: float = 0.01
+    report_variance: float = 3.0
     most_cost_runs: float = 8.0
-    first_epoch_weight: float = 0.25
-    startup_sd: float = 0.1
+    first_epoch_weight: float = 0.01
+    startup_sd: float = 0.2
     run_sd: float = 0.08
     run_sd_strength: float = 2.0
     least_run_sd: float = 0.02

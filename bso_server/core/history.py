@@ -259,13 +259,14 @@ def _arms_believing(job: Job, arms: Mapping[int, Arm], trial: TrialRecord) -> di
             epochs=trial.epoch,
             log_first_cost=log_first_cost,
             log_cost=log_cost,
+            later_reports=trial.reports - 1,
             epoch_step=trial.epoch / trial.reports,
             reached=trial.state is TrialState.COMPLETED,
             conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
         )
         after = after_outcome(job.batch_sizes, before, outcome)
     elif trial.state is TrialState.FAILED and log_cost is not None:
-        after = after_crash(before, index, log_cost)
+        after = after_crash(before, index, log_cost, trial.reports - 1)
     else:
         return {}
     beliefs = zip(job.batch_sizes, before, after, strict=True)
