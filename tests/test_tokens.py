@@ -102,7 +102,9 @@ class TestMaking:
 
 class TestReadingHeaders:
     @pytest.mark.parametrize(
-        "header", [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")]
+        "header",
+        [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")],
+        ids=["Bearer", "with blanks", "Basic", "Basic without a name"],
     )
     def test_the_token_is_found(self, header: str) -> None:
         assert token_in(header) == TOKEN
@@ -124,6 +126,11 @@ class TestReadingHeaders:
             "Basic %",
             "Basic /w==",
             "Basic é",
+        ],
+        # The tokens differ from run to run, and names of tests must not.
+        ids=[
+            *("nothing", "no token", "no scheme", "another scheme", "too short", "too long", "two lines", "no secret"),
+            *("Basic without a token", "Basic without a colon", "as the name", "no Base64", "no text", "no ASCII"),
         ],
     )
     def test_anything_else_is_refused_without_repeating_it(self, header: str) -> None:
