@@ -295,11 +295,12 @@ def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None
     ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
 )
 def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
-    body = {**scene.running, **scene.reported, **wrong}
+    body = {**scene.running, **scene.reported, **found_out(JOB), **wrong}
     if body["job_id"] == "the other":
         body["job_id"] = scene.other_job
+    method = {"/report": "POST", "/trials/power_profile": "PUT"}.get(path, "PATCH")
     with scene.nothing_stored():
-        assert_refused(scene.http.request("POST" if path == "/report" else "PATCH", path, json=body), status, named)
+        assert_refused(scene.http.request(method, path, json=body), status, named)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +386,7 @@ def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> Non
 )
 @pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
 def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str, token: str) -> None:
-    body = with_token({**scene.running, **scene.reported}, "job_id", token)
+    body = with_token({**scene.running, **scene.reported, **found_out(JOB)}, "job_id", token)
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
 
