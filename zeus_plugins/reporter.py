@@ -359,10 +359,10 @@ class TrialReporter:
                     self._wake.wait(interval_s)
 
     def _send_power_limits(self, client: BsoClient) -> None:
-        """Send power limits that were not sent; behind what waits already, or when the server is away, they wait."""
+        """Send power limits that were not sent; while the server is away, or does not know the trial yet, they wait."""
         with self._lock:
             choice, self._power_limits = self._power_limits, None
-            trial = None if self._box is not None else self._trial
+            trial = self._trial
             if choice is None or self._is_refused:
                 return
         if trial is None:
