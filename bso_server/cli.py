@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add_database_url(current)
     current.set_defaults(run=_db_current)
 
-    prune = database.add_parser("prune", help="forget old reports; trials stay, each with its last report")
+    prune = database.add_parser("prune", help="forget old reports and power-limit profiles; the last ones stay")
     prune.add_argument(
         "--older-than", type=_age, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
@@ -157,8 +157,13 @@ def _db_current(options: argparse.Namespace) -> None:
 
 
 def _db_prune(options: argparse.Namespace) -> None:
-    pruned = with_ready_store(options, lambda store: BatchSizeService(store).prune_epochs(options.older_than))
-    print(f"{pruned} reports are forgotten")
+    async def prune(store: Store) -> None:
+        service = BatchSizeService(store)
+        reports = await service.prune_epochs(options.older_than)
+        profiles = await service.prune_power_profiles(options.older_than)
+        print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
+
+    with_ready_store(options, prune)
 
 
 def _age(text: str) -> timedelta:

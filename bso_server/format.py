@@ -36,9 +36,11 @@ def job_text(view: JobView) -> str:
     )
     # A server that asks for no tokens has nothing to say there.
     owned = any(trial.owner for trial in view.trials)
+    limited = any(trial.power_limits for trial in view.trials)
     measured = ["EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC"]
+    optional = [*(["POWER LIMIT W"] if limited else []), *(["TOKEN"] if owned else [])]
     trials = table(
-        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", *measured, *(["TOKEN"] if owned else []), "WHY THIS SIZE"],
+        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", *measured, *optional, "WHY THIS SIZE"],
         [
             [
                 str(trial.trial_number),
@@ -50,6 +52,7 @@ def job_text(view: JobView) -> str:
                 _number(trial.energy_j),
                 _number(trial.cost_j),
                 _number(trial.metric),
+                *([_power_limit(trial)] if limited else []),
                 *([_text(trial.owner)] if owned else []),
                 trial.reason if trial.epoch_bound is None else f"{trial.reason}; {_bound(trial)}",
             ]
@@ -63,6 +66,10 @@ def job_text(view: JobView) -> str:
 
 def _bound(trial: TrialView) -> str:
     return f"it has {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
+
+
+def _power_limit(trial: TrialView) -> str:
+    return "-" if trial.power_limits is None else f"{_number(trial.power_limit_w)} of {trial.power_limits}"
 
 
 def token_list_text(tokens: Sequence[TokenRecord]) -> str:

@@ -17,15 +17,19 @@ from zeus_plugins.protocol import (
     EndReason,
     Epochs,
     Finite,
+    GpuConfig,
     JobRegistration,
     Joules,
     NonNegativeInt,
     Origin,
     PositiveInt,
+    PowerLimitSample,
+    PowerLimitSamples,
     Seconds,
     Text,
     TrialState,
     TrialView,
+    Watts,
     WireMessage,
 )
 
@@ -88,6 +92,35 @@ class EpochList(WireMessage):
     """
 
     epochs: tuple[EpochView, ...]
+
+
+class PowerProfileView(WireMessage):
+    """What a trial's training has left for later ones of its batch size.
+
+    Attributes:
+        trial_number: The trial.
+        batch_size: Its batch size.
+        samples: What steps cost under each power limit, ascending by limit.
+        stored_at: When that was stored (UTC).
+    """
+
+    trial_number: int
+    batch_size: int
+    samples: tuple[PowerLimitSample, ...]
+    stored_at: datetime
+
+
+class PowerProfileList(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/power_profiles``.
+
+    Attributes:
+        gpus: The job's, on which they were measured.
+        profiles: Those of trials that measured something new, in order of dispatch, unless they were pruned. The last
+            one of a batch size is the one that is handed out.
+    """
+
+    gpus: GpuConfig
+    profiles: tuple[PowerProfileView, ...]
 
 
 class EventKind(StrEnum):
@@ -173,6 +206,13 @@ class EpochExport(WireMessage):
     reported_at: Instant
 
 
+class PowerProfileExport(WireMessage):
+    """The power-limit profile of a trial, as kept; see `PowerProfileView`."""
+
+    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
+    stored_at: Instant
+
+
 class TrialExport(WireMessage):
     """Everything that is kept of a trial, but for the client's idempotency key, which means nothing elsewhere.
 
@@ -202,6 +242,9 @@ class TrialExport(WireMessage):
         first_cost_j: Its cost in joules by then, or None.
         epoch_bound: Epochs after which policy `gp_voi` stops it, or None.
         epoch_bound_reason: Why, in words, or None.
+        power_limit_w: The power limit of each GPU that its training chose, watts, or None.
+        power_limits: How many limits its training knew the cost of, or None.
+        power_profile: What it measured of them, if that was new to the job and is kept, or None.
         epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
     """
 
@@ -230,6 +273,9 @@ class TrialExport(WireMessage):
     first_cost_j: Joules | None = None
     epoch_bound: PositiveInt | None = None
     epoch_bound_reason: LongText | None = None
+    power_limit_w: Watts | None = None
+    power_limits: PositiveInt | None = None
+    power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()
 
 

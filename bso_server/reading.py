@@ -15,6 +15,7 @@ from bso_server.messages import (
     EpochList,
     EventPage,
     JobExport,
+    PowerProfileList,
     TrialPage,
     VersionView,
 )
@@ -133,6 +134,18 @@ class JobReader:
 
         return await self._store.read(read)
 
+    async def list_power_profiles(self, job_id: str) -> PowerProfileList:
+        """A job's power-limit profiles that are kept.
+
+        Raises:
+            UnknownJobError: No such job.
+        """
+        return await self._store.read(
+            lambda transaction: views.power_profiles(
+                _job(transaction, job_id), store_reads.power_profiles_of(transaction, job_id)
+            )
+        )
+
     async def list_events(self, job_id: str, *, since: int = 0, limit: int = DEFAULT_PAGE) -> EventPage:
         """What happened in a job after an event.
 
@@ -164,7 +177,10 @@ class JobReader:
         """
         return await self._store.read(
             lambda transaction: transfer.exported(
-                _job(transaction, job_id), transaction.all_trials(job_id), store_reads.epochs_of(transaction, job_id)
+                _job(transaction, job_id),
+                transaction.all_trials(job_id),
+                store_reads.epochs_of(transaction, job_id),
+                store_reads.power_profiles_of(transaction, job_id),
             )
         )
 

@@ -34,10 +34,19 @@ from bso_server.errors import (
 from bso_server.groups import Groups
 from bso_server.messages import JobExport
 from bso_server.security import UNRESTRICTED, Caller, Scope
-from bso_server.store import JobExistsError, Store, StoredJob, StoredTrial, Transaction, TrialKey
+from bso_server.store import (
+    JobExistsError,
+    Store,
+    StoredJob,
+    StoredPowerProfile,
+    StoredTrial,
+    Transaction,
+    TrialKey,
+)
 from bso_server.transfer import ImportedJob
 from zeus_plugins.protocol import (
     EndReason,
+    GpuConfig,
     Heartbeat,
     HeartbeatResponse,
     JobRegistration,
@@ -45,11 +54,13 @@ from zeus_plugins.protocol import (
     OfflineTrial,
     Origin,
     PolicyName,
+    PowerProfile,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
+    TrialPowerProfile,
     TrialState,
 )
 
@@ -58,7 +69,7 @@ logger = logging.getLogger("bso_server")
 # A trial in one of these may report and beat; in any other it has ended for good.
 _ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED}
 
-# Reports that one transaction forgets at most.
+# Reports, or power-limit profiles, that one transaction forgets at most.
 _PRUNED_AT_ONCE = 1000
 
 
@@ -201,6 +212,25 @@ class BatchSizeService:
         """
         return await self._store.write(lambda transaction: self._heartbeat(transaction, heartbeat, caller))
 
+    async def store_power_profile(self, profile: TrialPowerProfile, *, caller: Caller = UNRESTRICTED) -> None:
+        """Keep what a trial's training knows of its power limits, for later trials of its size; said again, as it is.
+
+        It makes no difference where the trial stands: what was measured is true.
+
+        Raises:
+            UnknownTrialError: No such trial.
+            InvalidReportError: The trial has another batch size, or its job other GPUs.
+            ForbiddenError: The trial is another caller's.
+        """
+        await self._store.write(lambda transaction: self._store_power_profile(transaction, profile, caller))
+        logger.info(
+            "job %s trial %d: power limit %s of %d known ones",
+            profile.job_id,
+            profile.trial_number,
+            "not chosen" if profile.chosen_limit_w is None else f"{profile.chosen_limit_w:g} W",
+            len(profile.samples),
+        )
+
     async def reap(self) -> int:
         """Abandon every trial whose lease has run out; their number."""
         now = self._clock()
@@ -254,12 +284,21 @@ class BatchSizeService:
 
         Decisions rest on trials and go on as before.
         """
-        instant, pruned = self._clock() - age, 0
+        instant = self._clock() - age
+        return await self._prune(lambda transaction: transaction.delete_epochs_before(instant, limit=_PRUNED_AT_ONCE))
+
+    async def prune_power_profiles(self, age: timedelta) -> int:
+        """Forget power-limit profiles that are older than `age`; of each batch size the newest stays. Their number."""
+        instant = self._clock() - age
+        return await self._prune(
+            lambda transaction: transaction.delete_power_profiles_before(instant, limit=_PRUNED_AT_ONCE)
+        )
+
+    async def _prune(self, delete_some: Callable[[Transaction], int]) -> int:
+        pruned = 0
         while True:
             # A transaction for each few: between two of them, others get their turn.
-            deleted = await self._store.write(
-                lambda transaction: transaction.delete_epochs_before(instant, limit=_PRUNED_AT_ONCE)
-            )
+            deleted = await self._store.write(delete_some)
             pruned += deleted
             if deleted < _PRUNED_AT_ONCE:
                 return pruned
@@ -278,7 +317,7 @@ class BatchSizeService:
             started = transaction.trial_with_key(job_id, idempotency_key)
             if started is not None:
                 _refuse_other_owner(started, caller)
-                return _dispatch_again(job, started), False
+                return _with_power_profile(transaction, job, _dispatch_again(job, started)), False
         job = self._abandon_expired(transaction, job, now)
         history, changed = load_history(transaction, job)
         rng = _generator(job)
@@ -299,7 +338,7 @@ class BatchSizeService:
             rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
         )
         transaction.update_jobs([job])
-        return _dispatch(job, started), True
+        return _with_power_profile(transaction, job, _dispatch(job, started)), True
 
     def _record_offline(
         self, transaction: Transaction, offline: OfflineTrial, idempotency_key: str, caller: Caller
@@ -458,6 +497,22 @@ class BatchSizeService:
             epochs=record.epoch,
         )
 
+    def _store_power_profile(self, transaction: Transaction, profile: TrialPowerProfile, caller: Caller) -> None:
+        job, trial = _locked_trial(transaction, profile)
+        _refuse_other_owner(trial, caller)
+        _refuse_other_gpus(job, profile.gpus)
+        trial = replace(trial, power_limit_w=profile.chosen_limit_w, power_limits=len(profile.samples))
+        transaction.update_power_limit(trial)
+        left = transaction.power_profile(trial.key)
+        known = left or transaction.newest_power_profile(trial.job_id, trial.record.batch_size)
+        if known is not None and known.samples == profile.samples:
+            return  # Said before, or measured by an earlier trial.
+        new = StoredPowerProfile(*trial.key, trial.record.batch_size, profile.samples, self._clock())
+        if left is None:
+            transaction.insert_power_profiles([new])
+        else:
+            transaction.update_power_profile(new)
+
     def _reap(self, transaction: Transaction, job_id: str) -> int:
         job = transaction.locked_job(job_id)
         if job is None:
@@ -598,6 +653,7 @@ def _insert_imported(transaction: Transaction, job: ImportedJob) -> None:
     transaction.update_arms(job_id, job.arms)
     transaction.insert_trials(job.trials)
     transaction.insert_epochs([asdict(epoch) for epoch in job.epochs])
+    transaction.insert_power_profiles(job.power_profiles)
 
 
 def _refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
@@ -644,6 +700,15 @@ def _dispatch_again(job: StoredJob, trial: StoredTrial) -> TrialDispatch:
     return _dispatch(job, trial)
 
 
+def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:
+    """The same with what is known of the power limits at its size."""
+    newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
+    if newest is None:
+        return dispatch
+    profile = PowerProfile(gpus=views.gpus_of(job.registration), samples=newest.samples)
+    return dispatch.model_copy(update={"power_profile": profile})
+
+
 def _told(dispatch: TrialDispatch) -> tuple[object, ...]:
     return dispatch.job_id, dispatch.trial_number, dispatch.batch_size, dispatch.reason
 
@@ -660,6 +725,19 @@ def _refuse_other_size(trial: StoredTrial, batch_size: int) -> None:
             f"trial {trial.record.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
             field="batch_size",
         )
+
+
+def _refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
+    registered = views.gpus_of(job.registration)
+    if gpus != registered:
+        raise InvalidReportError(
+            f"job {job.job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
+            field="gpus",
+        )
+
+
+def _described(gpus: GpuConfig) -> str:
+    return f"{gpus.number_of_gpus} x {gpus.gpu_model} of {gpus.max_power:g} W together"
 
 
 def _refuse_other_owner(trial: StoredTrial, caller: Caller) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pydantic import TypeAdapter
 from sqlalchemy import (
     ColumnElement,
     Connection,
@@ -40,8 +41,8 @@ from bso_server.core.statistics import Statistics, WeightedStatistics
 from bso_server.database import Database, NoConnectionError, SqliteDatabase, is_passing
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.security import Scope, TokenRecord
-from bso_server.tables import arms, epochs, jobs, tokens, trials
-from zeus_plugins.protocol import EndReason, JobRegistration, Origin, TrialState
+from bso_server.tables import arms, epochs, jobs, power_profiles, tokens, trials
+from zeus_plugins.protocol import EndReason, JobRegistration, Origin, PowerLimitSample, TrialState
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
 _ATTEMPTS = 8
@@ -110,6 +111,8 @@ class StoredTrial:
         ended_at: When it ended (UTC), or None.
         lease_expires_at: When it is abandoned if nothing more is heard of it (UTC); None for one that has ended.
         owner: Id of the token that dispatched it; None where the server asked for none.
+        power_limit_w: The power limit of each GPU that its training chose, watts; None where it sets none.
+        power_limits: How many limits its training knew the cost of; None where it looks for none.
     """
 
     job_id: str
@@ -121,6 +124,8 @@ class StoredTrial:
     reported_at: datetime | None = None
     ended_at: datetime | None = None
     owner: str | None = None
+    power_limit_w: float | None = None
+    power_limits: int | None = None
 
     @property
     def key(self) -> TrialKey:
@@ -151,6 +156,25 @@ class StoredEpoch:
     energy_j: float
     metric: float
     reported_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPowerProfile:
+    """A row of `power_profiles`.
+
+    Attributes:
+        job_id: The job, on whose GPUs it was measured.
+        trial_number: The trial that left it.
+        batch_size: That trial's.
+        samples: What steps cost under each power limit, ascending by limit.
+        stored_at: When it was stored (UTC).
+    """
+
+    job_id: str
+    trial_number: int
+    batch_size: int
+    samples: tuple[PowerLimitSample, ...]
+    stored_at: datetime
 
 
 class Transaction:
@@ -324,15 +348,58 @@ class Transaction:
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
-        key = [column.name for column in epochs.primary_key]
-        statement = select(*epochs.primary_key).where(epochs.c.reported_at < instant)
-        rows = self.rows(statement.order_by(epochs.c.reported_at).limit(limit))
+        return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
+
+    def update_power_limit(self, trial: StoredTrial) -> None:
+        """Save the power limit of a locked trial."""
+        row = {
+            "job_id": trial.job_id,
+            "trial_number": trial.record.trial_number,
+            "power_limit_w": trial.power_limit_w,
+            "power_limits": trial.power_limits,
+        }
+        self._update_many(trials, [row], key=("job_id", "trial_number"))
+
+    def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
+        """That of the latest trial of this size which has left one, or None."""
+        table = power_profiles.c
+        found = self.rows(
+            select(power_profiles)
+            .where(table.job_id == job_id, table.batch_size == batch_size)
+            .order_by(table.trial_number.desc())
+            .limit(1)
+        )
+        return power_profile_from(found[0]) if found else None
+
+    def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
+        """The profile that this trial has left, or None."""
+        table = power_profiles.c
+        found = self.rows(select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
+        return power_profile_from(found[0]) if found else None
+
+    def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
+        """Add the profiles of trials that have left none."""
+        rows = [_power_profile_row(profile) for profile in added]
         if rows:
-            # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
-            condition = (epochs.c[name] == bindparam(f"key_{name}") for name in key)
-            values = [{f"key_{name}": row[name] for name in key} for row in rows]
-            self._connection.execute(delete(epochs).where(*condition), values)
-        return len(rows)
+            self._connection.execute(insert(power_profiles), rows)
+
+    def update_power_profile(self, changed: StoredPowerProfile) -> None:
+        """Replace the profile that a locked trial has left."""
+        self._update_many(power_profiles, [_power_profile_row(changed)], key=("job_id", "trial_number"))
+
+    def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
+        """Remove profiles that were stored before then, but for the newest of each size; as `delete_epochs_before`."""
+        newer = power_profiles.alias("newer")
+        has_newer = (
+            select(newer.c.trial_number)
+            .where(
+                newer.c.job_id == power_profiles.c.job_id,
+                newer.c.batch_size == power_profiles.c.batch_size,
+                newer.c.trial_number > power_profiles.c.trial_number,
+            )
+            .exists()
+        )
+        return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
 
     def insert_token(self, token: TokenRecord) -> None:
         """Add a token."""
@@ -363,6 +430,19 @@ class Transaction:
         """Note that a token is good no more; one that was revoked before keeps its date."""
         statement = update(tokens).where(tokens.c.token_id == token_id, tokens.c.revoked_at.is_(None))
         self._connection.execute(statement.values(revoked_at=now))
+
+    def _delete_some(
+        self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
+    ) -> int:
+        key = [column.name for column in table.primary_key]
+        statement = select(*table.primary_key).where(dated < instant, *conditions)
+        rows = self.rows(statement.order_by(dated).limit(limit))
+        if rows:
+            # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
+            condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
+            values = [{f"key_{name}": row[name] for name in key} for row in rows]
+            self._connection.execute(delete(table).where(*condition), values)
+        return len(rows)
 
     def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
         return [_token_from(row) for row in (self._connection.execute(statement)).mappings()]
@@ -642,6 +722,8 @@ def _whole_trial_row(trial: StoredTrial) -> dict[str, Any]:
         "started_at": trial.started_at,
         "started_event": record.started_event,
         "owner": trial.owner,
+        "power_limit_w": trial.power_limit_w,
+        "power_limits": trial.power_limits,
     }
 
 
@@ -698,7 +780,22 @@ def trial_from(row: Row) -> StoredTrial:
         ended_at=row["ended_at"],
         lease_expires_at=row["lease_expires_at"],
         owner=row["owner"],
+        power_limit_w=row["power_limit_w"],
+        power_limits=row["power_limits"],
     )
+
+
+_SAMPLES = TypeAdapter(tuple[PowerLimitSample, ...])
+
+
+def power_profile_from(row: Row) -> StoredPowerProfile:
+    """A power-limit profile from its row."""
+    return StoredPowerProfile(**{**row, "samples": _SAMPLES.validate_json(row["samples"])})
+
+
+def _power_profile_row(profile: StoredPowerProfile) -> dict[str, Any]:
+    row = {field.name: getattr(profile, field.name) for field in fields(profile)}
+    return row | {"samples": _SAMPLES.dump_json(profile.samples).decode()}
 
 
 def _token_from(row: RowMapping) -> TokenRecord:

@@ -9,8 +9,17 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, select
 
-from bso_server.store import StoredEpoch, StoredJob, StoredTrial, Transaction, job_from, trial_from
-from bso_server.tables import epochs, jobs, trials
+from bso_server.store import (
+    StoredEpoch,
+    StoredJob,
+    StoredPowerProfile,
+    StoredTrial,
+    Transaction,
+    job_from,
+    power_profile_from,
+    trial_from,
+)
+from bso_server.tables import epochs, jobs, power_profiles, trials
 from zeus_plugins.protocol import Stage, TrialState
 
 
@@ -78,6 +87,13 @@ def epochs_of(transaction: Transaction, job_id: str, trial_number: int | None = 
     if trial_number is not None:
         statement = statement.where(epochs.c.trial_number == trial_number)
     return [StoredEpoch(**row) for row in transaction.rows(statement)]
+
+
+def power_profiles_of(transaction: Transaction, job_id: str) -> list[StoredPowerProfile]:
+    """The power-limit profiles that the job's trials have left and that are kept, in order of dispatch."""
+    table = power_profiles.c
+    statement = select(power_profiles).where(table.job_id == job_id).order_by(table.trial_number)
+    return [power_profile_from(row) for row in transaction.rows(statement)]
 
 
 def _trials(

@@ -1,4 +1,4 @@
-"""The tables. `jobs`, `trials`, `epochs` and `tokens` hold facts.
+"""The tables. `jobs`, `trials`, `epochs`, `power_profiles` and `tokens` hold facts.
 
 `arms` and the columns marked as caches follow from them and save reading history.
 """
@@ -28,6 +28,9 @@ from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
 metadata = MetaData()
+
+# MySQL's TEXT ends at 64 KiB; the others have no limit.
+LongText = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 
 # Ids differ by case and accent; MySQL's default collation would take "Job" and "job" for the same key.
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
@@ -122,6 +125,9 @@ trials = Table(
     Column("idempotency_key", String(255)),
     # The token that dispatched it; null where the server asked for none.
     Column("owner", String(16)),
+    # The power limit that it was trained under, of how many that were known. Null for a training that looks for none.
+    Column("power_limit_w", Double),
+    Column("power_limits", Integer),
     Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     Index("ix_trials_job_id_origin", "job_id", "origin"),
     Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),
@@ -141,6 +147,22 @@ epochs = Table(
     Column("metric", Double, nullable=False),
     Column("reported_at", UtcDateTime, nullable=False, index=True),
     ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
+    **_MYSQL,
+)
+
+# What steps cost under each power limit, kept with the trial that measured something new at its batch size.
+power_profiles = Table(
+    "power_profiles",
+    metadata,
+    Column("job_id", String(255), primary_key=True),
+    Column("trial_number", Integer, primary_key=True, autoincrement=False),
+    # The trial's, so that the newest profile of a size is found by one index.
+    Column("batch_size", Integer, nullable=False),
+    # `PowerLimitSample`s as JSON, ascending by limit; the GPUs are the job's.
+    Column("samples", LongText, nullable=False),
+    Column("stored_at", UtcDateTime, nullable=False),
+    ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
+    Index("ix_power_profiles_job_id_batch_size", "job_id", "batch_size", "trial_number"),
     **_MYSQL,
 )
 

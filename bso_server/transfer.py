@@ -15,8 +15,8 @@ import numpy as np
 from bso_server.core.history import Arm, History, cost_of
 from bso_server.core.model import OBSERVED, EpochBound, Job, TrialRecord
 from bso_server.errors import InvalidImportError
-from bso_server.messages import EpochExport, JobExport, TrialExport
-from bso_server.store import StoredEpoch, StoredJob, StoredTrial, job_of
+from bso_server.messages import EpochExport, JobExport, PowerProfileExport, TrialExport
+from bso_server.store import StoredEpoch, StoredJob, StoredPowerProfile, StoredTrial, job_of
 from zeus_plugins.protocol import Origin, TrialState
 
 _ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
@@ -32,16 +32,27 @@ class ImportedJob:
         arms: What is remembered of each of its batch sizes.
         trials: Its trials, in order of dispatch.
         epochs: Their reports.
+        power_profiles: Their power-limit profiles.
     """
 
     stored: StoredJob
     arms: Sequence[Arm]
     trials: Sequence[StoredTrial]
     epochs: Sequence[StoredEpoch]
+    power_profiles: Sequence[StoredPowerProfile]
 
 
-def exported(stored: StoredJob, trials: Iterable[StoredTrial], epochs: Iterable[StoredEpoch]) -> JobExport:
+def exported(
+    stored: StoredJob,
+    trials: Iterable[StoredTrial],
+    epochs: Iterable[StoredEpoch],
+    power_profiles: Iterable[StoredPowerProfile],
+) -> JobExport:
     """A job with everything that is kept of it."""
+    profile_of = {
+        profile.trial_number: PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
+        for profile in power_profiles
+    }
     by_trial: dict[int, list[EpochExport]] = {}
     for epoch in epochs:
         by_trial.setdefault(epoch.trial_number, []).append(_exported_epoch(epoch))
@@ -50,7 +61,12 @@ def exported(stored: StoredJob, trials: Iterable[StoredTrial], epochs: Iterable[
         created_at=stored.created_at,
         survivors=stored.survivors,
         rng_state=stored.rng_state,
-        trials=tuple(_exported_trial(trial, by_trial.get(trial.record.trial_number, ())) for trial in trials),
+        trials=tuple(
+            _exported_trial(
+                trial, by_trial.get(trial.record.trial_number, ()), profile_of.get(trial.record.trial_number)
+            )
+            for trial in trials
+        ),
     )
 
 
@@ -87,7 +103,14 @@ def imported(export: JobExport) -> ImportedJob:
         survivors=export.survivors,
     )
     epochs = [_stored_epoch(job_id, trial, epoch) for trial in export.trials for epoch in trial.epochs]
-    return ImportedJob(stored, tuple(history.arms.values()), trials, epochs)
+    profiles = [
+        StoredPowerProfile(
+            job_id, trial.trial_number, trial.batch_size, trial.power_profile.samples, trial.power_profile.stored_at
+        )
+        for trial in export.trials
+        if trial.power_profile is not None
+    ]
+    return ImportedJob(stored, tuple(history.arms.values()), trials, epochs, profiles)
 
 
 def _check_order(trials: Sequence[TrialExport]) -> None:
@@ -135,6 +158,9 @@ def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
         yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
     if (trial.epoch_bound is None) is not (trial.epoch_bound_reason is None):
         yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
+    for name in ("power_limit_w", "power_profile"):
+        if getattr(trial, name) is not None and trial.power_limits is None:
+            yield "power_limits", f"goes with {name}"
     # The report that ended a trial is not kept beside it.
     kept = trial.report_count - (trial.state in OBSERVED)
     numbers = [epoch.report_number for epoch in trial.epochs]
@@ -184,7 +210,9 @@ def _stored_epoch(job_id: str, trial: TrialExport, epoch: EpochExport) -> Stored
     )
 
 
-def _exported_trial(trial: StoredTrial, epochs: Iterable[EpochExport]) -> TrialExport:
+def _exported_trial(
+    trial: StoredTrial, epochs: Iterable[EpochExport], power_profile: PowerProfileExport | None
+) -> TrialExport:
     record = trial.record
     reported = record.metric is not None
     return TrialExport(
@@ -213,6 +241,9 @@ def _exported_trial(trial: StoredTrial, epochs: Iterable[EpochExport]) -> TrialE
         first_cost_j=record.first_cost_j if reported else None,
         epoch_bound=None if record.bound is None else record.bound.epochs,
         epoch_bound_reason=None if record.bound is None else record.bound.reason,
+        power_limit_w=trial.power_limit_w,
+        power_limits=trial.power_limits,
+        power_profile=power_profile,
         epochs=tuple(epochs),
     )
 
@@ -250,4 +281,6 @@ def _stored_trial(job_id: str, trial: TrialExport) -> StoredTrial:
         reported_at=trial.reported_at,
         ended_at=trial.ended_at,
         lease_expires_at=trial.lease_expires_at,
+        power_limit_w=trial.power_limit_w,
+        power_limits=trial.power_limits,
     )

@@ -11,9 +11,17 @@ from typing import Any
 from bso_server.core.cost import cost
 from bso_server.core.history import Arm, History, cost_of
 from bso_server.core.model import Job
-from bso_server.messages import EpochList, EpochView, EventKind, EventPage, EventView
-from bso_server.store import StoredEpoch, StoredJob, StoredTrial
-from zeus_plugins.protocol import ArmView, JobSummary, JobView, Stage, TrialView
+from bso_server.messages import (
+    EpochList,
+    EpochView,
+    EventKind,
+    EventPage,
+    EventView,
+    PowerProfileList,
+    PowerProfileView,
+)
+from bso_server.store import StoredEpoch, StoredJob, StoredPowerProfile, StoredTrial
+from zeus_plugins.protocol import ArmView, GpuConfig, JobRegistration, JobSummary, JobView, Stage, TrialView
 
 
 def summary(stored: StoredJob) -> JobSummary:
@@ -82,6 +90,8 @@ def trial(of_job: Job, stored: StoredTrial) -> TrialView:
         owner=stored.owner,
         epoch_bound=None if record.bound is None else record.bound.epochs,
         epoch_bound_reason=None if record.bound is None else record.bound.reason,
+        power_limit_w=stored.power_limit_w,
+        power_limits=stored.power_limits,
     )
 
 
@@ -99,6 +109,27 @@ def epochs(of_job: Job, stored: StoredTrial, kept: Sequence[StoredEpoch]) -> Epo
     if last is not None and (not kept or kept[-1].report_number < last.report_number):
         shown.append(_epoch(of_job, last))
     return EpochList(epochs=tuple(shown))
+
+
+def gpus_of(registration: JobRegistration) -> GpuConfig:
+    """The hardware of a job."""
+    return GpuConfig(**{name: getattr(registration, name) for name in GpuConfig.model_fields})
+
+
+def power_profiles(of_job: StoredJob, kept: Iterable[StoredPowerProfile]) -> PowerProfileList:
+    """A job's power-limit profiles."""
+    return PowerProfileList(
+        gpus=gpus_of(of_job.registration),
+        profiles=tuple(
+            PowerProfileView(
+                trial_number=each.trial_number,
+                batch_size=each.batch_size,
+                samples=each.samples,
+                stored_at=each.stored_at,
+            )
+            for each in kept
+        ),
+    )
 
 
 def events(dispatched: Iterable[StoredTrial], ended: Iterable[StoredTrial], *, since: int, limit: int) -> EventPage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
     measured = {sample.limit_w: (sample.time_per_step_s, sample.average_power_w) for sample in profile.samples}
     expected = {limit: (point.time_per_step_s, point.average_power_w) for limit, point in TABLE.items()}
     return measured == {limit: pytest.approx(pair, abs=1e-9) for limit, pair in expected.items()}
+
+
+def found_out(
+    job: Mapping[str, Any], energy_j: float = 100.0, limits_w: Sequence[float] = (80.0, 100.0)
+) -> dict[str, Any]:
+    """What a training says of its power limits on the wire, beside its trial; it chose the first one."""
+    samples = [{"limit_w": w, "steps": 4, "time_s": 1.5, "energy_j": energy_j, "source": "nvml"} for w in limits_w]
+    gpus = {name: job[name] for name in ("max_power", "number_of_gpus", "gpu_model")}
+    return {"gpus": gpus, "samples": samples, "chosen_limit_w": limits_w[0]}
 
 
 class Forbidden:

@@ -1,6 +1,8 @@
 """A training on two processes that tries power limits; each writes down what it saw.
 
-Usage: ``torchrun --nproc_per_node 2 -m tests.power_limit_processes FOLDER FRAMEWORK``
+Usage: ``torchrun --nproc_per_node 2 -m tests.power_limit_processes FOLDER FRAMEWORK [SERVER_URL]``
+
+With a server both callbacks are there, and no file.
 """
 
 from __future__ import annotations
@@ -11,31 +13,58 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zeus_plugins import JobSpec
+
 EPOCHS = 4  # of 6 batches for each process
+BATCH_SIZE = 32
 
 
-def train(framework: str, folder: Path) -> dict[str, Any]:
+def job() -> JobSpec:
+    """One of a single size, which does not mind that no training reaches its target."""
+    return JobSpec(
+        job_id="limits-nightly",
+        job_id_prefix="limits",
+        batch_sizes=(BATCH_SIZE,),
+        default_batch_size=BATCH_SIZE,
+        target_metric=2.0,
+        max_epochs=EPOCHS,
+        num_pruning_rounds=0,
+    )
+
+
+def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any]:
     """Train.
 
     Returns:
         What this process saw.
     """
-    options = {"profile_path": folder / "profile.json"}
+    options = {} if server_url else {"profile_path": folder / "profile.json"}
+    others: list[Any] = []
     powered: Any
     if framework == "lightning":
         from tests.lightning_models import HardCodedData, quiet_trainer
         from tests.lightning_powered import Powered as LightningPowered
+        from zeus_plugins.lightning import ZeusBSOCallback
 
         powered = LightningPowered()
         callback: Any = powered.callback(**options)
-        trainer = quiet_trainer(callback, devices=2, strategy="ddp", max_epochs=EPOCHS)
+        if server_url:
+            monitor = powered.machine.monitor
+            others = [ZeusBSOCallback(job(), "score", server_url=server_url, energy_monitor=monitor, on_failure="stop")]
+        trainer = quiet_trainer(callback, *others, devices=2, strategy="ddp", max_epochs=EPOCHS)
         trainer.fit(powered, HardCodedData())
     else:
         from tests.hf_powered import Powered as TrainerPowered
+        from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
         powered = TrainerPowered()
         callback = powered.callback(**options)
-        powered.trainer(folder, callback, num_train_epochs=EPOCHS).train()
+        if server_url:
+            monitor = powered.machine.monitor
+            others = [
+                ZeusBSOTrainerCallback(job(), "score", server_url=server_url, energy_monitor=monitor, on_failure="stop")
+            ]
+        powered.trainer(folder, callback, *others, num_train_epochs=EPOCHS).train()
     assert callback.profile is not None
     return {
         "chosen_limit_w": callback.chosen_limit_w,
@@ -46,5 +75,5 @@ def train(framework: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    seen = train(sys.argv[2], Path(sys.argv[1]))
+    seen = train(sys.argv[2], Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else None)
     Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))

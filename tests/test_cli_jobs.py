@@ -271,17 +271,35 @@ class TestPrune:
         run("jobs", "import", exported, *source)
         before = run("jobs", "show", job_id, *source)
 
-        assert run("db", "prune", "--older-than", "1500w", *source) == (0, "0 reports are forgotten\n", "")
-        assert run("db", "prune", "--older-than", "30d", *source) == (0, "2 reports are forgotten\n", "")
-        assert run("db", "prune", "--older-than", "0h", *source) == (0, "0 reports are forgotten\n", "")
+        assert run("db", "prune", "--older-than", "1500w", *source) == (
+            0,
+            "0 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
+        assert run("db", "prune", "--older-than", "30d", *source) == (
+            0,
+            "2 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
+        assert run("db", "prune", "--older-than", "0h", *source) == (
+            0,
+            "0 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
         assert run("jobs", "show", job_id, *source) == before
 
     def test_reports_of_the_last_hours_stay(self, run: Any, tmp_path: Path, exported: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'young.sqlite3'}"]
         run("db", "upgrade", *source)
         run("jobs", "import", exported, *source)
-        assert run("db", "prune", "--older-than", "12h", *source)[1] == "0 reports are forgotten\n"
-        assert run("db", "prune", "--older-than", "0h", *source)[1] == "2 reports are forgotten\n"
+        assert (
+            run("db", "prune", "--older-than", "12h", *source)[1]
+            == "0 reports and 0 power-limit profiles are forgotten\n"
+        )
+        assert (
+            run("db", "prune", "--older-than", "0h", *source)[1]
+            == "2 reports and 0 power-limit profiles are forgotten\n"
+        )
 
     def test_a_database_without_tables(self, run: Any, tmp_path: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'empty.sqlite3'}"]

@@ -24,6 +24,8 @@ from zeus_plugins.protocol import (
     OfflineTrial,
     Origin,
     PolicyName,
+    PowerLimitChoice,
+    PowerLimitSample,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
@@ -37,6 +39,11 @@ JOB = JobRegistration.of(
 )
 TRIAL = TrialId(job_id="mnist-1", batch_size=32, trial_number=3)
 RESULT = TrainingResult(**TRIAL.model_dump(), time=1.5, energy=20.0, metric=0.9, current_epoch=2, energy_source="nvml")
+CHOICE = PowerLimitChoice(
+    gpus=GpuConfig(max_power=300.0, number_of_gpus=2, gpu_model="A40"),
+    samples=(PowerLimitSample(limit_w=125.0, steps=40, time_s=8.0, energy_j=1500.0, source="nvml"),),
+    chosen_limit_w=125.0,
+)
 TOKEN = "s3cret"  # noqa: S105 - of no server
 DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
 VERDICT = {"stop_train": False, "converged": False, "message": "on"}
@@ -119,6 +126,12 @@ REQUESTS = {
         {"state": "running", "lease_s": 180, "interval_s": 30},
         "PATCH /trials/heartbeat",
         DISPATCH | {"regular": True},
+    ),
+    "store_power_profile": (
+        lambda client: client.store_power_profile(TRIAL, CHOICE),
+        None,
+        "PUT /trials/power_profile",
+        DISPATCH | CHOICE.model_dump(mode="json"),
     ),
     "record_offline": (
         lambda client: client.record_offline(OfflineTrial(job_id="mnist-1", batch_size=32), "key"),

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.conftest import Server
+from tests.power_limit_bench import found_out
 
 JSON = {"content-type": "application/json"}
 
@@ -281,7 +282,7 @@ def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None
     assert [epoch["epoch"] for epoch in scene.http.get(path).json()["epochs"]] == list(epochs)
 
 
-@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat"])
+@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat", "/trials/power_profile"])
 @pytest.mark.parametrize(
     ("wrong", "status", "named"),
     [
@@ -294,11 +295,12 @@ def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None
     ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
 )
 def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
-    body = {**scene.running, **scene.reported, **wrong}
+    body = {**scene.running, **scene.reported, **found_out(JOB), **wrong}
     if body["job_id"] == "the other":
         body["job_id"] = scene.other_job
+    method = {"/report": "POST", "/trials/power_profile": "PUT"}.get(path, "PATCH")
     with scene.nothing_stored():
-        assert_refused(scene.http.request("POST" if path == "/report" else "PATCH", path, json=body), status, named)
+        assert_refused(scene.http.request(method, path, json=body), status, named)
 
 
 @pytest.mark.parametrize(
@@ -379,11 +381,12 @@ def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat")]
+    ("method", "path"),
+    [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat"), ("PUT", "/trials/power_profile")],
 )
 @pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
 def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str, token: str) -> None:
-    body = with_token({**scene.running, **scene.reported}, "job_id", token)
+    body = with_token({**scene.running, **scene.reported, **found_out(JOB)}, "job_id", token)
     with scene.nothing_stored():
         assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
 
@@ -471,6 +474,56 @@ def test_any_other_idempotency_key_is_a_key(scene: Scene, key: str) -> None:
     assert answers[0]["trial_number"] == 1
 
 
+# --- Power limits -----------------------------------------------------------------------------------------------------
+
+
+def spoilt(**changes: Any) -> dict[str, Any]:
+    return found_out(JOB) | changes
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return found_out(JOB)["samples"][0] | changes
+
+
+ONE_TOO_MANY = [sample(limit_w=limit_w) for limit_w in range(1, 258)]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (spoilt(gpus=None), "gpus"),
+        (spoilt(gpus={"max_power": 250.0, "number_of_gpus": 1, "gpu_model": JOB["gpu_model"]}), "gpus"),
+        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 1, "gpu_model": "A40"}), "gpus"),
+        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 0, "gpu_model": "A40"}), "gpus.number_of_gpus"),
+        ({"gpus": found_out(JOB)["gpus"]}, "samples"),
+        (spoilt(samples=[], chosen_limit_w=None), "samples"),
+        (spoilt(samples=ONE_TOO_MANY, chosen_limit_w=None), "samples"),
+        (spoilt(samples=[sample(), sample()]), "samples"),
+        (spoilt(samples=[sample(limit_w=0)]), "samples.0.limit_w"),
+        (spoilt(samples=[sample(), sample(limit_w=1e300)]), "samples.1.limit_w"),
+        (spoilt(samples=[sample(steps=0)]), "samples.0.steps"),
+        (spoilt(samples=[sample(time_s=0)]), "samples.0.time_s"),
+        (spoilt(samples=[sample(energy_j=-1)]), "samples.0.energy_j"),
+        (spoilt(samples=[sample(source="a" * 256)]), "samples.0.source"),
+        (spoilt(samples=[sample(source="a\0b")]), "samples.0.source"),
+        (spoilt(chosen_limit_w=90.0), "chosen_limit_w"),
+        (spoilt(chosen_limit_w=-80.0), "chosen_limit_w"),
+    ],
+)
+def test_power_limits_that_cannot_be(scene: Scene, body: dict[str, Any], named: str) -> None:
+    with scene.nothing_stored():
+        assert_refused(scene.http.put("/trials/power_profile", json=scene.running | body), 422, named)
+
+
+def test_as_many_power_limits_as_there_may_be(scene: Scene) -> None:
+    trial = begin(scene.http, register(scene.http))
+    samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
+    body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)
+    scene.http.put("/trials/power_profile", json=body).raise_for_status()
+    (kept,) = scene.http.get(f"/api/jobs/{trial['job_id']}/power_profiles").json()["profiles"]
+    assert kept["samples"] == samples
+
+
 # --- Bodies -----------------------------------------------------------------------------------------------------------
 
 WITH_BODY = [
@@ -478,6 +531,7 @@ WITH_BODY = [
     ("POST", "/report"),
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
+    ("PUT", "/trials/power_profile"),
     ("POST", "/api/jobs/import"),
 ]
 with_body = pytest.mark.parametrize(
@@ -494,7 +548,8 @@ def good_body(scene: Scene, path: str) -> dict[str, Any]:
             export: dict[str, Any] = scene.http.get(f"/api/jobs/{scene.running['job_id']}/export").json()
             return {**export, "job": {**export["job"], "job_id": "job-refused"}}
         case _:
-            return {**scene.running, "time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+            report = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+            return {**scene.running, **report, **found_out(JOB)}
 
 
 @with_body

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import free_port
+from tests.conftest import Server, free_port
 from tests.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
+from zeus_plugins.client import BsoClient
 from zeus_plugins.power_limit import PowerLimitProfile
 
 ROOT = Path(__file__).parent.parent
@@ -22,12 +23,12 @@ LIMIT_S = 180
 PER_EPOCH = 6
 
 
-def run(framework: str, folder: Path) -> list[dict[str, Any]]:
+def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each of the processes saw."""
     command = f"torch.distributed.run --nproc_per_node 2 --master_port {free_port()} -m tests.power_limit_processes"
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(
-            [sys.executable, "-m", *command.split(), str(folder), framework],
+            [sys.executable, "-m", *command.split(), str(folder), framework, *arguments],
             cwd=ROOT,
             start_new_session=True,
             stdout=output,
@@ -42,10 +43,14 @@ def run(framework: str, folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("framework", ["lightning", "transformers"])
-def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
+def skip_without(framework: str) -> None:
     if importlib.util.find_spec(framework) is None and not os.environ.get("CI"):
         pytest.skip(f"needs zeus-plugins[{framework}]")
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
+    skip_without(framework)
     first, second = run(framework, tmp_path)
     assert first["chosen_limit_w"] == second["chosen_limit_w"] == BEST_W
     assert first["profile"] == second["profile"]
@@ -57,3 +62,18 @@ def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tm
     assert first["limits_of_steps"] == measured + [BEST_W] * 2 * PER_EPOCH
     assert first["set_w"][-1] == FOUND_W
     assert second["set_w"] == []
+
+
+@pytest.mark.parametrize("framework", ["lightning", "transformers"])
+def test_what_the_server_knows_reaches_both(framework: str, tmp_path: Path, server: Server) -> None:
+    skip_without(framework)
+    first, _ = run(framework, tmp_path, server.url)
+    measured = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
+    assert first["limits_of_steps"] == measured + [BEST_W] * 2 * PER_EPOCH
+    again, other = run(framework, tmp_path, server.url)
+    assert again["limits_of_steps"] == [BEST_W] * 4 * PER_EPOCH
+    assert again["chosen_limit_w"] == other["chosen_limit_w"] == BEST_W
+    assert again["profile"] == other["profile"] == first["profile"]
+    with BsoClient(server.url) as client:
+        trials = client.show_job("limits-nightly").trials
+    assert [(trial.power_limit_w, trial.power_limits) for trial in trials] == [(BEST_W, 4)] * 2

@@ -23,6 +23,7 @@ from bso_server.app import create_app
 from bso_server.routes.access import needed_scope
 from bso_server.settings import Settings
 from tests.conftest import Server, bso_server
+from tests.power_limit_bench import found_out
 from zeus_plugins.client import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import TrialId
@@ -157,6 +158,8 @@ class TestTokens:
             ("POST", "/trials", {"report", "admin"}),
             ("PATCH", "/trials", {"report", "admin"}),
             ("PATCH", "/trials/heartbeat", {"report", "admin"}),
+            ("PUT", "/trials/power_profile", {"report", "admin"}),
+            ("GET", "/api/jobs/none/power_profiles", {"read", "report", "admin"}),
             ("DELETE", "/jobs?job_id=none", {"admin"}),
             ("POST", "/api/jobs/import", {"admin"}),
         ],
@@ -196,6 +199,7 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
         "POST /trials",
         "PATCH /trials",
         "PATCH /trials/heartbeat",
+        "PUT /trials/power_profile",
     }
     assert all(route.startswith("GET ") for route in needed["read"])
     assert {"GET /api/jobs", "GET /api/jobs/{job_id:str}", "GET /schema/openapi.json"} <= needed["read"]
@@ -208,9 +212,12 @@ class TestOwners:
         for stranger in (tokens.other, tokens.admin):
             assert_refused(http.report(stranger, trial), 403, "was dispatched to token", tokens.report.split("_")[1])
             assert_refused(http.ask("PATCH", "/trials/heartbeat", stranger, json=trial), 403)
+            assert_refused(http.ask("PUT", "/trials/power_profile", stranger, json=trial | found_out(spec())), 403)
 
         assert http.report(tokens.report, trial).status_code == 200
         assert http.ask("PATCH", "/trials/heartbeat", tokens.report, json=trial).status_code == 200
+        stored = http.ask("PUT", "/trials/power_profile", tokens.report, json=trial | found_out(spec()))
+        assert stored.status_code == 200, stored.text
 
     def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
         for ending in (tokens.report, tokens.admin):

@@ -23,6 +23,7 @@ from bso_server.reading import JobReader
 from bso_server.service import load_history
 from bso_server.store import Transaction
 from tests.conftest import Server as ServerProcess
+from tests.power_limit_bench import found_out
 from tests.test_lifecycle import HOUR_S, Server, live, serve
 from tests.test_wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
@@ -37,7 +38,10 @@ def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 def lived(http: httpx.Client) -> str:
-    """A job in its bandit stage: trials that completed, one that failed, and one that runs and has an epoch."""
+    """A job in its bandit stage: trials that completed, one that failed, and one that runs and has an epoch.
+
+    The completed ones have left power-limit profiles.
+    """
     job_id = f"move-{uuid.uuid4().hex[:8]}"
     job = {
         "job_id": job_id,
@@ -56,6 +60,7 @@ def lived(http: httpx.Client) -> str:
         trial = begin(http, job_id)
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
         reached(http, trial, cost_j)
+        http.put("/trials/power_profile", json=trial | found_out(job, cost_j)).raise_for_status()
     http.patch("/trials", json=begin(http, job_id)).raise_for_status()
     report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=0.5)
     return job_id
@@ -83,9 +88,11 @@ def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
         one for one in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"] if one["job_id"] == job_id
     ]
     parts = {part: http.get(f"{path}/{part}").raise_for_status().text for part in ("arms", "events", "trials.csv")}
+    profiles = http.get(f"{path}/power_profiles").raise_for_status().json()
     epochs = [http.get(f"{path}/trials/{trial['trial_number']}/epochs").json() for trial in job["trials"]]
     export = http.get(f"{path}/export").json()
-    return {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, **parts, "trials": export["trials"]}
+    whole = {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, **parts, "trials": export["trials"]}
+    return {**whole, "power_profiles": profiles}
 
 
 class TestOverHttp:
@@ -98,6 +105,7 @@ class TestOverHttp:
         assert answer.status_code == 201, answer.text
         assert (answer.json()["job_id"], answer.json()["trials"]) == (second, 5)
         assert view(http, first)["job"]["stage"] == "bandit"
+        assert [each["trial_number"] for each in view(http, first)["power_profiles"]["profiles"]] == [1, 2, 3]
         assert view(http, second) == view(http, first)
         for cost_j in (420, 430, 390, 440):
             trials = [http.get("/jobs/batch_size", params={"job_id": job_id}).json() for job_id in (first, second)]
@@ -150,6 +158,8 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("a report too many", lambda job: job["trials"][0].update(report_count=1), "trials.0.epochs"),
     ("an epoch twice", lambda job: job["trials"][0]["epochs"].append(job["trials"][0]["epochs"][0]), "trials.0.epochs"),
     ("an epoch beyond", lambda job: job["trials"][0]["epochs"][0].update(report_number=9), "trials.0.epochs"),
+    ("a limit of none", lambda job: job["trials"][0].update(power_limits=None), "trials.0.power_limits"),
+    ("a profile of none", lambda job: job["trials"][0]["power_profile"].update(samples=[]), "trials.0.power_profile"),
     ("NUL", lambda job: job["trials"][0].update(reason="a\0b"), "trials.0.reason"),
     ("no survivors", lambda job: job.update(survivors=None), "survivors"),
     ("empty survivors", lambda job: job.update(survivors=[]), "survivors"),
@@ -229,6 +239,9 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str
         for _ in range(3):
             suggested = http.get("/jobs/batch_size", params={"job_id": job_id})
             assert suggested.status_code in {200, 409}, suggested.text
+        # Its dates may be any, and other tests look for old ones.
+        for made in (job_id, again["job"]["job_id"]):
+            http.delete("/jobs", params={"job_id": made}).raise_for_status()
 
 
 async def imported(server: Server) -> Server:

@@ -40,11 +40,13 @@ from zeus_plugins.protocol import (
     JobView,
     OfflineTrial,
     Paths,
+    PowerLimitChoice,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialId,
+    TrialPowerProfile,
 )
 
 __all__ = [
@@ -263,6 +265,16 @@ class BsoClient:
         """
         beat = Heartbeat(**_name_of(trial), regular=regular)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
+
+    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
+        """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            choice: What it knows of its limits, and the one that it chose.
+        """
+        profile = TrialPowerProfile(**_name_of(trial), **choice.model_dump())
+        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials.

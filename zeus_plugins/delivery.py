@@ -11,9 +11,9 @@ from pathlib import Path
 from zeus_plugins.client import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimError, ZeusBSOTokenError
 from zeus_plugins.outbox import Box, BoxBusyError, BoxError, Outbox, Sender
-from zeus_plugins.protocol import Ending, OfflineTrial, ReportResponse, TrainingResult, TrialId
+from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
 
-__all__ = ["Delivered", "deliver", "deliver_waiting", "is_refusal", "listed", "recorded"]
+__all__ = ["Delivered", "deliver", "deliver_power_limits", "deliver_waiting", "is_refusal", "listed", "recorded"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -41,6 +41,24 @@ def recorded(client: BsoClient, sender: Sender) -> TrialId:
     offline = OfflineTrial(job_id=registered.job_id or "", batch_size=sender.batch_size)
     dispatch = client.record_offline(offline, sender.key or "")
     return TrialId(job_id=dispatch.job_id, batch_size=dispatch.batch_size, trial_number=dispatch.trial_number)
+
+
+def deliver_power_limits(client: BsoClient, trial: TrialId, choice: PowerLimitChoice) -> None:
+    """Have a trial's power limits kept. A server that refuses them is a warning: they concern no result of the trial.
+
+    Raises:
+        ZeusBSOError: The server cannot be reached or fails.
+    """
+    try:
+        client.store_power_profile(trial, choice)
+    except ZeusBSOError as error:
+        if not is_refusal(error):
+            raise
+        _logger.warning(
+            "the server does not keep the power limits of trial %d of job %s, and later trainings measure them again: "
+            "%s",
+            *(trial.trial_number, trial.job_id, error),
+        )
 
 
 def deliver(
@@ -76,13 +94,17 @@ def deliver(
             with lock:
                 box.name(trial)
             continue
+        is_last_word = False
         if isinstance(item, Ending):
             client.end_trial(trial, item)
+        elif isinstance(item, PowerLimitChoice):
+            deliver_power_limits(client, trial, item)
         else:
             verdict = client.report(TrainingResult(**trial.model_dump(), **item.model_dump()))
+            is_last_word = verdict.stop_train
         with lock:
-            # A server that judged otherwise takes nothing after its last word.
-            (box.drop_all if verdict is not None and verdict.stop_train else box.drop_first)()
+            # A server that judged otherwise takes no result after its last word.
+            (box.drop_all if is_last_word else box.drop_first)()
     return verdict
 
 

@@ -49,8 +49,8 @@ from zeus_plugins.power_limit import (
     PowerLimitProfiler,
     ZeusCost,
 )
-from zeus_plugins.power_limit.options import ProfilerOptions, Rank
-from zeus_plugins.protocol import JobSpec
+from zeus_plugins.power_limit.options import ProfilerOptions, Rank, choice_of
+from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.session import (
     OnUnreachable,
     TrialInfo,
@@ -233,6 +233,21 @@ class ZeusBSOTrainerCallback(_TrainWrapper):
         if self._trial is None:
             raise ZeusBSOOperationOrderError("there is no trial before Trainer.train has begun")
         return self._trial
+
+    def is_training(self, trainer: Trainer) -> bool:
+        """Whether there is a trial, and this trainer trains it."""
+        training = self._training
+        return training is not None and training.trainer is trainer and training.trial is not None
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have the server keep what a power-limit callback found out; called on process 0.
+
+        Args:
+            choice: What it found out.
+        """
+        training = self._training
+        if training is not None and training.session is not None and training.is_live:
+            training.session.keep_power_limits(choice)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -660,6 +675,9 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
     steps cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's logs. Without a GPU or the permission to
     set limits, only the limit in force is measured, with one warning. Outside `train` the callback does nothing.
 
+    Beside a `ZeusBSOTrainerCallback`, before or after it in the trainer's `callbacks`, the server keeps what was
+    measured, and only limits are measured that no earlier trial of the job had measured at this batch size.
+
     Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
 
     Args:
@@ -669,7 +687,7 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
         profile_steps: Optimizer steps measured under each limit.
         limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
         profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
-            ``{batch_size}`` in it stands for that size.
+            ``{batch_size}`` in it stands for that size. It is not read where the server knows of the limits.
         energy_monitor: Measures energy and time. None: the best one that this machine offers.
         devices: Whose limits are set, those of this machine. None: the NVIDIA GPUs that train.
         command: Sets a limit, such as ``sudo -n nvidia-smi -i {index} -pl {watts}``. None: the environment variable
@@ -705,6 +723,8 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
         )
         self._trainer: Trainer | None = None
         self._profiler: PowerLimitProfiler | None = None
+        # Who knows the server, if anybody does.
+        self._zeus: ZeusBSOTrainerCallback | None = None
         self._hidden = Patches()
         # Whether steps are being trained, and nothing else; and how many there are in a row.
         self._is_training = False
@@ -718,7 +738,7 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """What the present or latest `train` has measured, and what it knew from `profile_path`."""
+        """What the present or latest `train` has measured, and what it knew from the server or `profile_path`."""
         return None if self._profiler is None else self._profiler.profile
 
     def on_train_begin(
@@ -729,7 +749,12 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
             raise _not_attached()
         # With auto_find_batch_size a training may begin several times, each at another size.
         self._end()
-        self._profiler = self._options.profiler(_rank(args), self._trainer.get_total_train_batch_size(args))
+        self._zeus = _batch_size_callback(self._trainer)
+        if self._zeus is None:
+            self._profiler = self._options.profiler(_rank(args), self._trainer.get_total_train_batch_size(args))
+        else:
+            trial = self._zeus.trial
+            self._profiler = self._options.profiler(_rank(args), trial.batch_size, trial.power_profile)
         self._is_over = False
 
     def on_epoch_begin(
@@ -757,6 +782,13 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
     ) -> None:
         """Interrupt a measurement."""
         self._end_steps()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Keep what was measured, if not everything was: the next training goes on from there."""
+        if not self._is_over and state.is_world_process_zero:
+            self._keep()
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
         if self._trainer is not None:
@@ -803,15 +835,31 @@ class ZeusPowerLimitTrainerCallback(_TrainWrapper):
             self._hidden.set_attribute(self, "on_step_end", super().on_step_end)
         if self._trainer is None or not self._trainer.is_world_process_zero():
             return
-        self._options.save(self._profiler.profile)
+        self._keep()
         if self._profiler.chosen_limit_w is not None:
             _log(self._trainer, {"zeus/power_limit_w": self._profiler.chosen_limit_w})
+
+    def _keep(self) -> None:
+        """Keep what is known by now, in the file and on the server."""
+        if self._profiler is None:
+            return
+        self._options.save(self._profiler.profile)
+        choice = None if self._zeus is None else choice_of(self._profiler)
+        if self._zeus is not None and choice is not None:
+            self._zeus.keep_power_limits(choice)
 
     def _end(self) -> None:
         self._is_over, self._is_training = True, False
         self._hidden.undo()
         if self._profiler is not None:
             self._profiler.close()
+
+
+def _batch_size_callback(trainer: Trainer) -> ZeusBSOTrainerCallback | None:
+    """The callback that has a trial in this `train`, if there is one."""
+    callbacks = trainer.callback_handler.callbacks
+    found = (each for each in callbacks if isinstance(each, ZeusBSOTrainerCallback))
+    return next((each for each in found if each.is_training(trainer)), None)
 
 
 def _not_attached() -> ZeusBSOOperationOrderError:

@@ -41,8 +41,8 @@ from zeus_plugins.power_limit import (
     PowerLimitProfiler,
     ZeusCost,
 )
-from zeus_plugins.power_limit.options import ProfilerOptions, Rank
-from zeus_plugins.protocol import JobSpec
+from zeus_plugins.power_limit.options import ProfilerOptions, Rank, choice_of
+from zeus_plugins.protocol import JobSpec, PowerLimitChoice
 from zeus_plugins.session import (
     OnUnreachable,
     TrialInfo,
@@ -170,6 +170,11 @@ class ZeusBSOCallback(Callback):
             )
         return self._trial
 
+    @property
+    def has_trial(self) -> bool:
+        """Whether there is one."""
+        return self._trial is not None
+
     # `setup` is the earliest hook that works: later ones come after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
@@ -288,6 +293,15 @@ class ZeusBSOCallback(Callback):
             self._finish(exception)
         except Exception:
             _logger.exception("could not clean up after the training failed")
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have the server keep what a power-limit callback found out; called on rank 0.
+
+        Args:
+            choice: What it found out.
+        """
+        if self._session is not None and self._open:
+            self._session.keep_power_limits(choice)
 
     def _check_epochs(self, trainer: Trainer) -> None:
         limit = trainer.max_epochs
@@ -550,6 +564,9 @@ class ZeusPowerLimitCallback(Callback):
     batches cost nothing any more; ``zeus/power_limit_w`` goes to the trainer's loggers. Without a GPU or the
     permission to set limits, only the limit in force is measured, with one warning.
 
+    Beside a `ZeusBSOCallback`, before or after it in the trainer's `callbacks`, the server keeps what was measured, and
+    only limits are measured that no earlier trial of the job had measured at this batch size.
+
     Args:
         selector: What is best: `zeus_plugins.power_limit.ZeusCost(eta)` (the cost that batch sizes are compared by),
             `Energy()`, `Time()` or `MaxSlowdown(factor)`.
@@ -557,7 +574,7 @@ class ZeusPowerLimitCallback(Callback):
         profile_steps: Batches measured under each limit.
         limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
         profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
-            ``{batch_size}`` in it stands for that size.
+            ``{batch_size}`` in it stands for that size. It is not read where the server knows of the limits.
         energy_monitor: Measures energy and time. None: the best one that this machine offers.
         devices: Whose limits are set, those of this machine. None: the NVIDIA GPUs that train.
         command: Sets a limit, such as ``sudo -n nvidia-smi -i {index} -pl {watts}``. None: the environment variable
@@ -592,6 +609,8 @@ class ZeusPowerLimitCallback(Callback):
             command,
         )
         self._profiler: PowerLimitProfiler | None = None
+        # Who knows the server, if anybody does.
+        self._zeus: ZeusBSOCallback | None = None
         self._hidden = Patches()
         # Whether batches are being trained, and nothing else.
         self._is_training = False
@@ -604,7 +623,7 @@ class ZeusPowerLimitCallback(Callback):
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """What the present or latest `fit` has measured, and what it knew from `profile_path`."""
+        """What the present or latest `fit` has measured, and what it knew from the server or `profile_path`."""
         return None if self._profiler is None else self._profiler.profile
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -612,7 +631,12 @@ class ZeusPowerLimitCallback(Callback):
         if _is_rehearsal(trainer):
             return
         self._end()
-        self._profiler = self._options.profiler(_rank(trainer), _delivered_batch_size(trainer))
+        self._zeus = _batch_size_callback(trainer)
+        trial = None if self._zeus is None else self._zeus.trial
+        if trial is None:
+            self._profiler = self._options.profiler(_rank(trainer), _delivered_batch_size(trainer))
+        else:
+            self._profiler = self._options.profiler(_rank(trainer), trial.batch_size, trial.power_profile)
         self._is_over = False
         self._hide(*(hook for hook in _STEP_HOOKS if hook != "on_train_batch_end"))
 
@@ -648,6 +672,8 @@ class ZeusPowerLimitCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the limits back."""
+        if not self._is_over and trainer.is_global_zero:
+            self._keep()  # what there is: the next training goes on from there
         self._end()
 
     # Lightning calls no other hook after an exception.
@@ -674,10 +700,19 @@ class ZeusPowerLimitCallback(Callback):
         self._hide("on_train_batch_end")
         if not trainer.is_global_zero:
             return
-        self._options.save(self._profiler.profile)
+        self._keep()
         if self._profiler.chosen_limit_w is not None:
             for logger in trainer.loggers:
                 logger.log_metrics({"zeus/power_limit_w": self._profiler.chosen_limit_w}, step=trainer.global_step)
+
+    def _keep(self) -> None:
+        """Keep what is known by now, in the file and on the server."""
+        if self._profiler is None:
+            return
+        self._options.save(self._profiler.profile)
+        choice = None if self._zeus is None else choice_of(self._profiler)
+        if self._zeus is not None and choice is not None:
+            self._zeus.keep_power_limits(choice)
 
     def _hide(self, *hooks: str) -> None:
         """Have the trainer leave hooks out, but for those of a subclass of the user's."""
@@ -708,6 +743,12 @@ def _finders(trainer: Trainer, *kinds: str) -> list[Any]:
     """The trainer's callbacks of these kinds, of whichever of Lightning's two packages."""
     callbacks = getattr(trainer, "callbacks", ())
     return [each for each in callbacks if any(kind.__name__ in kinds for kind in type(each).__mro__)]
+
+
+def _batch_size_callback(trainer: Trainer) -> ZeusBSOCallback | None:
+    """The callback that has a trial in this `fit`, if there is one."""
+    callbacks = getattr(trainer, "callbacks", ())
+    return next((each for each in callbacks if isinstance(each, ZeusBSOCallback) and each.has_trial), None)
 
 
 def _refuse_batch_size_finder(trainer: Trainer) -> None:

@@ -23,13 +23,14 @@ from typing import IO, Literal
 
 from pydantic import ValidationError
 
-from zeus_plugins.protocol import Ending, Evaluation, JobRegistration, TrialId, WireMessage
+from zeus_plugins.protocol import Ending, Evaluation, JobRegistration, PowerLimitChoice, TrialId, WireMessage
 
 __all__ = [
     "STATE_DIRECTORY_VARIABLE",
     "Box",
     "BoxBusyError",
     "BoxError",
+    "Item",
     "Outbox",
     "Sender",
     "default_outbox",
@@ -44,6 +45,10 @@ _NAME_LENGTH = 80
 
 # What flock and Windows say of a lock that another process has; any other error is the file system's.
 _LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK})
+
+
+Item = Evaluation | Ending | PowerLimitChoice
+"""What can wait: where a trial stood, how it ended, and what it found out of its power limits."""
 
 
 class BoxError(Exception):
@@ -94,12 +99,14 @@ class _Line(WireMessage):
     Attributes:
         evaluation: To be delivered.
         ending: To be delivered.
+        power_limits: To be delivered.
         delivered: How many of those were, in all.
         trial: The trial as the server has recorded it.
     """
 
     evaluation: Evaluation | None = None
     ending: Ending | None = None
+    power_limits: PowerLimitChoice | None = None
     delivered: int | None = None
     trial: TrialId | None = None
 
@@ -119,7 +126,7 @@ class Box:
         self._sender = sender
         self._trial = sender.trial
         # Each with whether it is on the disk: what is delivered of the file is counted by its lines.
-        self._waiting: deque[tuple[Evaluation | Ending, bool]] = deque()
+        self._waiting: deque[tuple[Item, bool]] = deque()
         self._delivered = 0
         self._latest: Evaluation | None = None
 
@@ -149,27 +156,28 @@ class Box:
         return self._latest
 
     @property
-    def first(self) -> Evaluation | Ending | None:
+    def first(self) -> Item | None:
         """What is to be delivered next, or None."""
         return self._waiting[0][0] if self._waiting else None
 
     @property
     def has_ending(self) -> bool:
-        """Whether the last thing to be delivered is how the training ended."""
-        return bool(self._waiting) and isinstance(self._waiting[-1][0], Ending)
+        """Whether the last thing to be delivered, but for power limits, is how the training ended."""
+        others = (item for item, _ in reversed(self._waiting) if not isinstance(item, PowerLimitChoice))
+        return isinstance(next(others, None), Ending)
 
     def __len__(self) -> int:
         """How much is to be delivered."""
         return len(self._waiting)
 
-    def put(self, item: Evaluation | Ending) -> None:
+    def put(self, item: Item) -> None:
         """Add something to be delivered; it is on the disk when this returns.
 
         Raises:
             OSError: The disk does not take it. It is still delivered if this process lives long enough.
         """
         self._take_in(item, is_on_disk=False)
-        if self._write(_Line(evaluation=item) if isinstance(item, Evaluation) else _Line(ending=item)):
+        if self._write(_line_of(item)):
             self._waiting[-1] = item, True
 
     def name(self, trial: TrialId) -> None:
@@ -190,9 +198,14 @@ class Box:
             self._write(_Line(delivered=self._delivered))
 
     def drop_all(self) -> None:
-        """Note that nothing more is to be delivered."""
+        """Note that nothing more is to be delivered but power limits, which a trial that has ended may have left."""
+        kept = [item for item, _ in self._waiting if isinstance(item, PowerLimitChoice)]
         while self._waiting:
             self.drop_first()
+        for item in kept:
+            # Those are delivered as long as this process lives, even if the disk does not take them again.
+            with contextlib.suppress(OSError):
+                self.put(item)
 
     def refuse(self) -> Path | None:
         """Set the file aside, because the server does not want it; where it is now, or None if that was impossible."""
@@ -231,7 +244,7 @@ class Box:
             raise
         return True
 
-    def _take_in(self, item: Evaluation | Ending, *, is_on_disk: bool) -> None:
+    def _take_in(self, item: Item, *, is_on_disk: bool) -> None:
         self._waiting.append((item, is_on_disk))
         if isinstance(item, Evaluation):
             self._latest = item
@@ -239,7 +252,7 @@ class Box:
     def _read(self, lines: list[bytes]) -> None:
         for text in lines:
             line = _Line.model_validate_json(text)
-            item = line.evaluation or line.ending
+            item = line.evaluation or line.ending or line.power_limits
             if item is not None:
                 self._take_in(item, is_on_disk=True)
             elif line.trial is not None:
@@ -253,6 +266,16 @@ class Box:
             _unlock(self._file)
             self._file.close()
             self._file = None
+
+
+def _line_of(item: Item) -> _Line:
+    match item:
+        case Evaluation():
+            return _Line(evaluation=item)
+        case Ending():
+            return _Line(ending=item)
+        case PowerLimitChoice():
+            return _Line(power_limits=item)
 
 
 class Outbox:

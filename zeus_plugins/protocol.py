@@ -45,6 +45,9 @@ __all__ = [
     "Origin",
     "Paths",
     "PolicyName",
+    "PowerLimitChoice",
+    "PowerLimitSample",
+    "PowerProfile",
     "ReportResponse",
     "Stage",
     "StopRule",
@@ -52,6 +55,7 @@ __all__ = [
     "TrialDispatch",
     "TrialEnd",
     "TrialId",
+    "TrialPowerProfile",
     "TrialState",
     "TrialView",
 ]
@@ -60,6 +64,7 @@ MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
 MAX_DETAIL_LENGTH = 1000
+MAX_POWER_LIMITS = 256
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
 
 
@@ -72,6 +77,7 @@ class Paths:
     REPORT = "/report"
     TRIALS = "/trials"
     HEARTBEAT = "/trials/heartbeat"
+    POWER_PROFILE = "/trials/power_profile"
     # Read API
     API_JOBS = "/api/jobs"
     IMPORT = "/api/jobs/import"
@@ -279,6 +285,90 @@ class TrialId(WireMessage):
     trial_number: PositiveInt
 
 
+class PowerLimitSample(WireMessage):
+    """One measurement window under one power limit.
+
+    Attributes:
+        limit_w: The power limit of each GPU, watts.
+        steps: Steps measured.
+        time_s: Their duration, seconds.
+        energy_j: Their energy over all GPUs, joules.
+        source: How the energy was obtained, as `zeus_plugins.energy.Measurement.source`.
+    """
+
+    limit_w: Watts
+    steps: PositiveInt
+    time_s: Seconds
+    energy_j: Joules
+    source: Text = ""
+
+    @property
+    def time_per_step_s(self) -> float:
+        """Seconds of one step."""
+        return self.time_s / self.steps
+
+    @property
+    def energy_per_step_j(self) -> float:
+        """Joules of one step, over all GPUs."""
+        return self.energy_j / self.steps
+
+    @property
+    def average_power_w(self) -> float:
+        """Mean power over all GPUs, watts."""
+        return self.energy_j / self.time_s
+
+
+def _ascending_with_one_for_each_limit(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
+    by_limit = {sample.limit_w: sample for sample in samples}
+    if len(by_limit) < len(samples):
+        raise ValueError("two samples have the same limit_w")
+    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
+
+
+PowerLimitSamples = Annotated[
+    tuple[PowerLimitSample, ...],
+    FailFast(),
+    Field(max_length=MAX_POWER_LIMITS),
+    AfterValidator(_ascending_with_one_for_each_limit),
+]
+
+
+class PowerProfile(WireMessage):
+    """What steps of a training cost under each power limit; the batch size is said beside it.
+
+    Attributes:
+        gpus: The devices measured; their maximum power is summed over them, watts.
+        samples: One for each power limit. Kept ascending by limit.
+    """
+
+    gpus: GpuConfig
+    samples: PowerLimitSamples = ()
+
+
+class PowerLimitChoice(PowerProfile):
+    """What a training knows of its power limits, and which of them it chose.
+
+    Attributes:
+        samples: What it has measured itself, and what it was told; at least one.
+        chosen_limit_w: The limit that it trains under, watts of each GPU; None where it sets none.
+    """
+
+    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
+    chosen_limit_w: Watts | None = None
+
+    @field_validator("chosen_limit_w")
+    @classmethod
+    def _was_measured(cls, chosen_w: float | None, others: ValidationInfo) -> float | None:
+        samples: tuple[PowerLimitSample, ...] | None = others.data.get("samples")
+        if chosen_w is not None and samples is not None and chosen_w not in {sample.limit_w for sample in samples}:
+            raise ValueError(f"{chosen_w:g} W is not the limit_w of any of the samples")
+        return chosen_w
+
+
+class TrialPowerProfile(PowerLimitChoice, TrialId):
+    """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
+
+
 class StopRule(WireMessage):
     """When a trial is stopped that has not reached its target.
 
@@ -314,11 +404,14 @@ class TrialDispatch(TrialId):
         origin: Why a trial was dispatched; None from a Zeus server.
         reason: The same in words, with numbers; None from a Zeus server.
         stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
+        power_profile: The newest profile that an earlier trial of the job at this batch size has left; None where there
+            is none, for ``POST /trials`` (that training has begun), and from a Zeus server.
     """
 
     origin: Origin | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
+    power_profile: PowerProfile | None = None
 
 
 class OfflineTrial(WireMessage):
@@ -452,6 +545,8 @@ class TrialView(WireMessage):
         epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
             them, and with other policies.
         epoch_bound_reason: Why, in words.
+        power_limit_w: The power limit of each GPU that the training chose, watts; None where it sets none.
+        power_limits: How many limits it knew the cost of; None where it looks for none.
     """
 
     trial_number: int
@@ -472,6 +567,8 @@ class TrialView(WireMessage):
     owner: str | None = None
     epoch_bound: int | None = None
     epoch_bound_reason: str | None = None
+    power_limit_w: float | None = None
+    power_limits: int | None = None
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:

@@ -13,14 +13,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeus_plugins.client import NO_RETRIES, BsoClient
-from zeus_plugins.delivery import deliver, is_refusal, recorded
+from zeus_plugins.delivery import deliver, deliver_power_limits, is_refusal, recorded
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.outbox import Box, Outbox, Sender
+from zeus_plugins.outbox import Box, Item, Outbox, Sender
 from zeus_plugins.protocol import (
     Ending,
     EndReason,
     Evaluation,
     JobRegistration,
+    PowerLimitChoice,
     ReportResponse,
     StopRule,
     TrainingResult,
@@ -125,6 +126,8 @@ class TrialReporter:
         self._takes_heartbeats = takes_heartbeats
         self._trial = sender.trial
         self._box: Box | None = None
+        # What the thread is to send next.
+        self._power_limits: PowerLimitChoice | None = None
         self._verdict: ReportResponse | None = None
         self._is_refused = False
         self._warned: set[str] = set()
@@ -136,6 +139,11 @@ class TrialReporter:
         self._is_thread_through = True
         self._is_left_to_thread = False
         self._is_ended = False
+
+    @property
+    def job(self) -> JobRegistration:
+        """The job on its hardware."""
+        return self._job
 
     @property
     def trial(self) -> TrialId | None:
@@ -184,6 +192,21 @@ class TrialReporter:
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
         return judged_here(self._job, rule, evaluation)
 
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have the trial's power limits kept on the server, at once or, while it is away, later.
+
+        The thread sends them: no step of a training waits for a server.
+
+        Args:
+            choice: What is known of the limits.
+        """
+        with self._lock:
+            if self._is_refused:
+                return
+            self._power_limits = choice
+        self._start_thread()
+        self._wake.set()
+
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
         """The verdict on a training whose cost is no longer known: the target and `max_epochs` remain.
 
@@ -209,6 +232,7 @@ class TrialReporter:
         if self._stop_thread():
             try:
                 with self._client.with_retries(NO_RETRIES) as client:
+                    self._send_power_limits(client)
                     self._deliver(client, is_stopped=lambda: False)
             except Exception as error:
                 self._notice(error)
@@ -254,7 +278,7 @@ class TrialReporter:
         self._thread.join(self._client.timeout_s + 1)
         return not self._thread.is_alive()
 
-    def _keep(self, item: Evaluation | Ending) -> None:
+    def _keep(self, item: Item) -> None:
         """Put something into the outbox; from then on everything goes there until the server is back."""
         with self._lock:
             if self._is_refused:
@@ -318,6 +342,7 @@ class TrialReporter:
             while not self._stopped.is_set():
                 self._wake.clear()
                 try:
+                    self._send_power_limits(client)
                     self._deliver(client, is_stopped=self._stopped.is_set)
                     interval_s = self._beat(client) or interval_s
                 except ZeusBSOError as error:
@@ -332,6 +357,22 @@ class TrialReporter:
                 else:
                     retry_s = _FIRST_RETRY_S
                     self._wake.wait(interval_s)
+
+    def _send_power_limits(self, client: BsoClient) -> None:
+        """Send power limits that were not sent; while the server is away, or does not know the trial yet, they wait."""
+        with self._lock:
+            choice, self._power_limits = self._power_limits, None
+            trial = self._trial
+            if choice is None or self._is_refused:
+                return
+        if trial is None:
+            self._keep(choice)
+            return
+        try:
+            deliver_power_limits(client, trial, choice)
+        except BaseException:
+            self._keep(choice)
+            raise
 
     def _deliver(self, client: BsoClient, *, is_stopped: Callable[[], bool]) -> None:
         """Deliver what waits, and have a trial recorded that is not."""

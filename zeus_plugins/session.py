@@ -38,6 +38,8 @@ from zeus_plugins.protocol import (
     JobSpec,
     NonNegativeFinite,
     PositiveInt,
+    PowerLimitChoice,
+    PowerProfile,
     ReportResponse,
     StopRule,
     TrialDispatch,
@@ -79,6 +81,8 @@ class TrialInfo(WireMessage):
         key: By which such a trial is recorded; None for one that the server has dispatched.
         reason: Why the server chose this batch size, in words; None from a Zeus server.
         stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
+        power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
+            where nothing is.
         time_s: Seconds measured in all closed windows since the trial began, earlier runs of a resumed trial included.
         energy_j: Joules measured in the same windows.
         energy_source: How that energy was measured; None before the first window was closed.
@@ -94,6 +98,7 @@ class TrialInfo(WireMessage):
     key: str | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
+    power_profile: PowerProfile | None = None
     time_s: NonNegativeFinite = 0.0
     energy_j: NonNegativeFinite = 0.0
     energy_source: str | None = None
@@ -299,6 +304,28 @@ class TrialSession:
         if not verdict.stop_train:
             self._measure(self._begin_window)
         return verdict
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have what the training found out of its power limits kept, for later trials of its batch size.
+
+        Checkpoints hold it from now on, and the server gets it, at once or when it is back; this call does not wait for
+        it. A trial that has ended or takes no reports, and a Zeus server, are told nothing. Never raises.
+
+        Args:
+            choice: What it found out.
+        """
+        if self._reporter is None or self._ended or self._closed:
+            return
+        self._update(power_profile=PowerProfile(gpus=choice.gpus, samples=choice.samples))
+        job = self._reporter.job
+        if any(getattr(job, name) != value for name, value in choice.gpus):
+            _logger.warning(
+                "the power limits of this training are not kept on the server, as they were measured on other devices "
+                "(%s) than its cost: give both callbacks the same energy_monitor",
+                choice.gpus,
+            )
+        elif self.trial.is_ours:
+            self._reporter.keep_power_limits(choice)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the session; a trial without a final verdict ends on the server, too.

@@ -6,7 +6,7 @@ from http import HTTPStatus
 
 from litestar import get
 
-from bso_server.messages import DEFAULT_PAGE, ArmList, EpochList, EventPage, JobExport, TrialPage
+from bso_server.messages import DEFAULT_PAGE, ArmList, EpochList, EventPage, JobExport, PowerProfileList, TrialPage
 from bso_server.reading import JobReader
 from bso_server.routes.parameters import (
     JobCursor,
@@ -78,6 +78,12 @@ async def list_epochs(job_id: JobId, trial_number: TrialNumber, reader: JobReade
 async def list_events(job_id: JobId, reader: JobReader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventPage:
     """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
     return await reader.list_events(job_id, since=since, limit=limit)
+
+
+@get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
+async def list_power_profiles(job_id: JobId, reader: JobReader) -> PowerProfileList:
+    """What the job's trials have measured of power limits, in order of dispatch."""
+    return await reader.list_power_profiles(job_id)
 
 
 @get(_JOB + "/export", summary="Export a job", responses=_ERRORS)

@@ -1,4 +1,4 @@
-"""The routes that Zeus 0.16's clients know, with its statuses, and heartbeats and offline trials beside them.
+"""The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits.
 
 The fifth one, ``POST /report``, is in `routes.report`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from litestar import Response, delete, get, patch, post
+from litestar import Response, delete, get, patch, post, put
 from litestar.openapi.datastructures import ResponseSpec
 
 from bso_server.routes.access import CallerRequest, needs
@@ -23,6 +23,7 @@ from zeus_plugins.protocol import (
     Paths,
     TrialDispatch,
     TrialEnd,
+    TrialPowerProfile,
 )
 
 _BODY = (
@@ -95,6 +96,17 @@ async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRe
 async def heartbeat(data: Heartbeat, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
     return await service.heartbeat(data, caller=request.user)
+
+
+@put(
+    Paths.POWER_PROFILE,
+    summary="Store a trial's power limits",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def store_power_profile(data: TrialPowerProfile, service: BatchSizeService, request: CallerRequest) -> None:
+    """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
+    await service.store_power_profile(data, caller=request.user)
 
 
 @delete(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from zeus_plugins import energy
 from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -18,8 +20,9 @@ from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.power_limit.states import Window
+from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
 
-__all__ = ["ProfilerOptions", "Rank"]
+__all__ = ["ProfilerOptions", "Rank", "choice_of"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -65,12 +68,13 @@ class ProfilerOptions:
         if self.limits_w is not None and not self.limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
 
-    def profiler(self, rank: Rank, batch_size: int | None) -> PowerLimitProfiler:
+    def profiler(self, rank: Rank, batch_size: int | None, known: PowerProfile | None = None) -> PowerLimitProfiler:
         """A profiler for a training.
 
         Args:
             rank: This process.
             batch_size: Global batch size, or None when nobody knows.
+            known: What earlier trainings at this batch size have measured. None: what the file says.
 
         Raises:
             ZeusBSOConfigError: The GPUs cannot be measured together.
@@ -82,7 +86,7 @@ class ProfilerOptions:
             profile_steps=self.profile_steps,
             monitor=(self.energy_monitor or energy.auto(device_indices=rank.gpu_indices)) if rank.controls else None,
             limits_w=self.limits_w,
-            profile=self._load(batch_size) if rank.is_zero else None,
+            profile=self._known(batch_size, known) if rank.is_zero else None,
             batch_size=batch_size,
             all_gather=rank.all_gather,
             synchronize=rank.synchronize,
@@ -97,6 +101,11 @@ class ProfilerOptions:
             profile.save(path)
         except OSError as error:
             _logger.warning("the power-limit profile could not be saved: %s", error)
+
+    def _known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
+        if known is None:
+            return self._load(batch_size)
+        return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
 
     def _devices(self, rank: Rank) -> Sequence[PowerLimitDevice]:
         return find_devices(rank.gpu_indices, command=self.command) if self.devices is None else self.devices
@@ -115,3 +124,15 @@ class ProfilerOptions:
         except (OSError, ZeusBSOConfigError) as error:
             _logger.warning("the power limits are measured anew: %s", error)
             return None
+
+
+def choice_of(profiler: PowerLimitProfiler) -> PowerLimitChoice | None:
+    """What a batch size optimization server keeps of a profiler's findings; None where there is nothing to keep."""
+    profile = profiler.profile
+    if profile is None or not profile.samples:
+        return None
+    try:
+        return PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=profiler.chosen_limit_w)
+    except ValidationError as error:
+        _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
+        return None

@@ -6,77 +6,26 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.protocol import BatchSize, GpuConfig, PowerLimitSample, PowerProfile
 
 __all__ = ["PowerLimitProfile", "PowerLimitSample"]
 
-Watts = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
-class _Record(BaseModel):
-    """Immutable, and deaf to fields that a later version has added."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class PowerLimitSample(_Record):
-    """One measurement window under one power limit.
-
-    Attributes:
-        limit_w: The power limit of each GPU, watts.
-        steps: Steps measured.
-        time_s: Their duration, seconds.
-        energy_j: Their energy over all GPUs, joules.
-        source: How the energy was obtained, as `Measurement.source`.
-    """
-
-    limit_w: Watts
-    steps: Annotated[int, Field(gt=0)]
-    time_s: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    energy_j: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    source: str = ""
-
-    @property
-    def time_per_step_s(self) -> float:
-        """Seconds of one step."""
-        return self.time_s / self.steps
-
-    @property
-    def energy_per_step_j(self) -> float:
-        """Joules of one step, over all GPUs."""
-        return self.energy_j / self.steps
-
-    @property
-    def average_power_w(self) -> float:
-        """Mean power over all GPUs, watts."""
-        return self.energy_j / self.time_s
-
-
-class PowerLimitProfile(_Record):
+class PowerLimitProfile(PowerProfile):
     """The power-limit profile of a training at one batch size on one kind of machine.
 
+    Its samples lack some of the limits while the profiling goes on.
+
     Attributes:
-        gpus: The devices measured; their maximum power is summed over them, watts.
         batch_size: Global batch size, or None when nobody said.
-        samples: One for each power limit, ascending by limit. Fewer than all of them while the profiling goes on.
     """
 
-    gpus: GpuConfig
-    batch_size: Annotated[int, Field(gt=0)] | None = None
-    samples: tuple[PowerLimitSample, ...] = ()
-
-    @field_validator("samples")
-    @classmethod
-    def _one_for_each_limit(cls, samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
-        by_limit = {sample.limit_w: sample for sample in samples}
-        if len(by_limit) < len(samples):
-            raise ValueError("two samples have the same limit_w")
-        return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
+    batch_size: BatchSize | None = None
 
     @property
     def limits_w(self) -> tuple[float, ...]:

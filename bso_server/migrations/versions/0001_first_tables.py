@@ -1,4 +1,4 @@
-"""Jobs, their trials and epochs, what is remembered of each batch size, and access tokens."""
+"""Jobs, their trials, epochs and power-limit profiles, what is remembered of each batch size, and access tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from bso_server.tables import UtcDateTime
+from bso_server.tables import LongText, UtcDateTime
 
 revision = "0001"
 down_revision = None
@@ -65,6 +65,8 @@ def upgrade() -> None:
         sa.Column("epoch_bound_reason", sa.Text),
         sa.Column("idempotency_key", sa.String(255)),
         sa.Column("owner", sa.String(16)),
+        sa.Column("power_limit_w", sa.Double),
+        sa.Column("power_limits", sa.Integer),
         **_MYSQL,
     )
     op.create_index("ix_trials_job_id_idempotency_key", "trials", ["job_id", "idempotency_key"], unique=True)
@@ -86,6 +88,19 @@ def upgrade() -> None:
         ),
         **_MYSQL,
     )
+    op.create_table(
+        "power_profiles",
+        sa.Column("job_id", sa.String(255), primary_key=True),
+        sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("batch_size", sa.Integer, nullable=False),
+        sa.Column("samples", LongText, nullable=False),
+        sa.Column("stored_at", UtcDateTime, nullable=False),
+        sa.ForeignKeyConstraint(
+            ["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"
+        ),
+        **_MYSQL,
+    )
+    op.create_index("ix_power_profiles_job_id_batch_size", "power_profiles", ["job_id", "batch_size", "trial_number"])
     op.create_table(
         "arms",
         sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
