@@ -32,6 +32,7 @@ from zeus_plugins.protocol import (
     Evaluation,
     JobRegistration,
     Origin,
+    PolicyName,
     StopRule,
     TrainingResult,
     TrialId,
@@ -48,6 +49,7 @@ JOB = JobSpec(
     default_batch_size=64,
     target_metric=0.9,
     max_epochs=4,
+    policy=PolicyName.ZEUS,
 )
 
 
@@ -670,11 +672,13 @@ time.sleep(600)
 def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(impatient: BsoClient) -> None:
     command = [sys.executable, "-c", TRAINING, impatient.server_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
-        assert training.stdout.readline() == "64\n"
-        waiting = impatient.suggest(JOB.job_id or "")
-        assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
-        training.kill()
+        try:
+            assert training.stdout is not None
+            assert training.stdout.readline() == "64\n"
+            waiting = impatient.suggest(JOB.job_id or "")
+            assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
+        finally:
+            training.kill()
     dead = TrialId(job_id=JOB.job_id or "", batch_size=64, trial_number=1)
     until(lambda: state_of(impatient, dead) is TrialState.ABANDONED)
     again = impatient.suggest(JOB.job_id or "")

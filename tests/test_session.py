@@ -569,6 +569,7 @@ def test_a_preempted_trial_goes_on_with_its_totals(client: BsoClient) -> None:
     assert [trial.state for trial in client.show_job(first.trial.job_id).trials] == [TrialState.RUNNING]
     second.begin_measurement()
     assert second.report(0.95, 2).converged
+    second.end()
     (trial,) = client.show_job(first.trial.job_id).trials
     assert (trial.state, trial.time_s, trial.energy_j, trial.epochs) == (TrialState.COMPLETED, 7.0, 70.0, 2)
 
@@ -599,10 +600,13 @@ def test_a_trial_that_the_server_knows_no_more_is_not_reported_on(
     client.delete_job(first.trial.job_id)
     assert not session_on(client, monitor_of()).resume(first.state_dict())
     assert "has no trial 1" in caplog.text
+    first.end()
 
 
 def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> None:
-    state = interrupted(client).state_dict()
+    first = interrupted(client)
+    state = first.state_dict()
+    first.end(KeyboardInterrupt())
     proxy = httpx.MockTransport(lambda _: httpx.Response(404, text="404 page not found"))
     resumed = session_on(BsoClient("http://bso", transport=proxy), monitor_of())
     with pytest.raises(ZeusBSORuntimError, match="Is this a batch size optimization server"):
@@ -630,9 +634,10 @@ def test_a_trial_of_a_zeus_server_goes_on_unasked() -> None:
 
 
 def test_another_rank_says_what_ended_its_training(client: BsoClient) -> None:
-    trial = interrupted(client).trial
-    end_trial_from_another_rank(client, trial, torch.OutOfMemoryError("CUDA out of memory"))
-    assert [trial.state for trial in client.show_job(trial.job_id).trials] == [TrialState.INFEASIBLE]
+    session = interrupted(client)
+    end_trial_from_another_rank(client, session.trial, torch.OutOfMemoryError("CUDA out of memory"))
+    session.end(RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
+    assert [trial.state for trial in client.show_job(session.trial.job_id).trials] == [TrialState.INFEASIBLE]
 
 
 def test_another_rank_that_lost_the_first_leaves_the_word_to_it(client: BsoClient) -> None:
