@@ -19,8 +19,10 @@ from bso_server.cli import main
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
 from bso_server.simulate.play import Phase, job_of, play
-from bso_server.simulate.recorded import recorded_workload
+from bso_server.simulate.recorded import recorded_account, recorded_workload
 from bso_server.simulate.results import Setting, compare, geometric_means
+from bso_server.simulate.spending import Account, Spending
+from bso_server.simulate.text import spending_text
 from bso_server.simulate.traces import Selection, Traces
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from tests.test_lifecycle import Server, serve
@@ -82,6 +84,54 @@ def test_a_job_of_one_size_costs_what_its_runs_cost(policy: PolicyName, concurre
     assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
     assert result.unfinished == 0
     assert result.energy_reduction_last5 == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("eta", "energy_j", "time_s"),
+    [
+        # 40 epochs, the first of which tries both limits: 1700 J and 15 s.
+        (0.5, 1700 + 39 * 1800, 15 + 39 * 10),
+        (1.0, 1700 + 39 * 1600, 15 + 39 * 20),
+    ],
+)
+def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, time_s: float) -> None:
+    comparison = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
+    # 40 epochs at the maximum limit, whatever η is.
+    assert comparison.default_spending == Spending(40 * 1800, 400)
+    account = comparison.account(PolicyName.GP_VOI)
+    assert (account.recurrences, account.spent) == (10, Spending(energy_j, time_s))
+    assert account.saved == Spending(72_000 - energy_j, 400 - time_s)
+    assert account.energy_share_saved == pytest.approx(1 - energy_j / 72_000)
+    assert account.time_share_saved == pytest.approx(1 - time_s / 400)
+
+
+def test_energy_and_time_in_other_units() -> None:
+    spending = Spending(energy_j=7.2e6, time_s=5400)
+    assert spending.as_json(None) == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
+    assert spending.as_json(0.3)["money"] == pytest.approx(0.6)
+    assert Account(3, spending, Spending(0, 0)).energy_share_saved is None
+
+
+def test_the_default_after_a_drift_is_another() -> None:
+    # Size 16 takes 4 epochs, and 6 after the drift.
+    comparison = compare(WORKLOAD, [PolicyName.GP_VOI], Setting(recurrences=5, seeds=1, drift_at=3))
+    assert comparison.default_spending == Spending((3 * 4 + 2 * 6) * 1800, 240)
+
+
+def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
+    comparison = compare(replace(WORKLOAD, default_batch_size=64), PolicyName, Setting(recurrences=5, seeds=1))
+    shown = comparison.as_json(0.3)
+    assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
+    assert shown["spending"]["default"] is None
+    assert shown["spending"]["policies"]["zeus"]["saved"] is None
+    assert shown["policies"]["gp_voi"]["energy_reduction_last5"] is None
+    assert "made up always 64 0.5 5 - - -" in without_padding(spending_text([comparison], None, None))
+    json.dumps(shown, allow_nan=False)
+
+
+def without_padding(text: str) -> str:
+    """The text with a single blank between words."""
+    return " ".join(text.split())
 
 
 def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
@@ -279,6 +329,33 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio(*never, "--landscape", "bad-neighbours") != ratio(*never)
 
 
+def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, history = tmp_path / "out.json", tmp_path / "history.csv"
+    options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20", "--json", str(out)]
+    options += ["--eta", "0", "--eta", "1", "--eta", "0", "--price", "0.4", "--history", str(history)]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    shown = json.loads(out.read_text())
+    assert [each["eta"] for each in shown["workloads"]] == [0, 1]
+    assert set(shown["geometric_mean"]["gp_voi"]) == {"10", "20"}
+    for each in shown["workloads"]:
+        spending = each["spending"]
+        assert (spending["recurrences"], spending["price_per_kwh"]) == (20, 0.4)
+        # 4.5 epochs of 1800 J and 10 s.
+        expected = {"energy_j": 162_000, "energy_kwh": 0.045, "time_h": 0.25, "money": 0.018}
+        assert spending["default"] == pytest.approx(expected)
+        took = spending["policies"]["gp_voi"]
+        assert took["saved"] == {name: pytest.approx(value - took[name]) for name, value in expected.items()}
+        assert took["energy_share_saved"] == pytest.approx(1 - took["energy_j"] / 162_000)
+    fast, frugal = (each["spending"]["policies"]["gp_voi"] for each in shown["workloads"])
+    assert fast["energy_j"] > frugal["energy_j"]
+    assert fast["time_h"] < frugal["time_h"]
+    with history.open(newline="") as lines:
+        assert [trial["eta"] for trial in csv.DictReader(lines) if trial["trial_number"] == "1"] == ["0.0", "1.0"]
+    text = without_padding(capsys.readouterr().out)
+    assert "digits/mlp always 16 0 20 1.62e+05 0.045 0.25 0.018" in text
+    assert "SAVED J SAVED KWH SAVED HOURS SAVED MONEY ENERGY SAVED TIME SAVED" in text
+
+
 def test_a_picture(files: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     options = ["--seeds", "1", "--recurrences", "5", "--plot", str(picture)]
@@ -316,6 +393,7 @@ def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.Capt
     "wrong",
     [
         ["--eta", "2"],
+        ["--price", "-1"],
         ["--beta", "0"],
         ["--seeds", "0"],
         ["--drift", "often"],
@@ -394,6 +472,33 @@ def test_a_job_of_recorded_trials() -> None:
         recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
 
 
+def test_what_a_recorded_job_really_took() -> None:
+    view = job_view(
+        trial_view(1, 16, TrialState.COMPLETED, 4),
+        trial_view(2, 8, TrialState.COMPLETED, 5),
+        trial_view(3, 16, TrialState.FAILED, 1),
+        trial_view(4, 64, TrialState.RUNNING, None),
+    )
+    # Ten epochs of 500 J and 10 s, and two recurrences; the default would have taken four epochs each.
+    account = recorded_account(view, recorded_workload(view))
+    assert account == Account(2, Spending(5000, 100), Spending(4000, 80))
+    assert account.as_json(36.0) == {
+        "recurrences": 2,
+        "energy_j": 5000,
+        "energy_kwh": pytest.approx(5 / 3600),
+        "time_h": pytest.approx(1 / 36),
+        "money": pytest.approx(0.05),
+        "saved": {
+            "energy_j": -1000,
+            "energy_kwh": pytest.approx(-1 / 3600),
+            "time_h": pytest.approx(-1 / 180),
+            "money": pytest.approx(-0.01),
+        },
+        "energy_share_saved": -0.25,
+        "time_share_saved": -0.25,
+    }
+
+
 def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 
@@ -408,6 +513,13 @@ def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.Capture
         shown = json.loads(out.read_text())
         assert shown["workload"]["name"] == server.job_id
         assert shown["oracle"] == {"batch_size": 32, "cost_j": pytest.approx(300)}
+        assert shown["spending"]["default"]["energy_j"] == pytest.approx(10 * 400)
+        recorded = shown["spending"]["recorded"]
+        assert recorded["recurrences"] == 6
+        assert recorded["energy_j"] + recorded["saved"]["energy_j"] == pytest.approx(6 * 400)
+        text = capsys.readouterr().out
+        assert "what it really did" in text
+        assert "was never measured" not in text
         assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
         assert "leave out --all" in capsys.readouterr().err
 
@@ -417,3 +529,18 @@ def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.Capture
 def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
     assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
+
+
+def test_a_default_that_ran_out_of_memory_is_stood_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+    async def use(server: Server) -> None:
+        await server.end(await server.suggest(), TrialState.INFEASIBLE)
+        await server.reach(await server.suggest())
+        arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "2"]
+        assert await asyncio.to_thread(main, arguments) == 0
+
+    serve(url, use, policy=PolicyName.GP_VOI)
+    text = capsys.readouterr().out
+    assert "always 8" in text
+    assert "the default size, 16, was never measured: the nearest one that was stands for it" in text

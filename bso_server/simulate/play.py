@@ -13,6 +13,7 @@ from bso_server.core.history import Arm, after_report, cost_of
 from bso_server.core.model import Job, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.life import Life
+from bso_server.simulate.spending import Spending
 from bso_server.simulate.workload import Landscape, Profile
 from zeus_plugins.protocol import PolicyName, StopRule, TrialState
 
@@ -34,6 +35,11 @@ class Phase:
 
     first: int
     landscape: Landscape
+
+
+def landscape_at(phases: Sequence[Phase], recurrence: int) -> Landscape:
+    """What the job is like at a recurrence, from 0."""
+    return next(phase.landscape for phase in reversed(phases) if phase.first <= recurrence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +65,14 @@ class Played:
 
     Attributes:
         costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
-        energies_j: Total energy, in the same way.
+        spent: Their energy and time, in the same way.
         unfinished: Recurrences that were given up.
         trials: Every trial, in order of their ends.
         arms: What the job remembers of each batch size in the end.
     """
 
     costs_j: list[float]
-    energies_j: list[float]
+    spent: list[Spending]
     unfinished: int = 0
     trials: list[PlayedTrial] = field(default_factory=list)
     arms: Mapping[int, Arm] = field(default_factory=dict)
@@ -167,7 +173,7 @@ class _Player:
         self._life = Life(job, np.random.default_rng(job.mab_seed))
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._played = Played([0.0] * recurrences, [0.0] * recurrences)
+        self._played = Played([0.0] * recurrences, [Spending()] * recurrences)
         # What happens next: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
         self._pushed = 0
@@ -200,7 +206,7 @@ class _Player:
             self._played.unfinished += self._recurrences - recurrence
             self._recurrences = recurrence
             return
-        profile = self._landscape(recurrence).profiles[trial.batch_size]
+        profile = landscape_at(self._phases, recurrence).profiles[trial.batch_size]
         run = _Run(
             recurrence,
             trial,
@@ -219,9 +225,6 @@ class _Player:
         sd = self._cost_noise_sd
         return float(self._draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
 
-    def _landscape(self, recurrence: int) -> Landscape:
-        return next(phase.landscape for phase in reversed(self._phases) if phase.first <= recurrence)
-
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs
         self._pushed += 1
@@ -238,7 +241,7 @@ class _Player:
             return False
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
-        self._played.energies_j[run.recurrence] += report.energy_j
+        self._played.spent[run.recurrence] += Spending(report.energy_j, report.time_s)
         self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason))
         return True
 
