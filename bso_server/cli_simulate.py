@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bso_server.cli_common import CommandError
 from bso_server.cli_jobs import add_source, read_job
-from bso_server.simulate.plots import plot
+from bso_server.simulate.plots import FORMATS, plot
 from bso_server.simulate.recorded import recorded_account, recorded_workload
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.spending import Account
@@ -98,7 +99,12 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs over recurrences (png, svg or pdf)")
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw costs over recurrences, what gp_voi believes, and every trial of the first seed (png, svg or pdf)",
+    )
     parser.set_defaults(run=_simulate)
 
 
@@ -122,6 +128,8 @@ class _Subject:
 
 
 def _simulate(options: argparse.Namespace) -> None:
+    if options.plot is not None:
+        _require_matplotlib()
     subject = _recorded(options) if options.job_id is not None else _traced(options)
     workloads = subject.workloads
     if options.landscape is not None:
@@ -148,7 +156,7 @@ def _simulate(options: argparse.Namespace) -> None:
     if options.history is not None:
         options.history.write_text(csv_of(_history(comparisons)), encoding="utf-8", newline="")
     if options.plot is not None:
-        _plot(comparisons, options.plot)
+        plot(comparisons, options.plot)
     print(ratios_text(comparisons), spending_text(comparisons, options.price, subject.recorded), sep="\n\n")
     if subject.untried_default is not None:
         print(
@@ -156,9 +164,10 @@ def _simulate(options: argparse.Namespace) -> None:
         )
 
 
-def _plot(comparisons: Sequence[Comparison], file: Path) -> None:
+def _require_matplotlib() -> None:
+    """Not to find out only after the simulation."""
     try:
-        plot(comparisons, file)
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise CommandError(f"--plot needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
 
@@ -280,6 +289,13 @@ def _landscape(text: str) -> Callable[[Workload], Workload]:
     if match[1] is None:
         return Workload.with_bad_neighbours
     return lambda workload: workload.shuffled(int(match[1]))
+
+
+def _picture(text: str) -> Path:
+    file = Path(text)
+    if file.suffix.lower().removeprefix(".") not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in .{', .'.join(FORMATS)}")
+    return file
 
 
 def _drift(text: str) -> int:

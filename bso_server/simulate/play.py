@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bso_server.core.history import Arm, after_report, cost_of
+from bso_server.core.history import History, after_report, cost_of
 from bso_server.core.model import Job, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.life import Life
@@ -51,12 +51,14 @@ class PlayedTrial:
         record: The trial as it ended.
         cost_j: What it cost, joules.
         reason: Why it got its batch size.
+        epochs_to_target: What it would have needed; infinite if it would never have reached the target.
     """
 
     recurrence: int
     record: TrialRecord
     cost_j: float
     reason: str
+    epochs_to_target: float
 
 
 @dataclass
@@ -64,18 +66,18 @@ class Played:
     """What became of one simulated job.
 
     Attributes:
+        history: What the job remembers in the end.
         costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
         spent: Their energy and time, in the same way.
         unfinished: Recurrences that were given up.
         trials: Every trial, in order of their ends.
-        arms: What the job remembers of each batch size in the end.
     """
 
+    history: History
     costs_j: list[float]
     spent: list[Spending]
     unfinished: int = 0
     trials: list[PlayedTrial] = field(default_factory=list)
-    arms: Mapping[int, Arm] = field(default_factory=dict)
 
 
 def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> Job:
@@ -173,7 +175,7 @@ class _Player:
         self._life = Life(job, np.random.default_rng(job.mab_seed))
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._played = Played([0.0] * recurrences, [Spending()] * recurrences)
+        self._played = Played(self._life.history, [0.0] * recurrences, [Spending()] * recurrences)
         # What happens next: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
         self._pushed = 0
@@ -195,7 +197,7 @@ class _Player:
             if started < self._recurrences:
                 self._begin(started, attempts=0, now_s=now_s)
                 started += 1
-        self._played.arms = self._life.arms
+        self._played.history = self._life.history
         return self._played
 
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> None:
@@ -242,7 +244,7 @@ class _Player:
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
         self._played.spent[run.recurrence] += Spending(report.energy_j, report.time_s)
-        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason))
+        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason, run.epochs_to_target))
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:

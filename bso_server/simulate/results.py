@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from bso_server.simulate.play import Phase, Played, job_of, landscape_at, play
@@ -90,6 +91,7 @@ class Comparison:
         results: By policy.
         first_jobs: By policy the job of the first seed, to be looked at.
         curves: By policy the mean over the seeds of the total cost over the oracle's, after each recurrence.
+        regrets: Likewise of the cost above the oracle's, in runs of the oracle.
     """
 
     workload: Workload
@@ -99,6 +101,7 @@ class Comparison:
     results: Mapping[PolicyName, Result]
     first_jobs: Mapping[PolicyName, Played]
     curves: Mapping[PolicyName, Sequence[float]]
+    regrets: Mapping[PolicyName, Sequence[float]]
 
     @property
     def default_ratio(self) -> float | None:
@@ -172,14 +175,16 @@ def compare(workload: Workload, policies: Iterable[PolicyName], setting: Setting
     results: dict[PolicyName, Result] = {}
     first_jobs: dict[PolicyName, Played] = {}
     curves: dict[PolicyName, Sequence[float]] = {}
+    regrets: dict[PolicyName, Sequence[float]] = {}
     oracle_j = _oracle_costs_j(phases, setting.recurrences)
     for policy in policies:
         jobs = [_played(workload, phases, policy, setting, seed) for seed in range(setting.seeds)]
         ratios = [_running_ratios(job.costs_j, oracle_j) for job in jobs]
-        curves[policy] = [sum(column) / len(jobs) for column in zip(*ratios, strict=True)]
+        curves[policy] = _mean_curve(ratios)
+        regrets[policy] = _mean_curve([_running_regrets(job.costs_j, oracle_j) for job in jobs])
         results[policy] = _result(jobs, curves[policy], ratios, phases, setting, oracle_j)
         first_jobs[policy] = jobs[0]
-    return Comparison(workload, setting.eta, setting.recurrences, phases, results, first_jobs, curves)
+    return Comparison(workload, setting.eta, setting.recurrences, phases, results, first_jobs, curves, regrets)
 
 
 def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float]]:
@@ -233,6 +238,15 @@ def _running_ratios(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list
         needed += least_j
         ratios.append(spent / needed)
     return ratios
+
+
+def _running_regrets(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
+    """Sum of what each recurrence cost above the oracle's, in runs of the oracle, after each."""
+    return list(accumulate(cost_j / least_j - 1 for cost_j, least_j in zip(costs_j, oracle_j, strict=True)))
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(curves) for column in zip(*curves, strict=True)]
 
 
 def _result(

@@ -47,7 +47,7 @@ def spending_text(comparisons: Sequence[Comparison], price_per_kwh: float | None
         recorded: What the recorded job really took.
     """
     amounts = ["ENERGY J", "KWH", "HOURS"] + ["MONEY"] * (price_per_kwh is not None)
-    saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "ENERGY SAVED", "TIME SAVED"]
+    saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
     rows = []
     for each in comparisons:
         name, eta, default = each.workload.name, f"{each.eta:g}", each.phases[0].landscape.default.batch_size
@@ -56,9 +56,11 @@ def spending_text(comparisons: Sequence[Comparison], price_per_kwh: float | None
         rows += [[name, policy, eta, *_account(each.account(policy), price_per_kwh)] for policy in each.results]
     if recorded is not None:
         rows.append([comparisons[0].workload.name, "what it really did", "", *_account(recorded, price_per_kwh)])
+    unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
         "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
         + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
+        + ("\n\nUNFINISHED recurrences are counted as far as they got: finishing them would cost more" * unfinished)
     )
 
 
