@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bso_server.cli_common import CommandError
 from bso_server.cli_jobs import add_source, read_job
-from bso_server.format import table
-from bso_server.simulate.plots import plot
-from bso_server.simulate.recorded import recorded_workload
+from bso_server.simulate.plots import FORMATS, plot
+from bso_server.simulate.recorded import recorded_account, recorded_workload
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
+from bso_server.simulate.spending import Account
+from bso_server.simulate.text import ratios_text, spending_text
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Workload
 from bso_server.views import csv_of
@@ -47,7 +50,13 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
     )
     parser.add_argument("--recurrences", type=_at_least_1, default=100, metavar="N", help="(default 100)")
     parser.add_argument("--seeds", type=_at_least_1, default=200, metavar="N", help="simulated jobs (default 200)")
-    parser.add_argument("--eta", type=_share, help="η of the cost, from 0 to 1 (default: the job's, or 0.5)")
+    parser.add_argument(
+        "--eta",
+        type=_share,
+        action="append",
+        metavar="ETA",
+        help="η of the cost, from 0 to 1, one or several (default: the job's, or 0.5)",
+    )
     parser.add_argument(
         "--beta", type=_beta, default="", help="β of early stopping, or none (default: the job's, or 2)"
     )
@@ -85,63 +94,109 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
         metavar="shuffled@SEED|bad-neighbours",
         help="sizes need each other's epochs, dealt out by chance; or those beside the default three times theirs",
     )
+    parser.add_argument(
+        "--price", type=_at_least_0, metavar="PRICE", help="of a kWh, in any currency: also tell what energy cost in it"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs over recurrences (png, svg or pdf)")
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="FILE",
+        help="draw costs over recurrences, what gp_voi believes, and every trial of the first seed (png, svg or pdf)",
+    )
     parser.set_defaults(run=_simulate)
 
 
+@dataclass(frozen=True, slots=True)
+class _Subject:
+    """What is simulated.
+
+    Attributes:
+        workloads: One or several.
+        eta: η unless the command line says otherwise.
+        beta: β likewise.
+        recorded: What the job really took whose trials they are; None with traces.
+        untried_default: That job's default size, if another one has to stand for it.
+    """
+
+    workloads: Sequence[Workload]
+    eta: float = 0.5
+    beta: float | None = 2.0
+    recorded: Account | None = None
+    untried_default: int | None = None
+
+
 def _simulate(options: argparse.Namespace) -> None:
-    workloads, eta, beta = _recorded(options) if options.job_id is not None else _traced(options)
-    setting = Setting(
-        recurrences=options.recurrences,
-        seeds=options.seeds,
-        eta=eta if options.eta is None else options.eta,
-        beta=beta if options.beta == "" else options.beta,
-        optimal_power_limits=options.power_limit == "optimal",
-        concurrency=options.concurrency,
-        foresight=options.foresight,
-        cost_noise_sd=options.cost_noise,
-        drift_at=options.drift,
-    )
+    if options.plot is not None:
+        _require_matplotlib()
+    subject = _recorded(options) if options.job_id is not None else _traced(options)
+    workloads = subject.workloads
     if options.landscape is not None:
         workloads = [options.landscape(workload) for workload in workloads]
+    settings = [
+        Setting(
+            recurrences=options.recurrences,
+            seeds=options.seeds,
+            eta=eta,
+            beta=subject.beta if options.beta == "" else options.beta,
+            optimal_power_limits=options.power_limit == "optimal",
+            concurrency=options.concurrency,
+            foresight=options.foresight,
+            cost_noise_sd=options.cost_noise,
+            drift_at=options.drift,
+        )
+        for eta in dict.fromkeys(options.eta or [subject.eta])
+    ]
     policies = list(dict.fromkeys(options.policy or PolicyName))
-    comparisons = [compare(workload, policies, setting) for workload in workloads]
+    comparisons = [compare(workload, policies, setting) for setting in settings for workload in workloads]
     if options.json is not None:
-        options.json.write_text(json.dumps(_as_json(comparisons, together=options.all), indent=2) + "\n", "utf-8")
+        shown = _as_json(comparisons, options.price, subject.recorded, together=options.all or len(comparisons) > 1)
+        options.json.write_text(json.dumps(shown, indent=2, allow_nan=False) + "\n", "utf-8")
     if options.history is not None:
         options.history.write_text(csv_of(_history(comparisons)), encoding="utf-8", newline="")
     if options.plot is not None:
-        _plot(comparisons, options.plot)
-    print(_text(comparisons))
+        plot(comparisons, options.plot)
+    print(ratios_text(comparisons), spending_text(comparisons, options.price, subject.recorded), sep="\n\n")
+    if subject.untried_default is not None:
+        print(
+            f"\nthe default size, {subject.untried_default}, was never measured: the nearest one that was stands for it"
+        )
 
 
-def _plot(comparisons: Sequence[Comparison], file: Path) -> None:
+def _require_matplotlib() -> None:
+    """Not to find out only after the simulation."""
     try:
-        plot(comparisons, file)
+        importlib.import_module("matplotlib")
     except ImportError as error:
         raise CommandError(f"--plot needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
 
 
-def _recorded(options: argparse.Namespace) -> tuple[Sequence[Workload], float, float | None]:
+def _recorded(options: argparse.Namespace) -> _Subject:
     """The workload of a job's own trials, with its η and β."""
     given = ("train_trace", "power_trace", *_SELECTION)
     named = [_flag(name) for name in given if getattr(options, name) is not None] + ["--all"] * options.all
     if named:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
     view = read_job(options)
-    return [recorded_workload(view)], view.job.eta_knob, view.job.beta_knob
+    workload, job = recorded_workload(view), view.job
+    return _Subject(
+        [workload],
+        job.eta_knob,
+        job.beta_knob,
+        recorded_account(view, workload),
+        None if workload.default_batch_size == job.default_batch_size else job.default_batch_size,
+    )
 
 
-def _traced(options: argparse.Namespace) -> tuple[Sequence[Workload], float, float | None]:
-    """The workloads from the traces, with the defaults of η and β."""
+def _traced(options: argparse.Namespace) -> _Subject:
+    """The workloads from the traces."""
     missing = [_flag(name) for name in ("train_trace", "power_trace") if getattr(options, name) is None]
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
     selections = _selections(options)
     traces = Traces.read(options.train_trace, options.power_trace)
-    return [traces.workload(selection) for selection in selections], 0.5, 2.0
+    return _Subject([traces.workload(selection) for selection in selections])
 
 
 def _selections(options: argparse.Namespace) -> Sequence[Selection]:
@@ -161,38 +216,13 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _as_json(comparisons: Sequence[Comparison], *, together: bool) -> dict[str, Any]:
+def _as_json(
+    comparisons: Sequence[Comparison], price: float | None, recorded: Account | None, *, together: bool
+) -> dict[str, Any]:
+    workloads = [each.as_json(price, recorded) for each in comparisons]
     if not together:
-        return comparisons[0].as_json()
-    return {"workloads": [each.as_json() for each in comparisons], "geometric_mean": geometric_means(comparisons)}
-
-
-def _text(comparisons: Sequence[Comparison]) -> str:
-    """Ratios of total cost to the oracle's, by policy and number of recurrences."""
-    results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
-    marks = [str(mark) for mark in results[0][2].ratio]
-    rows = [
-        [
-            each.workload.name,
-            policy,
-            *(f"{ratio:.3f}" for ratio in result.ratio.values()),
-            f"{result.worst_seed_ratio:.3f}",
-            str(result.unfinished),
-            f"{100 * result.energy_reduction_last5:.1f} %",
-        ]
-        for each, policy, result in results
-    ]
-    if len(comparisons) > 1:
-        rows += [
-            ["geometric mean", policy, *(f"{ratio:.3f}" for ratio in ratios.values()), "", "", ""]
-            for policy, ratios in geometric_means(comparisons).items()
-        ]
-    header = ["WORKLOAD", "POLICY", *marks, "WORST SEED", "UNFINISHED", "ENERGY SAVED"]
-    return (
-        "total cost over the oracle's, mean over the seeds, by number of recurrences\n\n"
-        + table(header, rows)
-        + "\n\nENERGY SAVED: last five recurrences against the default batch size at the maximum power limit"
-    )
+        return workloads[0]
+    return {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
 
 
 def _history(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
@@ -200,6 +230,7 @@ def _history(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
         {
             "workload": each.workload.name,
             "policy": str(policy),
+            "eta": each.eta,
             "recurrence": trial.recurrence + 1,
             "trial_number": trial.record.trial_number,
             "batch_size": trial.record.batch_size,
@@ -258,6 +289,13 @@ def _landscape(text: str) -> Callable[[Workload], Workload]:
     if match[1] is None:
         return Workload.with_bad_neighbours
     return lambda workload: workload.shuffled(int(match[1]))
+
+
+def _picture(text: str) -> Path:
+    file = Path(text)
+    if file.suffix.lower().removeprefix(".") not in FORMATS:
+        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in .{', .'.join(FORMATS)}")
+    return file
 
 
 def _drift(text: str) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import csv
 import json
 import math
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,14 +15,19 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from bso_server.cli import main
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
+from bso_server.simulate.believed import believed_costs
 from bso_server.simulate.play import Phase, job_of, play
-from bso_server.simulate.recorded import recorded_workload
+from bso_server.simulate.plots import plot
+from bso_server.simulate.recorded import recorded_account, recorded_workload
 from bso_server.simulate.results import Setting, compare, geometric_means
-from bso_server.simulate.traces import Selection, Traces
+from bso_server.simulate.spending import Account, Spending
+from bso_server.simulate.text import spending_text
+from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from tests.test_lifecycle import Server, serve
 from zeus_plugins.protocol import JobRegistration, JobView, Origin, PolicyName, Stage, TrialState, TrialView
@@ -77,11 +83,63 @@ def only(batch_size: int, **changes: object) -> Workload:
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_job_of_one_size_costs_what_its_runs_cost(policy: PolicyName, concurrency: int) -> None:
     setting = Setting(recurrences=10, seeds=2, concurrency=concurrency)
-    result = compare(only(16), [policy], setting).results[policy]
+    comparison = compare(only(16), [policy], setting)
+    result = comparison.results[policy]
     # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J in place of 1900 J.
     assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
+    assert comparison.regrets[policy][-1] == pytest.approx(450 / 7600)
+    if concurrency == 1:
+        assert comparison.regrets[policy] == pytest.approx([450 / 7600] * 10)
     assert result.unfinished == 0
     assert result.energy_reduction_last5 == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("eta", "energy_j", "time_s"),
+    [
+        # 40 epochs, the first of which tries both limits: 1700 J and 15 s.
+        (0.5, 1700 + 39 * 1800, 15 + 39 * 10),
+        (1.0, 1700 + 39 * 1600, 15 + 39 * 20),
+    ],
+)
+def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, time_s: float) -> None:
+    comparison = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
+    # 40 epochs at the maximum limit, whatever η is.
+    assert comparison.default_spending == Spending(40 * 1800, 400)
+    account = comparison.account(PolicyName.GP_VOI)
+    assert (account.recurrences, account.spent) == (10, Spending(energy_j, time_s))
+    assert account.saved == Spending(72_000 - energy_j, 400 - time_s)
+    assert account.energy_share_saved == pytest.approx(1 - energy_j / 72_000)
+    assert account.time_share_saved == pytest.approx(1 - time_s / 400)
+
+
+def test_energy_and_time_in_other_units() -> None:
+    spending = Spending(energy_j=7.2e6, time_s=5400)
+    assert spending.as_json(None) == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
+    assert spending.as_json(0.3)["money"] == pytest.approx(0.6)
+    assert Account(3, spending, Spending(0, 0)).energy_share_saved is None
+
+
+def test_the_default_after_a_drift_is_another() -> None:
+    # Size 16 takes 4 epochs, and 6 after the drift.
+    comparison = compare(WORKLOAD, [PolicyName.GP_VOI], Setting(recurrences=5, seeds=1, drift_at=3))
+    assert comparison.default_spending == Spending((3 * 4 + 2 * 6) * 1800, 240)
+
+
+def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
+    comparison = compare(replace(WORKLOAD, default_batch_size=64), PolicyName, Setting(recurrences=5, seeds=1))
+    shown = comparison.as_json(0.3)
+    assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
+    assert shown["spending"]["default"] is None
+    assert shown["spending"]["policies"]["zeus"]["saved"] is None
+    assert shown["policies"]["gp_voi"]["energy_reduction_last5"] is None
+    assert "made up always 64 0.5 5 - - -" in without_padding(spending_text([comparison], None, None))
+    json.dumps(shown, allow_nan=False)
+
+
+def without_padding(text: str) -> str:
+    """The text with a single blank between words."""
+    return " ".join(text.split())
 
 
 def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
@@ -100,6 +158,31 @@ def test_zeus_stops_before_or_after_its_bound(foresight: bool, epochs: int, conc
     tried = next(trial for trial in trials if trial.record.batch_size == 8)
     assert (tried.record.state, tried.record.epoch) == (TrialState.EARLY_STOPPED, epochs)
     assert tried.cost_j == epochs * 1900
+    assert tried.epochs_to_target == 9
+
+
+def test_a_job_of_which_nothing_is_known_in_the_end(tmp_path: Path) -> None:
+    hopeless = replace(WORKLOAD, sizes=(SizeTrace(16, (*[math.inf] * 9999, 4.0), EPOCHS),))
+    comparison = compare(hopeless, [PolicyName.GP_VOI], Setting(recurrences=1, seeds=1))
+    assert comparison.results[PolicyName.GP_VOI].unfinished == 1
+    assert believed_costs(comparison.first_jobs[PolicyName.GP_VOI].history) == []
+    plot([comparison], tmp_path / "picture.svg")
+    assert "as believed" not in (tmp_path / "picture.svg").read_text()
+    # What was given up has saved nothing.
+    assert "finishing them would cost more" in spending_text([comparison], None, None)
+
+
+def test_what_is_believed_of_costs_in_the_end() -> None:
+    job = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=1)).first_jobs[PolicyName.GP_VOI]
+    (believed,) = believed_costs(job.history)
+    assert believed.batch_size == 16
+    # Every run has taken 4 epochs of 1900 J, and one in 1/p is thought to fail; costs are log-normal around that.
+    middle = 4 * 1900 / (1 - job.history.arms[16].belief.failure_chance)
+    assert math.sqrt(believed.low_j * believed.high_j) == pytest.approx(middle)
+    sd = math.sqrt(2 * math.log(believed.expected_j / middle))
+    assert stats.norm(math.log(middle), sd).cdf(np.log([believed.low_j, believed.high_j])) == pytest.approx(
+        [0.05, 0.95], abs=1e-4
+    )
 
 
 def test_both_policies_find_the_best_size() -> None:
@@ -172,7 +255,8 @@ def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
     assert_numbered(records)
     survivors = (8,) if any(record.origin == "bandit" for record in records) else None
     replayed = History.of(job, records, survivors)
-    assert replayed.arms == played.arms
+    assert replayed.arms == played.history.arms
+    assert replayed.cheapest == played.history.cheapest
     assert sum(played.costs_j) == pytest.approx(sum(trial.cost_j for trial in played.trials))
 
 
@@ -279,13 +363,109 @@ def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> N
     assert ratio(*never, "--landscape", "bad-neighbours") != ratio(*never)
 
 
+def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, history = tmp_path / "out.json", tmp_path / "history.csv"
+    options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20", "--json", str(out)]
+    options += ["--eta", "0", "--eta", "1", "--eta", "0", "--price", "0.4", "--history", str(history)]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    shown = json.loads(out.read_text())
+    assert [each["eta"] for each in shown["workloads"]] == [0, 1]
+    assert set(shown["geometric_mean"]["gp_voi"]) == {"10", "20"}
+    for each in shown["workloads"]:
+        spending = each["spending"]
+        assert (spending["recurrences"], spending["price_per_kwh"]) == (20, 0.4)
+        # 4.5 epochs of 1800 J and 10 s.
+        expected = {"energy_j": 162_000, "energy_kwh": 0.045, "time_h": 0.25, "money": 0.018}
+        assert spending["default"] == pytest.approx(expected)
+        took = spending["policies"]["gp_voi"]
+        assert took["saved"] == {name: pytest.approx(value - took[name]) for name, value in expected.items()}
+        assert took["energy_share_saved"] == pytest.approx(1 - took["energy_j"] / 162_000)
+    fast, frugal = (each["spending"]["policies"]["gp_voi"] for each in shown["workloads"])
+    assert fast["energy_j"] > frugal["energy_j"]
+    assert fast["time_h"] < frugal["time_h"]
+    with history.open(newline="") as lines:
+        assert [trial["eta"] for trial in csv.DictReader(lines) if trial["trial_number"] == "1"] == ["0.0", "1.0"]
+    text = without_padding(capsys.readouterr().out)
+    assert "finishing them" not in text
+    assert "digits/mlp always 16 0 20 1.62e+05 0.045 0.25 0.018" in text
+    assert "SAVED J SAVED KWH SAVED HOURS SAVED MONEY SAVED ENERGY SAVED TIME" in text
+
+
 def test_a_picture(files: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
-    options = ["--seeds", "1", "--recurrences", "5", "--plot", str(picture)]
+    options = ["--seeds", "1", "--recurrences", "20", "--plot", str(picture)]
     assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    drawn = picture.read_text()
+    assert panels_in(drawn) == 5
     # Text is drawn as outlines, each with a comment that says what it is.
-    for words in ("digits/mlp", "gp_voi", "zeus", "always 16, at full power"):
-        assert f"<!-- {words} -->" in picture.read_text()
+    for words in (
+        *("digits/mlp, η = 0.5", "digits/mlp, η = 0.5: zeus", "digits/mlp, η = 0.5: gp_voi", "zeus", "gp_voi"),
+        *("total cost / oracle's", "always 16, at full power", "regret, in runs of the oracle"),
+        *("cost of a run (J)", "90 % of runs, as believed", "expected, as believed", "expected, in truth"),
+        *("epochs", "its bound", "reached the target", "stopped", "what it would still have needed"),
+    ):
+        assert f"<!-- {words} -->" in drawn
+    # Size 32 never reaches the target. It is stopped, and named there.
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options, "--policy", "zeus", "--max-epochs", "99"]) == 0
+    drawn = picture.read_text()
+    assert panels_in(drawn) == 3
+    assert "gp_voi" not in drawn
+    assert "<!-- 32 -->" in drawn
+
+
+def panels_in(svg: str) -> int:
+    return svg.count('<g id="axes_')
+
+
+def test_pictures_of_several_workloads(tmp_path: Path) -> None:
+    train, power, picture = tmp_path / "train.csv", tmp_path / "power.csv", tmp_path / "picture.svg"
+    rows = {train: [TRAIN.splitlines()[0]], power: [POWER.splitlines()[0]]}
+    for each in PAPER_WORKLOADS:
+        for size, epochs in ((each.default_batch_size // 2, 2), (each.default_batch_size, 3)):
+            workload = f"{each.dataset},{each.network},{size},{each.optimizer}"
+            rows[train].append(f"{workload},1e-2,1,{each.target_metric},{epochs}")
+            rows[power].append(f"{workload},200,10,180")
+    for file, lines in rows.items():
+        file.write_text("\n".join(lines))
+    arguments = ["simulate", "--all", "--train-trace", str(train), "--power-trace", str(power)]
+    arguments += ["--seeds", "1", "--recurrences", "3", "--plot", str(picture)]
+    assert main(arguments) == 0
+    drawn = picture.read_text()
+    assert panels_in(drawn) == 6 * 5
+    # In six rows, of 3.6 inches of 72 points each.
+    assert 'width="1800pt" height="1555.2pt"' in drawn
+    for each in PAPER_WORKLOADS:
+        assert f"<!-- {each.name}, η = 0.5: gp_voi -->" in drawn
+
+
+@pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("PDF", b"%PDF"), ("svg", b"<?xml")])
+def test_a_picture_is_what_its_ending_says(files: list[str], ending: str, begins: bytes, tmp_path: Path) -> None:
+    picture = tmp_path / f"picture.{ending}"
+    options = ["--seeds", "1", "--recurrences", "2", "--eta", "0", "--eta", "1", "--plot", str(picture)]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 0
+    assert picture.read_bytes().startswith(begins)
+
+
+def test_pictures_need_matplotlib(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    results = tmp_path / "results.json"
+    options = ["--plot", str(tmp_path / "picture.png"), "--json", str(results), "--seeds", "1"]
+    assert main(["simulate", *files, *DIGITS_ARGUMENTS, *options]) == 1
+    assert "pip install 'zeus-plugins[plot]'" in capsys.readouterr().err
+    # That is said before anything is simulated.
+    assert not results.exists()
+
+
+def test_a_picture_of_a_default_and_sizes_without_a_cost(tmp_path: Path) -> None:
+    hopeless = replace(WORKLOAD, default_batch_size=64)
+    comparison = compare(hopeless, [PolicyName.GP_VOI], Setting(recurrences=5, seeds=1))
+    plot([comparison], tmp_path / "picture.svg")
+    drawn = (tmp_path / "picture.svg").read_text()
+    assert panels_in(drawn) == 4
+    assert "always" not in drawn
+    assert "<!-- missed the target -->" in drawn
 
 
 @pytest.mark.parametrize(
@@ -316,6 +496,9 @@ def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.Capt
     "wrong",
     [
         ["--eta", "2"],
+        ["--price", "-1"],
+        ["--plot", "picture.gif"],
+        ["--plot", "svg"],
         ["--beta", "0"],
         ["--seeds", "0"],
         ["--drift", "often"],
@@ -394,6 +577,33 @@ def test_a_job_of_recorded_trials() -> None:
         recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
 
 
+def test_what_a_recorded_job_really_took() -> None:
+    view = job_view(
+        trial_view(1, 16, TrialState.COMPLETED, 4),
+        trial_view(2, 8, TrialState.COMPLETED, 5),
+        trial_view(3, 16, TrialState.FAILED, 1),
+        trial_view(4, 64, TrialState.RUNNING, None),
+    )
+    # Ten epochs of 500 J and 10 s, and two recurrences; the default would have taken four epochs each.
+    account = recorded_account(view, recorded_workload(view))
+    assert account == Account(2, Spending(5000, 100), Spending(4000, 80))
+    assert account.as_json(36.0) == {
+        "recurrences": 2,
+        "energy_j": 5000,
+        "energy_kwh": pytest.approx(5 / 3600),
+        "time_h": pytest.approx(1 / 36),
+        "money": pytest.approx(0.05),
+        "saved": {
+            "energy_j": -1000,
+            "energy_kwh": pytest.approx(-1 / 3600),
+            "time_h": pytest.approx(-1 / 180),
+            "money": pytest.approx(-0.01),
+        },
+        "energy_share_saved": -0.25,
+        "time_share_saved": -0.25,
+    }
+
+
 def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 
@@ -408,6 +618,17 @@ def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.Capture
         shown = json.loads(out.read_text())
         assert shown["workload"]["name"] == server.job_id
         assert shown["oracle"] == {"batch_size": 32, "cost_j": pytest.approx(300)}
+        assert shown["spending"]["default"]["energy_j"] == pytest.approx(10 * 400)
+        recorded = shown["spending"]["recorded"]
+        assert recorded["recurrences"] == 6
+        assert recorded["energy_j"] + recorded["saved"]["energy_j"] == pytest.approx(6 * 400)
+        text = capsys.readouterr().out
+        assert "what it really did" in text
+        picture = tmp_path / "picture.svg"
+        assert await asyncio.to_thread(main, [*arguments, "--plot", str(picture)]) == 0
+        assert f"<!-- {server.job_id}, η = 0.5: gp_voi -->" in picture.read_text()
+        capsys.readouterr()
+        assert "was never measured" not in text
         assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
         assert "leave out --all" in capsys.readouterr().err
 
@@ -417,3 +638,18 @@ def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.Capture
 def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
     assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
+
+
+def test_a_default_that_ran_out_of_memory_is_stood_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+    async def use(server: Server) -> None:
+        await server.end(await server.suggest(), TrialState.INFEASIBLE)
+        await server.reach(await server.suggest())
+        arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "2"]
+        assert await asyncio.to_thread(main, arguments) == 0
+
+    serve(url, use, policy=PolicyName.GP_VOI)
+    text = capsys.readouterr().out
+    assert "always 8" in text
+    assert "the default size, 16, was never measured: the nearest one that was stands for it" in text

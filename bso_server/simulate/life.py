@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -59,11 +58,6 @@ class Life:
             self._survivors,
             tuple(self._in_flight.values()) if gp_voi else (),
         )
-
-    @property
-    def arms(self) -> Mapping[int, Arm]:
-        """What is remembered of each batch size."""
-        return self._arms
 
     def ask(self) -> tuple[TrialRecord, Suggestion]:
         """Start the next trial.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from bso_server.core.history import Arm, after_report, cost_of
+from bso_server.core.history import History, after_report, cost_of
 from bso_server.core.model import Job, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.life import Life
+from bso_server.simulate.spending import Spending
 from bso_server.simulate.workload import Landscape, Profile
 from zeus_plugins.protocol import PolicyName, StopRule, TrialState
 
@@ -36,6 +37,11 @@ class Phase:
     landscape: Landscape
 
 
+def landscape_at(phases: Sequence[Phase], recurrence: int) -> Landscape:
+    """What the job is like at a recurrence, from 0."""
+    return next(phase.landscape for phase in reversed(phases) if phase.first <= recurrence)
+
+
 @dataclass(frozen=True, slots=True)
 class PlayedTrial:
     """One trial of a simulated job.
@@ -45,12 +51,14 @@ class PlayedTrial:
         record: The trial as it ended.
         cost_j: What it cost, joules.
         reason: Why it got its batch size.
+        epochs_to_target: What it would have needed; infinite if it would never have reached the target.
     """
 
     recurrence: int
     record: TrialRecord
     cost_j: float
     reason: str
+    epochs_to_target: float
 
 
 @dataclass
@@ -58,18 +66,18 @@ class Played:
     """What became of one simulated job.
 
     Attributes:
+        history: What the job remembers in the end.
         costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
-        energies_j: Total energy, in the same way.
+        spent: Their energy and time, in the same way.
         unfinished: Recurrences that were given up.
         trials: Every trial, in order of their ends.
-        arms: What the job remembers of each batch size in the end.
     """
 
+    history: History
     costs_j: list[float]
-    energies_j: list[float]
+    spent: list[Spending]
     unfinished: int = 0
     trials: list[PlayedTrial] = field(default_factory=list)
-    arms: Mapping[int, Arm] = field(default_factory=dict)
 
 
 def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> Job:
@@ -167,7 +175,7 @@ class _Player:
         self._life = Life(job, np.random.default_rng(job.mab_seed))
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._played = Played([0.0] * recurrences, [0.0] * recurrences)
+        self._played = Played(self._life.history, [0.0] * recurrences, [Spending()] * recurrences)
         # What happens next: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
         self._pushed = 0
@@ -189,7 +197,7 @@ class _Player:
             if started < self._recurrences:
                 self._begin(started, attempts=0, now_s=now_s)
                 started += 1
-        self._played.arms = self._life.arms
+        self._played.history = self._life.history
         return self._played
 
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> None:
@@ -200,7 +208,7 @@ class _Player:
             self._played.unfinished += self._recurrences - recurrence
             self._recurrences = recurrence
             return
-        profile = self._landscape(recurrence).profiles[trial.batch_size]
+        profile = landscape_at(self._phases, recurrence).profiles[trial.batch_size]
         run = _Run(
             recurrence,
             trial,
@@ -219,9 +227,6 @@ class _Player:
         sd = self._cost_noise_sd
         return float(self._draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
 
-    def _landscape(self, recurrence: int) -> Landscape:
-        return next(phase.landscape for phase in reversed(self._phases) if phase.first <= recurrence)
-
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs
         self._pushed += 1
@@ -238,8 +243,8 @@ class _Player:
             return False
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
-        self._played.energies_j[run.recurrence] += report.energy_j
-        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason))
+        self._played.spent[run.recurrence] += Spending(report.energy_j, report.time_s)
+        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason, run.epochs_to_target))
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:

@@ -1,22 +1,40 @@
-"""A picture of a comparison: what each policy has wasted after each recurrence."""
+"""Pictures of comparisons: what policies waste, what they believe, and which trials they give up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
+from bso_server.simulate.believed import believed_costs
+from bso_server.simulate.play import PlayedTrial
 from bso_server.simulate.results import Comparison
+from zeus_plugins.protocol import PolicyName, TrialState
 
-_COLUMNS = 3
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FORMATS = ("png", "svg", "pdf")
+"""What a picture's name may end in."""
+
+# How trials look that ended so: in words, marker, colour.
+_LOOKS = {
+    TrialState.COMPLETED: ("reached the target", "o", "tab:green"),
+    TrialState.EARLY_STOPPED: ("stopped", "x", "tab:red"),
+    TrialState.EXHAUSTED: ("missed the target", "s", "tab:orange"),
+}
+
+_Draw: TypeAlias = "Callable[[Axes], None]"
 
 
 def plot(comparisons: Sequence[Comparison], file: Path) -> None:
-    """Draw total cost over the oracle's against the number of recurrences, a panel for each workload.
+    """Draw the panels of each comparison, in a row for each if there are several.
 
     Args:
-        comparisons: What to draw.
-        file: Where to; its ending says in which format (png, svg, pdf).
+        comparisons: What to draw, all of the same policies.
+        file: Where to; its ending is one of `FORMATS`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -24,18 +42,95 @@ def plot(comparisons: Sequence[Comparison], file: Path) -> None:
     # Not with the module: matplotlib takes a second to load and is an extra of its own.
     from matplotlib.figure import Figure
 
-    columns = min(_COLUMNS, len(comparisons))
-    rows = math.ceil(len(comparisons) / columns)
-    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
-    panels = figure.subplots(rows, columns, squeeze=False)
-    for panel, comparison in zip(panels.flat, comparisons, strict=False):
-        for policy, curve in comparison.curves.items():
-            panel.plot(range(1, len(curve) + 1), curve, label=policy)
-        default, oracle = comparison.phases[0].landscape.default, comparison.phases[0].landscape.oracle
-        ratio = default.expected_cost_j / oracle.expected_cost_j
-        panel.axhline(ratio, color="grey", linestyle=":", label=f"always {default.batch_size}, at full power")
-        panel.set(title=comparison.workload.name, xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
-        panel.legend()
-    for panel in panels.flat[len(comparisons) :]:
+    draws = [draw for comparison in comparisons for draw in _panels(comparison)]
+    columns = len(draws) // len(comparisons) if len(comparisons) > 1 else math.ceil(len(draws) / 2)
+    rows = math.ceil(len(draws) / columns)
+    figure = Figure(figsize=(5.0 * columns, 3.6 * rows), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel, draw in zip(panels, draws, strict=False):
+        draw(panel)
+        panel.legend(fontsize="small")
+    for panel in panels[len(draws) :]:
         panel.set_visible(False)
     figure.savefig(file)
+
+
+def _panels(comparison: Comparison) -> list[_Draw]:
+    draws: list[_Draw] = [partial(_draw_ratios, comparison), partial(_draw_regrets, comparison)]
+    if PolicyName.GP_VOI in comparison.first_jobs:
+        draws.append(partial(_draw_costs, comparison))
+    return draws + [partial(_draw_trials, comparison, policy) for policy in comparison.first_jobs]
+
+
+def _title(comparison: Comparison) -> str:
+    return f"{comparison.workload.name}, η = {comparison.eta:g}"
+
+
+def _draw_ratios(comparison: Comparison, panel: Axes) -> None:
+    """Total cost over the oracle's, after each recurrence."""
+    for policy, curve in comparison.curves.items():
+        panel.plot(range(1, len(curve) + 1), curve, label=policy)
+    if comparison.default_ratio is not None:
+        default = comparison.phases[0].landscape.default.batch_size
+        label = f"always {default}, at full power"
+        panel.axhline(comparison.default_ratio, color="grey", linestyle=":", label=label)
+    panel.set(title=_title(comparison), xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
+
+
+def _draw_regrets(comparison: Comparison, panel: Axes) -> None:
+    """What was paid more than the oracle would have paid, after each recurrence."""
+    for policy, regret in comparison.regrets.items():
+        panel.plot(range(1, len(regret) + 1), regret, label=policy)
+    panel.set(title=_title(comparison), xlabel="recurrences", ylabel="regret, in runs of the oracle")
+
+
+def _draw_costs(comparison: Comparison, panel: Axes) -> None:
+    """Cost of a run by batch size: as `gp_voi` believes in the end, as it is, and as trials of the first job found."""
+    job = comparison.first_jobs[PolicyName.GP_VOI]
+    sizes = job.history.job.batch_sizes
+    if believed := believed_costs(job.history):
+        low, high = [each.low_j for each in believed], [each.high_j for each in believed]
+        panel.fill_between(sizes, low, high, alpha=0.2, label="90 % of runs, as believed")
+        panel.plot(sizes, [each.expected_j for each in believed], label="expected, as believed")
+    truth = [profile.expected_cost_j for profile in comparison.phases[-1].landscape.profiles.values()]
+    # What is infinite is left out.
+    panel.plot(sizes, [cost if math.isfinite(cost) else math.nan for cost in truth], "k--", label="expected, in truth")
+    _mark(panel, job.trials, lambda trial: (trial.record.batch_size, trial.cost_j))
+    panel.set(title=f"{_title(comparison)}: gp_voi", xlabel="batch size", ylabel="cost of a run (J)", yscale="log")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(sizes, labels=[str(size) for size in sizes], rotation=90, fontsize="small")
+    panel.set_xticks([], minor=True)
+
+
+def _draw_trials(comparison: Comparison, policy: PolicyName, panel: Axes) -> None:
+    """How many epochs each trial of the first job ran, might have run, and would have needed; the stopped with size."""
+    trials = comparison.first_jobs[policy].trials
+    stopped = [trial for trial in trials if trial.record.state is TrialState.EARLY_STOPPED]
+    if stopped:
+        needed = [min(trial.epochs_to_target, comparison.workload.max_epochs) for trial in stopped]
+        numbers, epochs = [each.record.trial_number for each in stopped], [each.record.epoch for each in stopped]
+        panel.vlines(numbers, epochs, needed, color="grey", linewidth=0.8, label="what it would still have needed")
+    for trial in stopped:
+        place = (trial.record.trial_number, trial.record.epoch)
+        panel.annotate(
+            str(trial.record.batch_size), place, xytext=(3, 0), textcoords="offset points", fontsize="x-small"
+        )
+    bounds = [(trial.record.trial_number, trial.record.bound.epochs) for trial in trials if trial.record.bound]
+    _scatter(panel, bounds, marker="_", color="grey", label="its bound")
+    _mark(panel, trials, lambda trial: (trial.record.trial_number, trial.record.epoch))
+    panel.set(title=f"{_title(comparison)}: {policy}", xlabel="trial", ylabel="epochs")
+    panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
+
+
+def _mark(panel: Axes, trials: Sequence[PlayedTrial], place: Callable[[PlayedTrial], tuple[float, float]]) -> None:
+    """A marker for each trial that says how it ended."""
+    for state, (words, marker, colour) in _LOOKS.items():
+        places = [place(trial) for trial in trials if trial.record.state is state]
+        _scatter(panel, places, marker=marker, color=colour, label=words)
+
+
+def _scatter(panel: Axes, places: Sequence[tuple[float, float]], *, marker: str, color: str, label: str) -> None:
+    """Markers above all lines; nothing, and nothing in the legend, where there are none."""
+    if places:
+        across, up = zip(*places, strict=True)
+        panel.scatter(across, up, marker=marker, color=color, s=12, label=label, zorder=3)

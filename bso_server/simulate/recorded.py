@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from bso_server.simulate.workload import Epoch, SizeTrace, Workload
+from bso_server.simulate.spending import Account, Spending
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from zeus_plugins.protocol import JobView, TrialState, TrialView
 
 
@@ -40,6 +41,23 @@ def recorded_workload(view: JobView) -> Workload:
         max_epochs=view.job.max_epochs,
         max_power_w=view.job.max_power,
     )
+
+
+def recorded_account(view: JobView, workload: Workload) -> Account:
+    """What all trials of a job have taken until now, however they ended, against as many runs of the default size.
+
+    Args:
+        view: The job; a trial that reached the target is a recurrence of it.
+        workload: That of its trials, whose default size counts.
+
+    Raises:
+        ValueError: No trial has reached the target within `max_epochs`.
+    """
+    recurrences = sum(trial.state is TrialState.COMPLETED for trial in view.trials)
+    spent = sum((Spending(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Spending())
+    # Energy and time of the default are the same for each η.
+    expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_spending
+    return Account(recurrences, spent, None if expected is None else expected * recurrences)
 
 
 _MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from bso_server.simulate.play import Phase, Played, job_of, play
+from bso_server.simulate.play import Phase, Played, job_of, landscape_at, play
+from bso_server.simulate.spending import Account, Spending
 from bso_server.simulate.workload import Landscape, Workload, landscape
 from zeus_plugins.protocol import PolicyName
 
@@ -52,18 +54,21 @@ class Result:
         ratio: By number of recurrences: mean over the seeds of the cost until then over the oracle's.
         worst_seed_ratio: The largest of these over the seeds, after all recurrences.
         unfinished: Recurrences that were given up, over all seeds.
-        energy_reduction_last5: Of the last five recurrences, against the default at the maximum power limit.
+        spent: What all recurrences took, mean over the seeds.
+        energy_reduction_last5: Of the last five recurrences, against the default at the maximum power limit; None if
+            that never reaches the target.
         ratio_since_drift: As `ratio`, of all recurrences since the drift alone; None without one.
     """
 
     ratio: Mapping[int, float]
     worst_seed_ratio: float
     unfinished: int
-    energy_reduction_last5: float
+    spent: Spending
+    energy_reduction_last5: float | None
     ratio_since_drift: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The same in JSON's types."""
+        """The same in JSON's types, without what was spent."""
         since = {} if self.ratio_since_drift is None else {"ratio_since_drift": self.ratio_since_drift}
         return {
             "ratio": {str(mark): ratio for mark, ratio in self.ratio.items()},
@@ -80,21 +85,54 @@ class Comparison:
 
     Attributes:
         workload: The workload.
+        eta: η of the cost.
+        recurrences: Of each simulated job.
         phases: What it is like, from which recurrence on.
         results: By policy.
         first_jobs: By policy the job of the first seed, to be looked at.
         curves: By policy the mean over the seeds of the total cost over the oracle's, after each recurrence.
+        regrets: Likewise of the cost above the oracle's, in runs of the oracle.
     """
 
     workload: Workload
+    eta: float
+    recurrences: int
     phases: Sequence[Phase]
     results: Mapping[PolicyName, Result]
     first_jobs: Mapping[PolicyName, Played]
     curves: Mapping[PolicyName, Sequence[float]]
+    regrets: Mapping[PolicyName, Sequence[float]]
 
-    def as_json(self) -> dict[str, Any]:
-        """The same in JSON's types, without the jobs and the curves."""
+    @property
+    def default_ratio(self) -> float | None:
+        """Cost of the default over the oracle's; None if it never reaches the target."""
+        first = self.phases[0].landscape
+        return _finite(first.default.expected_cost_j / first.oracle.expected_cost_j)
+
+    @property
+    def default_spending(self) -> Spending | None:
+        """What all recurrences take at the default; None if that does not reach the target in all of them."""
+        total = Spending()
+        for recurrence in range(self.recurrences):
+            spending = landscape_at(self.phases, recurrence).default.expected_spending
+            if spending is None:
+                return None
+            total += spending
+        return total
+
+    def account(self, policy: PolicyName) -> Account:
+        """What a policy's recurrences took, against the default."""
+        return Account(self.recurrences, self.results[policy].spent, self.default_spending)
+
+    def as_json(self, price_per_kwh: float | None = None, recorded: Account | None = None) -> dict[str, Any]:
+        """The same in JSON's types, without the jobs and the curves.
+
+        Args:
+            price_per_kwh: In any currency; None leaves money out.
+            recorded: What the recorded job really took.
+        """
         oracle, default = self.phases[0].landscape.oracle, self.phases[0].landscape.default
+        spent = self.default_spending
         return {
             "workload": {
                 "name": self.workload.name,
@@ -102,13 +140,21 @@ class Comparison:
                 "max_epochs": self.workload.max_epochs,
                 "max_power_w": self.workload.max_power_w,
             },
+            "eta": self.eta,
             "oracle": {"batch_size": oracle.batch_size, "cost_j": oracle.expected_cost_j},
             "default": {
                 "batch_size": default.batch_size,
                 "cost_j": _finite(default.expected_cost_j),
-                "ratio": _finite(default.expected_cost_j / oracle.expected_cost_j),
+                "ratio": self.default_ratio,
             },
             "policies": {str(policy): result.as_json() for policy, result in self.results.items()},
+            "spending": {
+                "recurrences": self.recurrences,
+                "price_per_kwh": price_per_kwh,
+                "default": None if spent is None else spent.as_json(price_per_kwh),
+                "policies": {str(policy): self.account(policy).as_json(price_per_kwh) for policy in self.results},
+                **({} if recorded is None else {"recorded": recorded.as_json(price_per_kwh)}),
+            },
         }
 
 
@@ -129,14 +175,16 @@ def compare(workload: Workload, policies: Iterable[PolicyName], setting: Setting
     results: dict[PolicyName, Result] = {}
     first_jobs: dict[PolicyName, Played] = {}
     curves: dict[PolicyName, Sequence[float]] = {}
+    regrets: dict[PolicyName, Sequence[float]] = {}
     oracle_j = _oracle_costs_j(phases, setting.recurrences)
     for policy in policies:
         jobs = [_played(workload, phases, policy, setting, seed) for seed in range(setting.seeds)]
         ratios = [_running_ratios(job.costs_j, oracle_j) for job in jobs]
-        curves[policy] = [sum(column) / len(jobs) for column in zip(*ratios, strict=True)]
+        curves[policy] = _mean_curve(ratios)
+        regrets[policy] = _mean_curve([_running_regrets(job.costs_j, oracle_j) for job in jobs])
         results[policy] = _result(jobs, curves[policy], ratios, phases, setting, oracle_j)
         first_jobs[policy] = jobs[0]
-    return Comparison(workload, phases, results, first_jobs, curves)
+    return Comparison(workload, setting.eta, setting.recurrences, phases, results, first_jobs, curves, regrets)
 
 
 def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float]]:
@@ -178,10 +226,7 @@ def _played(workload: Workload, phases: Sequence[Phase], policy: PolicyName, set
 
 
 def _oracle_costs_j(phases: Sequence[Phase], recurrences: int) -> list[float]:
-    return [
-        next(phase.landscape.oracle.expected_cost_j for phase in reversed(phases) if phase.first <= recurrence)
-        for recurrence in range(recurrences)
-    ]
+    return [landscape_at(phases, recurrence).oracle.expected_cost_j for recurrence in range(recurrences)]
 
 
 def _running_ratios(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
@@ -195,6 +240,15 @@ def _running_ratios(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list
     return ratios
 
 
+def _running_regrets(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
+    """Sum of what each recurrence cost above the oracle's, in runs of the oracle, after each."""
+    return list(accumulate(cost_j / least_j - 1 for cost_j, least_j in zip(costs_j, oracle_j, strict=True)))
+
+
+def _mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(curves) for column in zip(*curves, strict=True)]
+
+
 def _result(
     jobs: Sequence[Played],
     curve: Sequence[float],
@@ -205,8 +259,8 @@ def _result(
 ) -> Result:
     marks = sorted({mark for mark in MARKS if mark <= setting.recurrences} | {setting.recurrences})
     last = min(_LAST, setting.recurrences)
-    default_energy_j = phases[-1].landscape.default.expected_energy_j
-    energy_j = sum(sum(job.energies_j[-last:]) for job in jobs) / (last * len(jobs))
+    default = phases[-1].landscape.default.expected_spending
+    last_j = sum(spent.energy_j for job in jobs for spent in job.spent[-last:]) / (last * len(jobs))
     since = None
     if setting.drift_at is not None and setting.drift_at < setting.recurrences:
         spent = sum(sum(job.costs_j[setting.drift_at :]) for job in jobs)
@@ -215,6 +269,7 @@ def _result(
         ratio={mark: curve[mark - 1] for mark in marks},
         worst_seed_ratio=max(ratio[-1] for ratio in ratios),
         unfinished=sum(job.unfinished for job in jobs),
-        energy_reduction_last5=1 - energy_j / default_energy_j,
+        spent=sum((spent for job in jobs for spent in job.spent), Spending()) * (1 / len(jobs)),
+        energy_reduction_last5=Account(1, Spending(last_j), default).energy_share_saved,
         ratio_since_drift=since,
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bso_server.core.cost import cost
+from bso_server.simulate.spending import Spending
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,8 @@ class Profile:
         epoch: An epoch at the power limit that the run has.
         profiling: The first epoch of the size's first run, during which all power limits are tried; None if none are.
         epoch_j: Cost of `epoch`.
-        expected_cost_j: Of a run and of the runs that have to be repeated because they never reach the target; infinite
+        expected_epochs: Of a run and of the runs that have to be repeated because they never reach the target; infinite
             if no run does.
-        expected_energy_j: The same of energy.
     """
 
     batch_size: int
@@ -110,8 +110,19 @@ class Profile:
     epoch: Epoch
     profiling: Epoch | None
     epoch_j: float
-    expected_cost_j: float
-    expected_energy_j: float
+    expected_epochs: float
+
+    @property
+    def expected_cost_j(self) -> float:
+        """Cost of so many epochs, joules."""
+        return self.expected_epochs * self.epoch_j
+
+    @property
+    def expected_spending(self) -> Spending | None:
+        """What so many epochs take; None if no run reaches the target."""
+        if math.isinf(self.expected_epochs):
+            return None
+        return Spending(self.epoch.energy_j, self.epoch.time_s) * self.expected_epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +162,13 @@ def _profile(size: SizeTrace, workload: Workload, *, eta: float, optimal: bool) 
 
     epoch = min(size.epochs.values(), key=cost_of) if optimal else size.epochs[max(size.epochs)]
     paths = tuple(epochs if epochs <= workload.max_epochs else math.inf for epochs in size.epochs_to_target)
-    expected = _expected_epochs(paths, workload.max_epochs)
     return Profile(
         batch_size=size.batch_size,
         epochs_to_target=paths,
         epoch=epoch,
         profiling=_mean(list(size.epochs.values())) if optimal else None,
         epoch_j=cost_of(epoch),
-        expected_cost_j=expected * cost_of(epoch),
-        expected_energy_j=expected * epoch.energy_j,
+        expected_epochs=_expected_epochs(paths, workload.max_epochs),
     )
 
 

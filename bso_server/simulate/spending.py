@@ -1,0 +1,95 @@
+"""Energy, time and money: what recurrences took, beside what the default batch size would have taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_JOULES_PER_KWH = 3.6e6
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Spending:
+    """What trainings took.
+
+    Attributes:
+        energy_j: Joules.
+        time_s: Seconds, of all trainings one after another.
+    """
+
+    energy_j: float = 0.0
+    time_s: float = 0.0
+
+    def __add__(self, other: Spending) -> Spending:
+        return Spending(self.energy_j + other.energy_j, self.time_s + other.time_s)
+
+    def __sub__(self, other: Spending) -> Spending:
+        return Spending(self.energy_j - other.energy_j, self.time_s - other.time_s)
+
+    def __mul__(self, times: float) -> Spending:
+        return Spending(self.energy_j * times, self.time_s * times)
+
+    @property
+    def energy_kwh(self) -> float:
+        """Kilowatt-hours."""
+        return self.energy_j / _JOULES_PER_KWH
+
+    @property
+    def time_h(self) -> float:
+        """Hours."""
+        return self.time_s / _SECONDS_PER_HOUR
+
+    def money(self, price_per_kwh: float) -> float:
+        """What the energy cost, in the price's currency."""
+        return self.energy_kwh * price_per_kwh
+
+    def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
+        """The same in JSON's types, with ``money`` if there is a price."""
+        money = {} if price_per_kwh is None else {"money": self.money(price_per_kwh)}
+        return {"energy_j": self.energy_j, "energy_kwh": self.energy_kwh, "time_h": self.time_h, **money}
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a number of recurrences took, against what they would have taken at the default batch size.
+
+    Attributes:
+        recurrences: How many.
+        spent: What they took, all their trials included.
+        default: What they are expected to take at the default; None if that never reaches the target.
+    """
+
+    recurrences: int
+    spent: Spending
+    default: Spending | None
+
+    @property
+    def saved(self) -> Spending | None:
+        """What was saved; None where the default never reaches the target."""
+        return None if self.default is None else self.default - self.spent
+
+    @property
+    def energy_share_saved(self) -> float | None:
+        """The share of the default's energy that was saved; None where that is unknown or 0 J."""
+        return None if self.default is None else _share_saved(self.spent.energy_j, self.default.energy_j)
+
+    @property
+    def time_share_saved(self) -> float | None:
+        """The same of time."""
+        return None if self.default is None else _share_saved(self.spent.time_s, self.default.time_s)
+
+    def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
+        """The same in JSON's types, without what the default takes."""
+        saved = None if self.saved is None else self.saved.as_json(price_per_kwh)
+        return {
+            "recurrences": self.recurrences,
+            **self.spent.as_json(price_per_kwh),
+            "saved": saved,
+            "energy_share_saved": self.energy_share_saved,
+            "time_share_saved": self.time_share_saved,
+        }
+
+
+def _share_saved(spent: float, default: float) -> float | None:
+    return 1 - spent / default if default else None
