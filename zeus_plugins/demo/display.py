@@ -24,13 +24,10 @@ _OUTCOMES = {
 
 _HOW_SIZES_ARE_CHOSEN = {
     PolicyName.GP_VOI: (
-        "A size is tried when what it may teach the later runs is worth more than the try. A run that does not pay any "
-        "more is stopped, and launched again with the cheapest size known."
+        "A size is tried when what it may teach the later runs is worth more than the try, and the cheapest size known "
+        "is played when none is."
     ),
-    PolicyName.ZEUS: (
-        "First the server explores the sizes; one that costs {beta} times the cheapest run is stopped, and the run is "
-        "launched again with another size. Then it plays the cheap sizes more and more."
-    ),
+    PolicyName.ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
 }
 
 
@@ -115,7 +112,7 @@ class Display:
             f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. (Its owner "
             f"would use {job.default_batch_size}.) At the end it reports what it cost: half the energy plus half of "
             "maximum power × time, in joules.",
-            _HOW_SIZES_ARE_CHOSEN[job.policy].format(beta=f"{job.beta_knob:g}"),
+            _HOW_SIZES_ARE_CHOSEN[job.policy],
         ):
             self._console.print(paragraph, end="\n\n")
 
