@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/zeus-plugins demo
 
+# A file's tests share servers and databases, so that they stay together; much of the time is spent waiting for processes.
 test: $(STAMP)
-	@$(BIN)/pytest
+	@$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # Those of the tests that are left to chance, for about forty minutes instead of three.
 test-long: export ZEUS_TEST_CHAOS_S ?= 600

@@ -446,7 +446,7 @@ def client(tmp_path: Path) -> Iterator[BsoClient]:
 
 
 def server_optimizer(client: BsoClient, **options: Any) -> ServerOptimizer:
-    return ServerOptimizer(client, GPUS, options={"num_pruning_rounds": 1, "mab_seed": 1, **options})
+    return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
 
 
 def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: BsoClient) -> None:
@@ -555,13 +555,17 @@ beta_knob = 4.0
 
 [optimizer]
 kind = "{kind}"
-options = {{ num_pruning_rounds = 1, {seed} = 1 }}
+options = {{ num_pruning_rounds = 1, {options} }}
 
 [gpus]
 max_power = 100
 number_of_gpus = 1
 gpu_model = "none"
 """
+
+
+# Both play the same sizes, in an order that tests know.
+OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": "seed = 1"}
 
 
 class Bench:
@@ -572,9 +576,7 @@ class Bench:
         self.logs = directory / "logs"
         ends_file = directory / "ends"
         ends_file.write_text("\n".join(ends or ("train",)))
-        toml = TOML.format(
-            command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, seed="mab_seed" if kind == "server" else "seed"
-        )
+        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, options=OPTIONS[kind])
         (directory / "job.toml").write_text(toml)
         self.environ = {
             **os.environ,
@@ -611,7 +613,8 @@ class Bench:
 
     @property
     def state(self) -> MasterState:
-        (directory,) = [path for path in self.logs.iterdir() if path.is_dir()]
+        # A master that was killed before it had begun anything leaves an empty directory.
+        (directory,) = {path.parent for path in self.logs.glob("*/history.json")}
         return MasterState.read(directory)
 
     @property

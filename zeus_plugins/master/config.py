@@ -74,7 +74,8 @@ class OptimizerTable(_Table):
     """``[optimizer]``: who chooses batch sizes.
 
     Attributes:
-        kind: ``"server"``: the batch size optimization server; ``"policy"``: its policy, in the master's process.
+        kind: ``"server"``: the batch size optimization server; ``"policy"``: its policy `zeus`, in the master's
+            process.
         server_url: The server. None: ``ZEUS_SERVER_URL``, and without that one the server in this process.
         options: Fields of `JobSpec` for the server, or arguments of `PolicyOptimizer`.
     """

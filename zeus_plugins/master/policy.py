@@ -20,7 +20,7 @@ _CRASH_RETRIES = 3
 
 
 class PolicyOptimizer:
-    """The server's policy on the costs of one job; needs the extra ``server``.
+    """The server's policy `zeus` on the costs of one job; needs the extra ``server``.
 
     Decisions rest on costs alone, so that neither η nor the hardware needs to be known here.
 
