@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.hf_models import Classifier, HardCodedTrainer, PreparedTrainer, Scores, Stream, quiet_trainer
+from tests.process_end import leave
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
@@ -111,8 +112,7 @@ def main(server_url: str, job_id: str, folder: str, *ways: str) -> None:
     for way in ways:
         seen = train(server_url, f"{job_id}-{way.replace(' ', '-')}", Path(folder), way)
         Path(folder, f"{way} {seen['rank']}.json").write_text(json.dumps(seen))
-    # Its threads, left to the interpreter's end, abort the process now and then.
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

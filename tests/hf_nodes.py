@@ -14,6 +14,7 @@ import torch
 
 from tests.hf_models import Classifier, Scores, quiet_trainer
 from tests.job_bench import CountingMonitor
+from tests.process_end import leave
 from zeus_plugins import JobSpec
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
 
@@ -55,7 +56,7 @@ def main(server_url: str, job_id: str, folder: str) -> None:
         "open": [len(each.open_windows) for each in monitors],
     }
     Path(folder, f"rank{trainer.args.process_index}.json").write_text(json.dumps(told))
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from tests.process_end import leave
 from zeus_plugins import JobSpec
 
 EPOCHS = 4  # of 6 batches for each process
@@ -79,6 +78,4 @@ def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any
 if __name__ == "__main__":
     seen = train(sys.argv[2], Path(sys.argv[1]), sys.argv[3] if len(sys.argv) > 3 else None)
     Path(sys.argv[1], f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
-    # The Trainer leaves it open, and a process that ends meanwhile may break at the interpreter's end.
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave()
