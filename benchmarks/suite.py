@@ -59,7 +59,7 @@ FULL = Plan(
     growth_sizes=(10, 100, 1000, 5000),
     growth_blocks=4,
     growth_limit_s=60.0,
-    overhead=OverheadPlan(epochs=60, steps=2000, limit_s=75.0),
+    overhead=OverheadPlan(epochs=220, steps=400, limit_s=120.0),
 )
 QUICK = Plan(
     shape=Shape(jobs=2, concurrency=2, epochs=5, rounds=2),
