@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -669,7 +671,15 @@ time.sleep(600)
 """
 
 
-def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(impatient: BsoClient) -> None:
+def has_heartbeats(file: Path) -> bool:
+    """Whether the first trial in a database has sent a heartbeat: from then on its lease is short."""
+    with closing(sqlite3.connect(file)) as database:
+        return bool(database.execute("SELECT heartbeats FROM trials WHERE trial_number = 1").fetchone()[0])
+
+
+def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(
+    impatient: BsoClient, tmp_path: Path
+) -> None:
     command = [sys.executable, "-c", TRAINING, impatient.server_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
         try:
@@ -677,6 +687,7 @@ def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(imp
             assert training.stdout.readline() == "64\n"
             waiting = impatient.suggest(JOB.job_id or "")
             assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
+            until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
         finally:
             training.kill()
     dead = TrialId(job_id=JOB.job_id or "", batch_size=64, trial_number=1)
