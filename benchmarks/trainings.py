@@ -202,17 +202,13 @@ def train_hugging_face(training: Training) -> None:
 
 
 def _digits(length: int) -> tuple[Any, Any]:
-    """Images of shape (length, 64) and labels of shape (length,), again and again the same, as tensors.
-
-    From then on torch computes in one thread.
-    """
+    """Images of shape (length, 64) and labels of shape (length,), as tensors of a thread that is torch's only one."""
     import torch
     from sklearn.datasets import load_digits
 
     torch.set_num_threads(1)  # more make so small a network slower, and its times vary
     images, labels = load_digits(return_X_y=True)
-    chosen = torch.arange(length) % len(images)
-    return torch.tensor(images / 16, dtype=torch.float32)[chosen], torch.tensor(labels)[chosen]
+    return torch.tensor(images[:length] / 16, dtype=torch.float32), torch.tensor(labels[:length])
 
 
 @contextmanager

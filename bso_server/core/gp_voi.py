@@ -66,19 +66,19 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         return unbounded(job)
     index = job.batch_sizes.index(trial.batch_size)
     log_first_j, log_later_j = log_costs_per_epoch(job, trial)
+    belief, is_guess = beliefs[index], False
     if log_later_j is not None:
-        beliefs = beliefs_with(beliefs, beliefs[index].costing(log_later_j, trial.reports - 1), index)
-        return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
-    if not beliefs[index].are_costs_guessed:
-        return bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
-    if trial.reports > 1:
-        return unbounded(job)
-    startup = expected_startup(job.batch_sizes, beliefs, index)
-    if startup is None or log_first_j is None:
-        return None
-    beliefs = beliefs_with(beliefs, beliefs[index].supposing(log_first_j - startup - CONSTANTS.startup_sd), index)
-    guess = bound(job, Outlook.of(history, beliefs, others), index, trial.origin)
-    return guess if guess.epochs <= trial.epoch else None
+        belief = belief.costing(log_later_j, trial.reports - 1)
+    elif belief.are_costs_guessed:
+        if trial.reports > 1:
+            return unbounded(job)
+        startup = expected_startup(job.batch_sizes, beliefs, index)
+        if startup is None or log_first_j is None:
+            return None
+        belief, is_guess = belief.supposing(log_first_j - startup - CONSTANTS.startup_sd), True
+    outlook = Outlook.of(history, beliefs_with(beliefs, belief, index), others)
+    found = bound(job, outlook, index, trial.origin)
+    return None if is_guess and found.epochs > trial.epoch else found
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
