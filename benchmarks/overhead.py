@@ -28,7 +28,7 @@ from benchmarks.trainings import (
     train_hugging_face,
     train_lightning,
 )
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import GpuConfig, JobRegistration, JobSpec, TrainingResult
 
 Train = Callable[[Training], None]

@@ -16,21 +16,21 @@ from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
-from bso_server.bodies import BodyRequest
+from bso_server.api import HANDLERS
+from bso_server.api.auth import AccessControl
+from bso_server.api.bodies import BodyRequest
+from bso_server.api.errors import EXCEPTION_HANDLERS
+from bso_server.api.openapi import OpenApiDocument
+from bso_server.api.report import report_route
 from bso_server.core.lease import LeasePolicy
-from bso_server.database import open_database
 from bso_server.errors import DatabaseUnavailableError
-from bso_server.http_errors import EXCEPTION_HANDLERS
-from bso_server.reading import JobReader
-from bso_server.routes import HANDLERS
-from bso_server.routes.access import AccessControl
-from bso_server.routes.openapi import OpenApiDocument
-from bso_server.routes.report import report_route
-from bso_server.security import Authenticator
-from bso_server.service import BatchSizeService
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.queries import JobReader
+from bso_server.service.security import Authenticator
+from bso_server.service.tokens import Tokens
 from bso_server.settings import Settings
-from bso_server.store import Store
-from bso_server.tokens import Tokens
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
 
 _REQUEST_COUNTS = "request_counts"
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.bandit import Posterior, choose, fit, posteriors
 from bso_server.core.statistics import Statistics
-from tests.histories import Life, make_job
+from bso_server.core.zeus.bandit import Posterior, choose, fit, posteriors
+from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import Origin, TrialState
 
 CONCURRENT, EXPLORATION, BANDIT = Origin.CONCURRENT, Origin.EXPLORATION, Origin.BANDIT

@@ -19,9 +19,11 @@ from typing import TypeVar
 
 import pytest
 
-from bso_server.database import open_database
-from bso_server.service import BatchSizeService
-from bso_server.store import Store, StoredTrial, Transaction
+from bso_server.service.commands import BatchSizeService
+from bso_server.storage.database import open_database
+from bso_server.storage.rows import StoredTrial
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
 from tests.chaos.evidence import ALIVE, Acknowledgement, check_job, check_numbers, read_logs
 from tests.chaos.jobs import Job, jobs, result

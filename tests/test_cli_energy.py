@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.energy_bench import VARIABLES
-from tests.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.energy_bench import VARIABLES
+from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from zeus_plugins import energy
 from zeus_plugins.cli import main
 

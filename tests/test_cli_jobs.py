@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from bso_server.cli import main
-from bso_server.cli_common import TOKEN_VARIABLE
+from bso_server.cli.common import TOKEN_VARIABLE
 from tests.conftest import Server, free_port
 from tests.test_wire import begin, reached, report
 

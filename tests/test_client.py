@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeus_plugins.client import NO_RETRIES, BsoClient, Retries, client_from_environment
+from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries, client_from_environment
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from zeus_plugins.dataloader import ZeusDataLoader
+from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
@@ -238,7 +238,7 @@ import torch
 from torch import distributed
 from torch.utils.data import TensorDataset
 from torch.utils.data.distributed import DistributedSampler
-from zeus_plugins.dataloader import ZeusDataLoader
+from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.energy import EstimateMonitor
 
 distributed.init_process_group("gloo")

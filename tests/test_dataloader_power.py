@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from zeus_plugins.dataloader import ZeusDataLoader
+from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitProfile, ReplayMachine, ReplayPoint
 

@@ -22,8 +22,8 @@ import pytest
 
 from tests.conftest import Server, bso_server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.client import EMBEDDED, NO_RETRIES, BsoClient, client_from_environment
-from zeus_plugins.embedded import EmbeddedTransport
+from zeus_plugins.client.http import EMBEDDED, NO_RETRIES, BsoClient, client_from_environment
+from zeus_plugins.client.local import EmbeddedTransport
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -31,7 +31,7 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobRegistration, TrainingResult, TrialDispatch, TrialId, TrialState
-from zeus_plugins.session import TrialSession
+from zeus_plugins.training.session import TrialSession
 
 JOB = JobSpec(job_id="digits-1", job_id_prefix="digits", batch_sizes=(32, 64), default_batch_size=32, max_epochs=5)
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
@@ -362,7 +362,7 @@ def test_without_the_extra_the_error_names_the_installation_and_the_alternative(
 FIFTY_TRIALS = """
 import sys
 from itertools import repeat
-from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import client_from_environment
 from tests.test_embedded import trial_to_its_end
 
 print("ready", flush=True)
@@ -438,7 +438,7 @@ def test_a_process_that_ends_fails_its_unfinished_trial_and_leaves_no_noise(
 
 
 NEVER_CLOSED = """
-from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import client_from_environment
 client = client_from_environment()
 client.list_jobs()
 """
@@ -498,7 +498,7 @@ os.register_at_fork(before=lambda: time.sleep(1))
 """
 FORK_DURING_REQUESTS = """
 import threading
-from zeus_plugins.client import NO_RETRIES, client_from_environment
+from zeus_plugins.client.http import NO_RETRIES, client_from_environment
 
 is_over = threading.Event()
 asked = []
@@ -531,8 +531,8 @@ def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
 
 RANK_1 = """
 import pickle, sys
-from zeus_plugins.client import client_from_environment
-from zeus_plugins.session import end_trial_from_another_rank
+from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.training.session import end_trial_from_another_rank
 
 with client_from_environment() as client:
     end_trial_from_another_rank(client, pickle.loads(bytes.fromhex(sys.argv[1])), MemoryError("rank 1"))

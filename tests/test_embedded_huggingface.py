@@ -12,14 +12,14 @@ import pytest
 if not os.environ.get("CI"):
     pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
 
-from tests.hf_bench import (
+from tests.support.hf_bench import (
     sizes_of,
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_models import Scores, quiet_trainer
-from tests.job_bench import EPOCH_OF_48, GPUS, NEVER, seconds_and_joules
+from tests.support.hf_models import Scores, quiet_trainer
+from tests.support.job_bench import EPOCH_OF_48, GPUS, NEVER, seconds_and_joules
 from zeus_plugins import JobSpec
-from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import client_from_environment
 from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import TrialState, TrialView

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from torch.utils.data import DataLoader
 
-from tests.ddp_training import SCORES
-from tests.job_bench import NEVER, seconds_and_joules
-from tests.lightning_bench import QUIET
-from tests.lightning_models import Classifier, digits, quiet_trainer, val_loader
+from tests.support.ddp_training import SCORES
+from tests.support.job_bench import NEVER, seconds_and_joules
+from tests.support.lightning_bench import QUIET
+from tests.support.lightning_models import Classifier, digits, quiet_trainer, val_loader
 from tests.test_lightning_ddp import JOB_ID, run_two_ranks
 from zeus_plugins import JobSpec
-from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import client_from_environment
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
-from tests.fake_amdsmi import FakeAmdSmi
-from tests.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver, supported
-from tests.fake_powercap import make_powercap
-from tests.fake_zeus_monitor import FakeZeusMonitor
+from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
+from tests.support.fake_amdsmi import FakeAmdSmi
+from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver, supported
+from tests.support.fake_powercap import make_powercap
+from tests.support.fake_zeus_monitor import FakeZeusMonitor
 from zeus_plugins import energy
 from zeus_plugins.energy import (
     EnergyMonitor,

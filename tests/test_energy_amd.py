@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
-from tests.fake_amdsmi import MI250X, MI300X, FakeAmdGpu, FakeAmdSmi
-from tests.fake_nvml import Clock
+from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
+from tests.support.fake_amdsmi import MI250X, MI300X, FakeAmdGpu, FakeAmdSmi
+from tests.support.fake_nvml import Clock
 from zeus_plugins.energy import AmdSmiMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.monitor import NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError

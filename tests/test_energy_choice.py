@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.energy_bench import plain_environment  # noqa: F401 - a fixture
-from tests.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
-from tests.fake_nvml import H200, V100, FakeGpu, FakeNvml, has_nvidia_driver
-from tests.fake_powercap import make_powercap
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
+from tests.support.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
+from tests.support.fake_nvml import H200, V100, FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.fake_powercap import make_powercap
 from zeus_plugins import energy
 from zeus_plugins.energy import (
     DEFAULT_ESTIMATED_POWER_W,

@@ -28,7 +28,7 @@ def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.two_nodes", str(folder)],
+            [sys.executable, "-m", "tests.support.two_nodes", str(folder)],
             env=os.environ | address | {"RANK": str(rank)},
             cwd=ROOT,
             stderr=subprocess.PIPE,

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from tests.energy_bench import plain_environment  # noqa: F401 - a fixture
-from tests.fake_nvml import has_nvidia_driver
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
+from tests.support.fake_nvml import has_nvidia_driver
 from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor, auto
 from zeus_plugins.energy.check import compare_nvml
 

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
-from tests.fake_nvml import Clock, FakeGpu, FakeNvml, supported
+from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
+from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml, supported
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, NvmlMonitor, NvmlPowerMonitor
 from zeus_plugins.energy.check import compare_nvml
 from zeus_plugins.energy.nvml_power import IntegratedPower
@@ -262,7 +262,7 @@ def test_readings_that_fail_are_bridged(caplog: pytest.LogCaptureFixture) -> Non
 
 FORK = """
     import os, threading
-    from tests.fake_nvml import FakeGpu, FakeNvml
+    from tests.support.fake_nvml import FakeGpu, FakeNvml
     from zeus_plugins.energy import NvmlPowerMonitor
     from zeus_plugins.errors import ZeusBSOOperationOrderError
 

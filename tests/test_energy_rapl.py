@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
-from tests.fake_nvml import Clock
-from tests.fake_powercap import RANGE_UJ, add_zone, make_powercap, spend_uj
+from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
+from tests.support.fake_nvml import Clock
+from tests.support.fake_powercap import RANGE_UJ, add_zone, make_powercap, spend_uj
 from zeus_plugins.energy import EnergyUnavailableError, Measurement, RaplMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.rapl import _Zone

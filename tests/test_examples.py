@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import Server
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bso_server.core.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
-from bso_server.core.gp_voi import _candidates
-from bso_server.core.gp_voi_constants import CONSTANTS
+from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
+from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.decisions import _candidates
+from bso_server.core.gp_voi.forecast import Outlook, beliefs_of
 from bso_server.core.model import EpochBound, TrialRecord
-from bso_server.core.outlook import Outlook, beliefs_of
 from bso_server.core.policy import stop_rule, suggest
 from bso_server.core.statistics import WeightedStatistics
 from bso_server.errors import NoSurvivorError
-from tests.histories import Life, make_job
+from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
 
 SIZES = (8, 16, 32, 64, 128)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate, stats
 
-from bso_server.core import normal
-from bso_server.core.gp import (
+from bso_server.core.gp_voi import normal
+from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.gaussian_process import (
     Normal,
     Posterior,
     cost_posterior,
@@ -20,10 +21,9 @@ from bso_server.core.gp import (
     prior,
     run_variance,
 )
-from bso_server.core.gp_voi_constants import CONSTANTS
+from bso_server.core.gp_voi.stopping import bound_of_try
+from bso_server.core.gp_voi.value import expected_loss, expected_saving, worth
 from bso_server.core.statistics import WeightedStatistics
-from bso_server.core.stopping import bound_of_try
-from bso_server.core.voi import expected_loss, expected_saving, worth
 
 SIZES = (8, 16, 48, 64, 512)
 finite = st.floats(-5, 5)

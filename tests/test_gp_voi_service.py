@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
+from bso_server.cli.tables import job_text
 from bso_server.core.history import History
-from bso_server.format import job_text
-from bso_server.service import load_history
-from bso_server.store import Transaction
+from bso_server.service.commands import load_history
+from bso_server.storage.transaction import Transaction
 from tests.test_lifecycle import HOUR_S, Server, serve
 from zeus_plugins.protocol import (
     EndReason,

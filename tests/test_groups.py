@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bso_server.groups import Groups
+from bso_server.service.groups import Groups
 
 
 class Doubler:

@@ -19,17 +19,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback
 
-from tests import hf_models as models
 from tests.conftest import Server, free_port
-from tests.hf_bench import (
+from tests.support import hf_models as models
+from tests.support.hf_bench import (
     Bench,
     Watch,
     make_bench,  # noqa: F401 - a fixture
     sizes_of,
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_models import USERS_SIZE, Classifier, Digits, val_digits
-from tests.job_bench import (
+from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
+from tests.support.job_bench import (
     EPOCH_OF_24,
     EPOCH_OF_48,
     NEVER,

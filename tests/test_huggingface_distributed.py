@@ -18,9 +18,9 @@ if not os.environ.get("CI"):
     pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
 
 from tests.conftest import Server, free_port
-from tests.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE, batch_size_of
-from tests.hf_models import TRAIN_IMAGES
-from zeus_plugins.client import BsoClient
+from tests.support.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE, batch_size_of
+from tests.support.hf_models import TRAIN_IMAGES
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState, TrialView
 
 # A process that waits for another one for ever shows as a test that fails by this limit.
@@ -46,7 +46,14 @@ def launch(launcher: str, server_url: str, folder: Path, *ways: str) -> int:
     Returns:
         The launcher's exit status.
     """
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(free_port()), "-m", "tests.hf_distributed_training"]
+    command = [
+        sys.executable,
+        "-m",
+        *LAUNCHERS[launcher],
+        str(free_port()),
+        "-m",
+        "tests.support.hf_distributed_training",
+    ]
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(
             [*command, server_url, JOB_ID, str(folder), *ways],

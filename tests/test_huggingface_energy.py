@@ -16,13 +16,13 @@ if not os.environ.get("CI"):
 import torch
 from transformers import Trainer, TrainerCallback
 
-from tests.hf_bench import (
+from tests.support.hf_bench import (
     Bench,
     make_bench,  # noqa: F401 - a fixture
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_models import Classifier, quiet_trainer, val_digits
-from tests.job_bench import (
+from tests.support.hf_models import Classifier, quiet_trainer, val_digits
+from tests.support.job_bench import (
     CountingMonitor,
     make_shared_server,  # noqa: F401 - a fixture
 )

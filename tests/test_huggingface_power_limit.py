@@ -14,12 +14,12 @@ if not os.environ.get("CI"):
 
 from transformers import TrainerCallback
 
-from tests.hf_bench import (
+from tests.support.hf_bench import (
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_models import val_digits
-from tests.hf_powered import EVALUATION_S, Powered
-from tests.power_limit_bench import BEST_W, FOUND_W, TABLE, Forbidden, is_as_the_table
+from tests.support.hf_models import val_digits
+from tests.support.hf_powered import EVALUATION_S, Powered
+from tests.support.power_limit_bench import BEST_W, FOUND_W, TABLE, Forbidden, is_as_the_table
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitProfile
 

@@ -12,20 +12,20 @@ if not os.environ.get("CI"):
 
 from transformers import Trainer
 
-from tests.hf_bench import (
+from tests.support.hf_bench import (
     Bench,
     make_bench,  # noqa: F401 - a fixture
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_powered import Powered
-from tests.job_bench import (
+from tests.support.hf_powered import Powered
+from tests.support.job_bench import (
     NEVER,
     make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
-from tests.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from zeus_plugins import JobSpec
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.huggingface import ZeusPowerLimitTrainerCallback
 from zeus_plugins.power_limit import Energy
 

@@ -15,15 +15,15 @@ if not os.environ.get("CI"):
 
 from transformers import TrainerCallback
 
-from tests.hf_bench import (
+from tests.support.hf_bench import (
     Bench,
     Watch,
     make_bench,  # noqa: F401 - a fixture
     sizes_of,
     use_one_thread,  # noqa: F401 - a fixture
 )
-from tests.hf_models import Classifier
-from tests.job_bench import (
+from tests.support.hf_models import Classifier
+from tests.support.job_bench import (
     EPOCH_OF_24,
     EPOCH_OF_48,
     NEVER,

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from tests.conftest import Server
-from tests.power_limit_bench import found_out
+from tests.support.power_limit_bench import found_out
 
 JSON = {"content-type": "application/json"}
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from bso_server.core.history import History
 from bso_server.core.lease import LeasePolicy
-from bso_server.database import open_database
 from bso_server.errors import (
     BsoError,
     InvalidReportError,
@@ -25,9 +24,11 @@ from bso_server.errors import (
     UnknownJobError,
     UnknownTrialError,
 )
-from bso_server.reading import JobReader
-from bso_server.service import BatchSizeService, load_history
-from bso_server.store import Store, Transaction
+from bso_server.service.commands import BatchSizeService, load_history
+from bso_server.service.queries import JobReader
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     EndReason,
     Heartbeat,

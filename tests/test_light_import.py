@@ -23,7 +23,14 @@ LONG_S = 600.0
 
 
 @pytest.mark.parametrize(
-    "module", ["zeus_plugins", "zeus_plugins.session", "zeus_plugins.client", "zeus_plugins.cli", "zeus_plugins.master"]
+    "module",
+    [
+        "zeus_plugins",
+        "zeus_plugins.training.session",
+        "zeus_plugins.client.http",
+        "zeus_plugins.cli",
+        "zeus_plugins.master",
+    ],
 )
 def test_the_training_side_loads_no_framework_and_no_server(module: str) -> None:
     program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
@@ -64,7 +71,7 @@ def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "module",
-    ["zeus_plugins", "zeus_plugins.energy", "zeus_plugins.optimizer", "zeus_plugins.doctor", "zeus_plugins.cli"],
+    ["zeus_plugins", "zeus_plugins.energy", "zeus_plugins.optimizer", "zeus_plugins.cli.doctor", "zeus_plugins.cli"],
 )
 def test_the_bare_installation_works(bare: Path, tmp_path: Path, module: str) -> None:
     done = outside(bare, "-W", "error", "-c", f"import {module}; print({module}.__file__)", folder=tmp_path)

@@ -17,8 +17,8 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner.tuning import Tuner
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from tests import lightning_models as models
-from tests.job_bench import (
+from tests.support import lightning_models as models
+from tests.support.job_bench import (
     AT_ONCE,
     EPOCH_OF_48,
     NEVER,
@@ -27,7 +27,7 @@ from tests.job_bench import (
     make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     EPOCH_OF_16,
     QUIET,
     Bench,
@@ -35,7 +35,7 @@ from tests.lightning_bench import (
     Watch,
     make_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
+from tests.support.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.conftest import Server, free_port
-from tests.ddp_training import BATCH_SIZE, SCORES, WORLD_SIZE
-from tests.lightning_models import TRAIN_IMAGES
-from zeus_plugins.client import BsoClient
+from tests.support.ddp_training import BATCH_SIZE, SCORES, WORLD_SIZE
+from tests.support.lightning_models import TRAIN_IMAGES
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState, TrialView
 
 # A rank that waits for another one for ever shows as a test that fails by this limit.
@@ -28,7 +28,7 @@ def run_two_ranks(server_url: str, target: float, folder: Path, scenario: str) -
     """Exit status and output of the first rank; both have ended."""
     arguments = [server_url, JOB_ID, str(target), str(folder), scenario]
     training = subprocess.Popen(
-        [sys.executable, "-m", "tests.ddp_training", *arguments],
+        [sys.executable, "-m", "tests.support.ddp_training", *arguments],
         cwd=REPOSITORY,
         start_new_session=True,
         stdout=subprocess.PIPE,

@@ -10,17 +10,17 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.job_bench import (
+from tests.support.job_bench import (
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     Interrupt,
     StepMonitor,
     make_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.lightning import ZeusEnergyCallback
 

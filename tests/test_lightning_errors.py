@@ -12,19 +12,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from tests.conftest import Server, free_port
-from tests.job_bench import (
+from tests.support.job_bench import (
     NEXT_SIZE,
     SERVERS_SIZE,
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     Interrupt,
     make_bench,  # noqa: F401 - a fixture
     make_mortal_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import USERS_SIZE, Classifier, quiet_trainer, train_loader
+from tests.support.lightning_models import USERS_SIZE, Classifier, quiet_trainer, train_loader
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import TrialState
 

@@ -12,18 +12,18 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.job_bench import (
+from tests.support.job_bench import (
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     Interrupt,
     make_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import Classifier, quiet_trainer, train_loader
-from tests.lightning_powered import VALIDATION_S, Powered
-from tests.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, Forbidden, is_as_the_table
+from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from tests.support.lightning_powered import VALIDATION_S, Powered
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, Forbidden, is_as_the_table
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.lightning import ZeusPowerLimitCallback
 from zeus_plugins.power_limit import Energy, PowerLimitProfile

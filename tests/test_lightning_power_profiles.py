@@ -9,23 +9,23 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 
-from tests.job_bench import (
+from tests.support.job_bench import (
     NEVER,
     make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     make_bench,  # noqa: F401 - a fixture
     make_mortal_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import quiet_trainer, train_loader
-from tests.lightning_powered import Powered
-from tests.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
+from tests.support.lightning_models import quiet_trainer, train_loader
+from tests.support.lightning_powered import Powered
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
 from tests.test_lightning_resume import interrupted
 from zeus_plugins import JobSpec
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusPowerLimitCallback
 from zeus_plugins.power_limit import Energy
 

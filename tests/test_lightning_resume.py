@@ -16,23 +16,23 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests import resumed_training as script
 from tests.conftest import Server
-from tests.job_bench import (
+from tests.support import resumed_training as script
+from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
     SERVERS_SIZE,
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     Interrupt,
     StepMonitor,
     make_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
-from zeus_plugins.client import BsoClient
+from tests.support.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState, TrialView
 
@@ -54,7 +54,7 @@ STEPS_OF_48 = 4
 
 def run_script(server: Server, folder: Path, number: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.resumed_training", server.url, JOB_ID, str(folder), str(number)],
+        [sys.executable, "-m", "tests.support.resumed_training", server.url, JOB_ID, str(folder), str(number)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

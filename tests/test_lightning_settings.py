@@ -13,19 +13,19 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.tuner.tuning import Tuner
 
-from tests.job_bench import (
+from tests.support.job_bench import (
     EPOCH_OF_48,
     NEVER,
     NEXT_SIZE,
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import (
+from tests.support.lightning_bench import (
     QUIET,
     Bench,
     Watch,
     make_bench,  # noqa: F401 - a fixture
 )
-from tests.lightning_models import (
+from tests.support.lightning_models import (
     Classifier,
     Loader,
     ManualModule,

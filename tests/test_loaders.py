@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests import lightning_models as models
+from tests.support import lightning_models as models
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.loaders import BatchSplit, delivered_batch_size, resize_loader, split_batch
-from zeus_plugins.patches import Patches
+from zeus_plugins.training.loaders import BatchSplit, delivered_batch_size, resize_loader, split_batch
+from zeus_plugins.training.patches import Patches
 
 sizes = st.integers(1, 10_000)
 

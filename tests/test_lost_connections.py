@@ -25,10 +25,10 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from bso_server.database import open_database
-from bso_server.security import Scope
-from bso_server.store import Store
-from bso_server.tokens import Tokens
+from bso_server.core.access import Scope
+from bso_server.service.tokens import Tokens
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
 from tests.conftest import Server, bso_server
 from tests.test_wire import begin, reached
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.lr_scaling import LrScaling, lr_factor, scale_learning_rate
+from zeus_plugins.training.lr_scaling import LrScaling, lr_factor, scale_learning_rate
 
 STEPS = 12
 FACTOR = 48 / 16
@@ -189,7 +189,7 @@ def test_a_scheduler_with_rates_out_of_reach_is_told_of(caplog: pytest.LogCaptur
         base_values = (0.1,)
 
     scheduler: Any = TimmLike()
-    with caplog.at_level(logging.WARNING, logger="zeus_plugins.lr_scaling"):
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins.training.lr_scaling"):
         scale_learning_rate([], [scheduler], 3.0)
 
     [record] = caplog.records
@@ -198,7 +198,7 @@ def test_a_scheduler_with_rates_out_of_reach_is_told_of(caplog: pytest.LogCaptur
 
 
 def test_a_known_scheduler_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="zeus_plugins.lr_scaling"):
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins.training.lr_scaling"):
         Schedule.built("ChainedScheduler", 1.0).scaled(2.0)
 
     assert caplog.records == []
@@ -245,5 +245,5 @@ def test_a_batch_size_below_1_is_refused(batch_size: int, default: int) -> None:
 
 
 def test_importing_the_module_loads_no_torch() -> None:
-    script = "import sys, zeus_plugins.lr_scaling; sys.exit('torch' in sys.modules)"
+    script = "import sys, zeus_plugins.training.lr_scaling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

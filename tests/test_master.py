@@ -20,9 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.conftest import Server
-from tests.master_training import MAX_POWER_W
+from tests.support.master_training import MAX_POWER_W
 from zeus_plugins.cli import main
-from zeus_plugins.client import NO_RETRIES, BsoClient
+from zeus_plugins.client.http import NO_RETRIES, BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
 from zeus_plugins.master import (
     FailedTryError,
@@ -43,8 +43,8 @@ ROOT = Path(__file__).parent.parent
 GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
 SIZES = [32, 64, 128]
 TRAINING = (
-    "{python} -m tests.master_training --batch-size {batch_size} --lr {learning_rate} --seed {seed} --epochs {epochs} "
-    "--target {target_metric}"
+    "{python} -m tests.support.master_training --batch-size {batch_size} --lr {learning_rate} --seed {seed} "
+    "--epochs {epochs} --target {target_metric}"
 )
 LONG_S = 120.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Server, free_port
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 
 LIMIT_S = 120
 JOB_ID = "digits-nodes"

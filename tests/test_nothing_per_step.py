@@ -20,15 +20,15 @@ if not os.environ.get("CI"):
 from torch.utils.data import DataLoader, Subset
 
 import zeus_plugins
-from tests import hf_models, lightning_models
 from tests.conftest import Server
-from tests.job_bench import (
+from tests.support import hf_models, lightning_models
+from tests.support.job_bench import (
     JobBench,
     make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
-from tests.lightning_bench import QUIET
-from tests.power_limit_bench import TABLE, machine
+from tests.support.lightning_bench import QUIET
+from tests.support.power_limit_bench import TABLE, machine
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusPowerLimitTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback, ZeusPowerLimitCallback
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample, ReplayMachine

@@ -22,12 +22,12 @@ from sqlalchemy import Connection, text
 from sqlalchemy.engine import make_url
 
 from bso_server.app import leases_of
-from bso_server.cli_common import CommandError, settings_of
+from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.lease import LeasePolicy
-from bso_server.database import SqliteDatabase, open_database
-from bso_server.filesystem import network_filesystem
 from bso_server.settings import Settings
-from bso_server.store import Store
+from bso_server.storage.database import SqliteDatabase, open_database
+from bso_server.storage.filesystem import network_filesystem
+from bso_server.storage.store import Store
 from tests.conftest import SERVER_START_S, Server, bso_server, free_port
 from tests.test_wire import begin
 

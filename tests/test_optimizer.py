@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import httpx
 import pytest
 
-from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (

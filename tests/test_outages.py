@@ -19,9 +19,9 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.conftest import POSTGRES_URL, Server, administer, fresh_database
-from tests.outage_training import DEFAULT_SIZE, EPOCHS, FRAMEWORKS
-from zeus_plugins.client import BsoClient
-from zeus_plugins.outbox import Outbox
+from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, FRAMEWORKS
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.protocol import JobView, Origin, TrialState
 
 REPOSITORY = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ class Scenario:
     """What happens to the server, and when.
 
     Attributes:
-        strikes: By the points of `tests.outage_training`.
+        strikes: By the points of `tests.support.outage_training`.
         recovery: What mends it all after the training.
         is_delivered_by_training: Whether nothing is left to ``zeus-plugins sync``.
         origin: Of the trial.
@@ -188,7 +188,7 @@ def ran(request: pytest.FixtureRequest, site: Site, tmp_path_factory: pytest.Tem
     names = {name: f"{framework}-{name}" for name in SCENARIOS}
     ran = Ran()
     with (folder / "output").open("w+") as output:
-        command = [sys.executable, "-m", "tests.outage_training", framework, site.server.url, str(folder)]
+        command = [sys.executable, "-m", "tests.support.outage_training", framework, site.server.url, str(folder)]
         training = subprocess.Popen(
             [*command, *names.values()], cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT
         )

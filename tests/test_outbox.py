@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 
 from tests.conftest import Server, free_port
 from zeus_plugins.cli import main
-from zeus_plugins.client import NO_RETRIES, BsoClient
-from zeus_plugins.delivery import Delivered, deliver, deliver_waiting
+from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
+from zeus_plugins.client.http import NO_RETRIES, BsoClient
+from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender, state_directory
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
-from zeus_plugins.outbox import Box, BoxBusyError, BoxError, Outbox, Sender, state_directory
 from zeus_plugins.protocol import (
     Ending,
     Evaluation,
@@ -309,7 +309,7 @@ def test_a_file_system_without_locks_is_told_at_once(outbox: Outbox, monkeypatch
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     with monkeypatch.context() as patched:
-        patched.setattr("zeus_plugins.outbox._lock", lock)
+        patched.setattr("zeus_plugins.client.outbox._lock", lock)
         with pytest.raises(OSError, match="Function not implemented"):
             outbox.box(sender(TRIAL))
         assert outbox.waiting() == []

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zeus_plugins.outcomes import detail_of, is_lost_peer, outcome_of
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
+from zeus_plugins.training.outcomes import detail_of, is_lost_peer, outcome_of
 
 
 class SIGTERMException(SystemExit):

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from zeus_plugins.patches import Patches
+from zeus_plugins.training.patches import Patches
 
 
 class Thing:

@@ -13,7 +13,7 @@ import pytest
 
 from bso_server.core.history import History
 from bso_server.core.policy import suggest
-from tests.histories import Life, make_job
+from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import Origin, TrialState
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, Breaks, Forbidden, machine
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, Breaks, Forbidden, machine
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.power_limit import (

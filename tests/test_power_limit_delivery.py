@@ -10,13 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
-from tests.job_bench import GPUS, seconds_and_joules
+from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
+from tests.support.job_bench import GPUS, seconds_and_joules
 from tests.test_reporter import JOB, Flaky, threads, training, until, warnings_in
-from zeus_plugins.client import NO_RETRIES
-from zeus_plugins.delivery import deliver, deliver_waiting
+from zeus_plugins.client.delivery import deliver, deliver_waiting
+from zeus_plugins.client.http import NO_RETRIES
+from zeus_plugins.client.outbox import Outbox, Sender
 from zeus_plugins.errors import ZeusBSORuntimError
-from zeus_plugins.outbox import Outbox, Sender
 from zeus_plugins.protocol import (
     Ending,
     Evaluation,
@@ -26,7 +26,7 @@ from zeus_plugins.protocol import (
     PowerProfile,
     TrialId,
 )
-from zeus_plugins.session import TrialInfo, TrialSession
+from zeus_plugins.training.session import TrialInfo, TrialSession
 
 PATH = "/trials/power_profile"
 SAMPLES = tuple(PowerLimitSample(limit_w=w, steps=4, time_s=1.0, energy_j=w) for w in (50.0, 100.0))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
-from tests.power_limit_bench import FileDevice, Forbidden, machine
+from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.power_limit_bench import FileDevice, Forbidden, machine
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import (

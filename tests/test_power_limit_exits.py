@@ -30,7 +30,7 @@ class Training:
 
     def __init__(self, limit: Path, way: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.power_limit_training", str(limit), way],
+            [sys.executable, "-m", "tests.support.power_limit_training", str(limit), way],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.conftest import Server, free_port
-from tests.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
-from zeus_plugins.client import BsoClient
+from tests.support.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.power_limit import PowerLimitProfile
 
 ROOT = Path(__file__).parent.parent
@@ -25,7 +25,9 @@ PER_EPOCH = 6
 
 def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each of the processes saw."""
-    command = f"torch.distributed.run --nproc_per_node 2 --master_port {free_port()} -m tests.power_limit_processes"
+    command = (
+        f"torch.distributed.run --nproc_per_node 2 --master_port {free_port()} -m tests.support.power_limit_processes"
+    )
     with (folder / "output").open("w") as output:
         training = subprocess.Popen(
             [sys.executable, "-m", *command.split(), str(folder), framework, *arguments],

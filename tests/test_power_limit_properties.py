@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
-from tests.power_limit_bench import LIMITS_W, TABLE
+from tests.support.power_limit_bench import LIMITS_W, TABLE
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
     Done,

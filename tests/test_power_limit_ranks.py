@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import free_port
-from tests.power_limit_bench import FOUND_W
+from tests.support.power_limit_bench import FOUND_W
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 120.0
@@ -28,7 +28,7 @@ def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> Stories:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.power_limit_ranks", str(folder)],
+            [sys.executable, "-m", "tests.support.power_limit_ranks", str(folder)],
             env=os.environ | address | {"RANK": str(rank)},
             cwd=ROOT,
             stderr=subprocess.PIPE,

@@ -10,10 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
-from bso_server.reading import JobReader
+from bso_server.service.queries import JobReader
 from tests.conftest import Server as ServerProcess
 from tests.conftest import bso_server
-from tests.power_limit_bench import found_out
+from tests.support.power_limit_bench import found_out
 from tests.test_lifecycle import HOUR_S, Server, serve
 from tests.test_wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile

@@ -24,13 +24,13 @@ from lightning.pytorch import LightningModule
 from transformers import Trainer
 
 from tests.conftest import Server
-from tests.job_bench import (
+from tests.support.job_bench import (
     NEVER,
     SERVERS_SIZE,
     JobBench,
     make_shared_server,  # noqa: F401 - a fixture
 )
-from tests.lightning_bench import QUIET
+from tests.support.lightning_bench import QUIET
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bso_server.core.model import UNCOUNTED, Job, TrialRecord
-from bso_server.core.pruning import Explore, Survivors, Wait, explore
+from bso_server.core.zeus.pruning import Explore, Survivors, Wait, explore
 from bso_server.errors import NoSurvivorError
-from tests.histories import Life, make_job
+from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import Origin, TrialState
 
 # A run's outcome: its cost in joules if it reached the target, else the state in which it ended.

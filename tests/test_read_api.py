@@ -18,14 +18,15 @@ import pytest
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 
-from bso_server.database import open_database
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.reading import JobReader
-from bso_server.service import BatchSizeService
-from bso_server.store import Store, Transaction
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.queries import JobReader
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
 from tests.conftest import Server
 from tests.test_wire import assert_refused, begin, reached, report
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialView
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import GpuConfig, PolicyName, TrialState

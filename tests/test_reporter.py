@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge
-from bso_server.store import job_of
+from bso_server.storage.rows import job_of
 from tests.conftest import HEARTBEATS, Server
-from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
-from tests.job_bench import seconds_and_joules
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.job_bench import seconds_and_joules
 from zeus_plugins import JobSpec
-from zeus_plugins.client import NO_RETRIES, BsoClient, Retries
+from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries
+from zeus_plugins.client.outbox import BoxBusyError, Outbox
+from zeus_plugins.client.reporter import judged_here
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.outbox import BoxBusyError, Outbox
 from zeus_plugins.protocol import (
     Evaluation,
     JobRegistration,
@@ -40,8 +41,7 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialState,
 )
-from zeus_plugins.reporter import judged_here
-from zeus_plugins.session import TrialSession
+from zeus_plugins.training.session import TrialSession
 
 PATIENCE_S = 60.0
 JOB = JobSpec(
@@ -661,7 +661,7 @@ def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> No
 
 TRAINING = """
 import sys, time
-from tests.job_bench import seconds_and_joules
+from tests.support.job_bench import seconds_and_joules
 from tests.test_reporter import JOB
 from zeus_plugins import BatchSizeOptimizer
 

@@ -19,12 +19,12 @@ from litestar import get, post
 from litestar.routes import ASGIRoute
 from sqlalchemy import Engine, event
 
+from bso_server.api.auth import needed_scope
 from bso_server.app import create_app
-from bso_server.routes.access import needed_scope
 from bso_server.settings import Settings
 from tests.conftest import Server, bso_server
-from tests.power_limit_bench import found_out
-from zeus_plugins.client import BsoClient
+from tests.support.power_limit_bench import found_out
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import TrialId
 

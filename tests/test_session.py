@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.conftest import Server
-from tests.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
-from zeus_plugins.client import BsoClient
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
@@ -27,7 +27,7 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, StopRule, TrialState
-from zeus_plugins.session import OnUnreachable, TrialInfo, TrialSession, end_trial_from_another_rank
+from zeus_plugins.training.session import OnUnreachable, TrialInfo, TrialSession, end_trial_from_another_rank
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from bso_server.cli import main
+from bso_server.cli.simulate_tables import spending_text
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
-from bso_server.simulate.believed import believed_costs
 from bso_server.simulate.play import Phase, job_of, play
 from bso_server.simulate.plots import plot
+from bso_server.simulate.predictions import believed_costs
 from bso_server.simulate.recorded import recorded_account, recorded_workload
 from bso_server.simulate.results import Setting, compare, geometric_means
-from bso_server.simulate.spending import Account, Spending
-from bso_server.simulate.text import spending_text
+from bso_server.simulate.savings import Account, Spending
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from tests.test_lifecycle import Server, serve

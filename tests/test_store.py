@@ -22,12 +22,14 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event
 
 from bso_server.core.model import EpochBound, TrialRecord
-from bso_server.database import open_database
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.service import BatchSizeService
-from bso_server.store import JobExistsError, Store, StoredTrial, Transaction
-from bso_server.store_reads import jobs_page
-from bso_server.tables import metadata
+from bso_server.service.commands import BatchSizeService
+from bso_server.storage.database import open_database
+from bso_server.storage.queries import jobs_page
+from bso_server.storage.rows import StoredTrial
+from bso_server.storage.store import Store
+from bso_server.storage.tables import metadata
+from bso_server.storage.transaction import JobExistsError, Transaction
 from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
 
 T = TypeVar("T")

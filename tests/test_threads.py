@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from bso_server.threads import DaemonThreads
+from bso_server.storage.threads import DaemonThreads
 
 
 def test_threads_give_results_and_errors() -> None:

@@ -14,21 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from bso_server.database import open_database
+from bso_server.core.access import UNRESTRICTED, Scope, TokenRecord
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UnknownTokenError, UntrustedHostError
-from bso_server.security import (
-    CACHE_S,
-    UNRESTRICTED,
-    Authenticator,
-    Scope,
-    TokenRecord,
-    is_loopback,
-    new_token,
-    require_allowed_host,
-    token_in,
-)
-from bso_server.store import Store
-from bso_server.tokens import Tokens
+from bso_server.service.security import CACHE_S, Authenticator, is_loopback, new_token, require_allowed_host, token_in
+from bso_server.service.tokens import Tokens
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
 from tests.conftest import bso_server
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bso_server import transfer
 from bso_server.core.history import History
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
-from bso_server.messages import JobExport
-from bso_server.reading import JobReader
-from bso_server.service import load_history
-from bso_server.store import Transaction
+from bso_server.service import transfer
+from bso_server.service.commands import load_history
+from bso_server.service.messages import JobExport
+from bso_server.service.queries import JobReader
+from bso_server.storage.transaction import Transaction
 from tests.conftest import Server as ServerProcess
-from tests.power_limit_bench import found_out
+from tests.support.power_limit_bench import found_out
 from tests.test_lifecycle import HOUR_S, Server, live, serve
 from tests.test_wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState

@@ -48,22 +48,24 @@ def own(names: set[str]) -> set[str]:
 
 
 def test_the_reader_of_imports_sees_through_indentation() -> None:
-    assert "bso_server.migrations" in imports("bso_server/store.py")
+    assert "bso_server.storage.migrations" in imports("bso_server/storage/store.py")
     assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
 
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_the_training_side_does_not_import_the_server(module: str) -> None:
     names = offenders(imports(module), {"bso_server"})
-    is_the_server = module == "zeus_plugins/embedded.py"
+    is_the_server = module == "zeus_plugins/client/local.py"
     takes_its_policy = module == "zeus_plugins/master/policy.py" and names == offenders(names, POLICY)
     assert is_the_server or takes_its_policy or not names
     assert not offenders(imports(module), {"litestar", "sqlalchemy"})
 
 
 def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_before_it_is_needed() -> None:
-    importers = [module for module in modules("zeus_plugins/**/*.py") if "zeus_plugins.embedded" in imports(module)]
-    assert importers == ["zeus_plugins/client.py"]
+    name = "zeus_plugins.client.local"
+    assert [module for module in modules("zeus_plugins/**/*.py") if name in imports(module)] == [
+        "zeus_plugins/client/http.py"
+    ]
 
 
 @pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
@@ -76,42 +78,47 @@ def test_the_protocol_imports_nothing_of_ours() -> None:
     assert not own(imports("zeus_plugins/protocol.py"))
 
 
-@pytest.mark.parametrize("module", modules("bso_server/core/*.py"))
+@pytest.mark.parametrize("module", modules("bso_server/core/**/*.py"))
 def test_the_core_is_pure(module: str) -> None:
     allowed = {"bso_server.core", "bso_server.errors", "zeus_plugins.protocol"}
     names = imports(module)
     assert own(names) == offenders(names, allowed)
     assert not offenders(
-        names, {"asyncio", "datetime", "httpx", "litestar", "logging", "os", "pydantic", "random", "sqlalchemy", "time"}
+        names, {"asyncio", "httpx", "litestar", "logging", "os", "pydantic", "random", "sqlalchemy", "time"}
     )
 
 
-def test_security_decides_without_knowing_where_tokens_are_kept() -> None:
-    names = imports("bso_server/security.py")
-    assert own(names) == offenders(names, {"bso_server.errors"})
+ROOMS = {
+    "storage": {"core", "errors"},
+    "service": {"core", "errors", "storage"},
+    "api": {"core", "errors", "service"},
+    "simulate": {"core", "errors"},
+}
+
+
+@pytest.mark.parametrize(("room", "may"), ROOMS.items())
+def test_imports_run_one_way(room: str, may: set[str]) -> None:
+    allowed = {f"bso_server.{each}" for each in {room, *may}} | {"zeus_plugins.protocol"}
+    for module in modules(f"bso_server/{room}/**/*.py"):
+        names = imports(module)
+        assert own(names) == offenders(names, allowed), module
 
 
 @pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
-def test_only_the_store_knows_sql(module: str) -> None:
-    rooms = {f"bso_server/{room}.py" for room in ("database", "store", "store_reads", "tables")}
-    knows = module in rooms or module.startswith("bso_server/migrations/")
-    assert knows or not offenders(imports(module), {"alembic", "sqlalchemy"})
+def test_only_the_storage_knows_sql(module: str) -> None:
+    assert module.startswith("bso_server/storage/") or not offenders(imports(module), {"alembic", "sqlalchemy"})
 
 
 @pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
 def test_only_the_outermost_modules_know_http(module: str) -> None:
-    outermost = {f"bso_server/{room}.py" for room in ("app", "bodies", "http_errors")}
-    knows = module in outermost or module.startswith("bso_server/routes/")
+    knows = module == "bso_server/app.py" or module.startswith("bso_server/api/")
     assert knows or not offenders(imports(module), {"litestar"})
 
 
-@pytest.mark.parametrize("module", modules("bso_server/routes/*.py"))
-def test_routes_only_call_the_service(module: str) -> None:
-    names = imports(module)
-    messages = {"bso_server.messages", "zeus_plugins.protocol"}
-    rooms = {f"bso_server.{room}" for room in ("bodies", "reading", "routes", "security", "service")}
-    assert own(names) == offenders(names, rooms | messages)
-    assert not any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
+@pytest.mark.parametrize("module", modules("bso_server/api/*.py"))
+def test_handlers_leave_errors_to_one_table(module: str) -> None:
+    tries = any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
+    assert not tries or module in {"bso_server/api/bodies.py", "bso_server/api/errors.py"}
 
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/power_limit/s*.py"))
@@ -123,14 +130,12 @@ def test_what_decides_the_power_limit_is_pure(module: str) -> None:
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_only_adapters_import_frameworks(module: str) -> None:
-    adapters = {
-        *("zeus_plugins/dataloader.py", "zeus_plugins/huggingface.py", "zeus_plugins/lightning.py"),
-        *USER_SCRIPTS,
-    }
-    assert module in adapters or not offenders(imports(module), FRAMEWORKS)
+    rooms = ("zeus_plugins/dataloader/", "zeus_plugins/huggingface/", "zeus_plugins/lightning/")
+    is_adapter = module.startswith(rooms) or module in USER_SCRIPTS
+    assert is_adapter or not offenders(imports(module), FRAMEWORKS)
 
 
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_only_the_client_and_its_way_to_the_server_in_this_process_know_httpx(module: str) -> None:
-    knows = module in {"zeus_plugins/client.py", "zeus_plugins/embedded.py"}
+    knows = module in {"zeus_plugins/client/http.py", "zeus_plugins/client/local.py"}
     assert knows or not offenders(imports(module), {"httpx"})

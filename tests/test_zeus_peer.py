@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Server, bso_server
 from tests.zeus_peer.peer import Launch, Peer, PeerMissingError, install
 from zeus_plugins import BatchSizeOptimizer, JobSpec
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import (

@@ -29,12 +29,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeus_plugins import energy
-from zeus_plugins.client import BsoClient, client_from_environment
+from zeus_plugins.client.http import BsoClient, client_from_environment
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec
-from zeus_plugins.session import OnUnreachable, TrialSession, check_on_unreachable
-from zeus_plugins.signals import raise_at_sigterm, termination
+from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
+from zeus_plugins.training.signals import raise_at_sigterm, termination
 
 __all__ = ["BatchSizeOptimizer"]
 
@@ -54,7 +54,7 @@ class BatchSizeOptimizer:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` will do. None: the best one that this machine offers
             (`zeus_plugins.energy.auto`).
         server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
-            that one a server in this process, on a SQLite file (`zeus_plugins.embedded`; needs the extra ``server``).
+            that one a server in this process, on a SQLite file (needs the extra ``server``).
         job: The recurring job.
         rank: Rank of this process in distributed training.
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.

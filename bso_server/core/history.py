@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from bso_server.core.beliefs import Belief, Outcome, after_crash, after_outcome
 from bso_server.core.cost import cost
+from bso_server.core.gp_voi.beliefs import Belief, Outcome, after_crash, after_outcome
 from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, Job, Report, TrialRecord
 from bso_server.core.statistics import Statistics
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, Stage, TrialState

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bso_server.core import bandit, gp_voi, pruning
 from bso_server.core.cost import cost, early_stop_bound
+from bso_server.core.gp_voi import decisions as gp_voi
 from bso_server.core.history import History, after_report
 from bso_server.core.model import Job, Report, Suggestion, TrialRecord
+from bso_server.core.zeus import bandit, pruning
 from bso_server.errors import InvalidReportError, NoSurvivorError
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
 

@@ -13,7 +13,7 @@ from bso_server.core.history import History, after_report, cost_of
 from bso_server.core.model import Job, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.life import Life
-from bso_server.simulate.spending import Spending
+from bso_server.simulate.savings import Spending
 from bso_server.simulate.workload import Landscape, Profile
 from zeus_plugins.protocol import PolicyName, StopRule, TrialState
 

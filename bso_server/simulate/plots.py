@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from bso_server.simulate.believed import believed_costs
 from bso_server.simulate.play import PlayedTrial
+from bso_server.simulate.predictions import believed_costs
 from bso_server.simulate.results import Comparison
 from zeus_plugins.protocol import PolicyName, TrialState
 

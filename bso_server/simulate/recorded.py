@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from bso_server.simulate.spending import Account, Spending
+from bso_server.simulate.savings import Account, Spending
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from zeus_plugins.protocol import JobView, TrialState, TrialView
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from bso_server.simulate.play import Phase, Played, job_of, landscape_at, play
-from bso_server.simulate.spending import Account, Spending
+from bso_server.simulate.savings import Account, Spending
 from bso_server.simulate.workload import Landscape, Workload, landscape
 from zeus_plugins.protocol import PolicyName
 

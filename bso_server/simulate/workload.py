@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bso_server.core.cost import cost
-from bso_server.simulate.spending import Spending
+from bso_server.simulate.savings import Spending
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from bso_server.database import open_database
-from bso_server.service import BatchSizeService
-from bso_server.store import Store
+from bso_server.service.commands import BatchSizeService
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
 from tests.conftest import SERVER_START_S, Server
 

@@ -10,9 +10,10 @@ from typing import Any
 
 from bso_server.core.history import History
 from bso_server.core.model import OBSERVED
-from bso_server.service import load_history
-from bso_server.store import StoredJob, StoredTrial, Transaction
-from bso_server.store_reads import epochs_of
+from bso_server.service.commands import load_history
+from bso_server.storage.queries import epochs_of
+from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import EndReason, TrialState
 
 Acknowledgement = dict[str, Any]

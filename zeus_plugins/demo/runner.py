@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.display import Display
 from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.demo.plot import plot_costs

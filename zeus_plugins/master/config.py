@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.lr_scaling import LrScaling
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import BatchSize, GpuConfig, PositiveInt, Seed
+from zeus_plugins.training.lr_scaling import LrScaling
 
 __all__ = ["MasterConfig", "read_config"]
 

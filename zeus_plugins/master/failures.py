@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from zeus_plugins.errors import ZeusBSOTrainFailError
-from zeus_plugins.outcomes import outcome_of
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
+from zeus_plugins.training.outcomes import outcome_of
 
 __all__ = ["FailedTryError", "oom_kills", "why_failed"]
 

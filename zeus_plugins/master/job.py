@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.lr_scaling import LrScaling, lr_factor
 from zeus_plugins.protocol import ID_PATTERN
+from zeus_plugins.training.lr_scaling import LrScaling, lr_factor
 
 __all__ = ["Job"]
 

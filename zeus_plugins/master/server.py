@@ -7,11 +7,12 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zeus_plugins.client import BsoClient
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.outbox import Outbox, Sender, default_outbox
 from zeus_plugins.protocol import (
     Ending,
     Evaluation,
@@ -23,7 +24,6 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialState,
 )
-from zeus_plugins.reporter import TrialReporter
 
 __all__ = ["ServerOptimizer"]
 

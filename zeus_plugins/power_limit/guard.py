@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from zeus_plugins.power_limit.devices import PowerLimitDevice
-from zeus_plugins.signals import raise_at_sigterm
+from zeus_plugins.training.signals import raise_at_sigterm
 
 __all__ = ["LimitGuard"]
 

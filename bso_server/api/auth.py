@@ -1,0 +1,84 @@
+"""Who may call which route, asked before a request's body is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from litestar import Request
+from litestar.handlers.base import BaseRouteHandler
+from litestar.handlers.http_handlers import HTTPRouteHandler
+from litestar.middleware import ASGIMiddleware
+from litestar.types import ASGIApp, Receive, Send
+from litestar.types import Scope as AsgiScope
+
+from bso_server.core.access import Caller, Scope
+from bso_server.service.security import Authenticator, refuse_other_sites, require_allowed_host
+
+CallerRequest = Request[Caller, Any, Any]
+"""A request whose `user` is the caller that `AccessControl` let through."""
+
+_NEEDS = "needs"
+
+# Whoever set these, a proxy or the client itself, the address beside them may be anything.
+_FORWARDED = (b"forwarded", b"x-forwarded-for")
+
+
+def needs(scope: Scope | None) -> dict[str, Any]:
+    """The ``opt`` of a route that callers with this scope may use, or, with None, anybody.
+
+    Routes that say nothing need `Scope.READ` where they only read (GET), and `Scope.ADMIN` otherwise.
+    """
+    return {_NEEDS: scope}
+
+
+def needed_scope(handler: BaseRouteHandler) -> Scope | None:
+    """The scope that a route asks for, or None where it asks for nothing."""
+    if _NEEDS in handler.opt:
+        stated: Scope | None = handler.opt[_NEEDS]
+        return stated
+    reads = isinstance(handler, HTTPRouteHandler) and handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
+    return Scope.READ if reads else Scope.ADMIN
+
+
+class AccessControl(ASGIMiddleware):
+    """Lets a request through to its route, with its caller as the request's `user`, or raises.
+
+    A guard would do, but Litestar copies the route's handler for each call of one, which costs more than the check.
+
+    Args:
+        authenticator: Knows callers.
+        allowed_hosts: Host names that the server answers to, as `security.require_allowed_host` takes them.
+    """
+
+    def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str]) -> None:
+        self._authenticator = authenticator
+        self._allowed_hosts = allowed_hosts
+
+    async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
+        """See `ASGIMiddleware`.
+
+        Raises:
+            UntrustedHostError: The request was sent to a host name that is not served here.
+            UnauthenticatedError: It needs a token, and shows none or not a good one.
+            ForbiddenError: Its caller may not do that.
+        """
+        needed = needed_scope(scope["route_handler"])
+        if needed is not None:
+            headers = dict(scope["headers"])
+            require_allowed_host(headers.get(b"host", b"").decode("latin-1"), self._allowed_hosts)
+            refuse_other_sites(headers.get(b"sec-fetch-site", b"").decode("latin-1"))
+            authorization = headers.get(b"authorization")
+            caller = await self._authenticator.identify(
+                None if authorization is None else authorization.decode("latin-1"), _address_of(scope, headers)
+            )
+            caller.require(needed)
+            scope["user"] = caller
+        await next_app(scope, receive, send)
+
+
+def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
+    client = scope["client"]
+    if client is None or any(name in headers for name in _FORWARDED):
+        return None
+    return client[0]

@@ -1,0 +1,78 @@
+"""The OpenAPI document, with pydantic's own description of each message.
+
+Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
+Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`routes.report`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from http import HTTPStatus
+from typing import Any
+
+from litestar import Request
+from litestar.openapi.plugins import JsonRenderPlugin
+from pydantic.json_schema import models_json_schema
+
+from bso_server.api.responses import errors
+from zeus_plugins.protocol import ErrorBody, Paths, ReportResponse, TrainingResult, WireMessage
+
+
+class OpenApiDocument(JsonRenderPlugin):
+    """Serves the document as ``/openapi.json``, without anything from elsewhere."""
+
+    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+        """See `JsonRenderPlugin`."""
+        components = openapi_schema["components"]
+        ours = _schemas()
+        used = {*components["schemas"], TrainingResult.__name__, ReportResponse.__name__}
+        schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
+        document = {
+            **openapi_schema,
+            "paths": {**openapi_schema["paths"], Paths.REPORT: {"post": _report()}},
+            "components": {**components, "schemas": schemas},
+        }
+        return super().render(request, document)
+
+
+def _report() -> dict[str, Any]:
+    """The operation of ``POST /report``."""
+    refused = errors(
+        HTTPStatus.NOT_FOUND,
+        HTTPStatus.CONFLICT,
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+        HTTPStatus.UNPROCESSABLE_ENTITY,
+    )
+    answers = {
+        str(status): {"description": spec.description, "content": _content(ErrorBody, spec.media_type)}
+        for status, spec in refused.items()
+    }
+    accepted = {"description": "Go on, or stop.", "content": _content(ReportResponse)}
+    return {
+        "summary": "Report an evaluation",
+        "description": "Take the result of one evaluation and say whether the training goes on.",
+        "operationId": "Report",
+        "requestBody": {"content": _content(TrainingResult), "required": True},
+        "responses": {str(HTTPStatus.OK.value): accepted, **answers},
+    }
+
+
+def _content(message: type[WireMessage], media_type: str = "application/json") -> dict[str, Any]:
+    return {media_type: {"schema": {"$ref": f"#/components/schemas/{message.__name__}"}}}
+
+
+@cache
+def _schemas() -> dict[str, Any]:
+    """The JSON schema of each message and of what it is made of, by name."""
+    messages = [(message, "validation") for message in _below(WireMessage)]
+    _, document = models_json_schema(messages, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # mypy takes the mode for any text
+    schemas: dict[str, Any] = document["$defs"]
+    return schemas
+
+
+def _below(message: type[WireMessage]) -> Iterator[type[WireMessage]]:
+    for kind in message.__subclasses__():
+        yield kind
+        yield from _below(kind)

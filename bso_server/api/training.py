@@ -1,0 +1,121 @@
+"""The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits.
+
+The fifth one, ``POST /report``, is in `routes.report`.
+"""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from litestar import Response, delete, get, patch, post, put
+from litestar.openapi.datastructures import ResponseSpec
+
+from bso_server.api.auth import CallerRequest, needs
+from bso_server.api.parameters import IdempotencyKey, JobId, RequiredIdempotencyKey
+from bso_server.api.responses import errors
+from bso_server.core.access import Scope
+from bso_server.service.commands import BatchSizeService
+from zeus_plugins.protocol import (
+    Heartbeat,
+    HeartbeatResponse,
+    JobRegistration,
+    OfflineTrial,
+    Paths,
+    TrialDispatch,
+    TrialEnd,
+    TrialPowerProfile,
+)
+
+_BODY = (
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+
+
+@post(
+    Paths.JOBS,
+    summary="Register a job",
+    opt=needs(Scope.REPORT),
+    responses={
+        HTTPStatus.OK: ResponseSpec(
+            JobRegistration, description="The job exists with the same configuration.", generate_examples=False
+        ),
+        **errors(HTTPStatus.CONFLICT, *_BODY),
+    },
+)
+async def register_job(data: JobRegistration, service: BatchSizeService) -> Response[JobRegistration]:
+    """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
+    registration, created = await service.register(data)
+    return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
+
+
+@get(
+    Paths.BATCH_SIZE,
+    summary="Start a trial",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
+async def suggest(
+    job_id: JobId, service: BatchSizeService, request: CallerRequest, idempotency_key: IdempotencyKey = None
+) -> TrialDispatch:
+    """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
+    return await service.suggest(job_id, idempotency_key, caller=request.user)
+
+
+@post(
+    Paths.TRIALS,
+    summary="Record a trial that began without the server",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def record_offline(
+    data: OfflineTrial, service: BatchSizeService, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
+) -> TrialDispatch:
+    """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
+    return await service.record_offline(data, idempotency_key, caller=request.user)
+
+
+@patch(
+    Paths.TRIALS,
+    summary="End a trial",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+)
+async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRequest) -> None:
+    """End a trial; one that is still running has failed, unless the body says otherwise."""
+    await service.end_trial(data, caller=request.user)
+
+
+@patch(
+    Paths.HEARTBEAT,
+    summary="Keep a trial alive",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def heartbeat(data: Heartbeat, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
+    """Keep a trial alive."""
+    return await service.heartbeat(data, caller=request.user)
+
+
+@put(
+    Paths.POWER_PROFILE,
+    summary="Store a trial's power limits",
+    opt=needs(Scope.REPORT),
+    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
+)
+async def store_power_profile(data: TrialPowerProfile, service: BatchSizeService, request: CallerRequest) -> None:
+    """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
+    await service.store_power_profile(data, caller=request.user)
+
+
+@delete(
+    Paths.JOBS,
+    summary="Delete a job",
+    status_code=HTTPStatus.OK,
+    opt=needs(Scope.ADMIN),
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
+async def delete_job(job_id: JobId, service: BatchSizeService) -> None:
+    """Delete a job with all its trials."""
+    await service.delete_job(job_id)

@@ -1,0 +1,182 @@
+"""The ``bso-server`` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging.config
+import os
+import re
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import uvicorn
+
+from bso_server.app import prepare, store_of
+from bso_server.cli.common import (
+    CommandError,
+    add_database_url,
+    given,
+    settings_of,
+    with_ready_store,
+    with_store,
+)
+from bso_server.cli.jobs import add_jobs_commands
+from bso_server.cli.simulate import add_simulate_command
+from bso_server.cli.tokens import add_token_commands
+from bso_server.errors import BsoError, DatabaseUnavailableError
+from bso_server.service.commands import BatchSizeService
+from bso_server.settings import Settings, source_of, variable_of
+from bso_server.storage.store import Store
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, or 1 with one line on standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except DatabaseUnavailableError as error:
+        print(
+            f"bso-server: {error.detail}. Check that it runs and can be reached from here, and its URL, user and "
+            "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)",
+            file=sys.stderr,
+        )
+        return 1
+    except (CommandError, BsoError, ValueError, OSError) as error:
+        print(f"bso-server: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="bso-server", description="The batch size optimization server.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run the server")
+    serve.add_argument("--host", dest="server_host", help="address to listen on (default 127.0.0.1)")
+    serve.add_argument("--port", dest="server_port", help="port to listen on (default 8000)")
+    serve.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
+    serve.add_argument(
+        "--migrate",
+        action="store_true",
+        help="bring the database to this version's schema first (on SQLite that is done in any case)",
+    )
+    serve.add_argument(
+        "--insecure", action="store_const", const=True, help="serve everybody who shows no token, on any machine"
+    )
+    add_database_url(serve)
+    serve.set_defaults(run=_serve)
+
+    database = commands.add_parser("db", help="look after the database").add_subparsers(required=True, metavar="WHAT")
+    upgrade = database.add_parser("upgrade", help="bring the database to this version's schema")
+    upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
+    add_database_url(upgrade)
+    upgrade.set_defaults(run=_db_upgrade)
+    check = database.add_parser("check", help="fail unless the database has this version's schema")
+    add_database_url(check)
+    check.set_defaults(run=_db_check)
+    current = database.add_parser("current", help="print the revision of the database's schema")
+    add_database_url(current)
+    current.set_defaults(run=_db_current)
+
+    prune = database.add_parser("prune", help="forget old reports and power-limit profiles; the last ones stay")
+    prune.add_argument(
+        "--older-than", type=_age, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
+    )
+    add_database_url(prune)
+    prune.set_defaults(run=_db_prune)
+
+    config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
+    show = config.add_parser("show", help="every setting with its source")
+    add_database_url(show)
+    show.set_defaults(run=_config_show)
+
+    add_token_commands(commands)
+    add_jobs_commands(commands)
+    add_simulate_command(commands)
+    return parser
+
+
+def _serve(options: argparse.Namespace) -> None:
+    settings = settings_of(options)
+    log_config = _log_config(settings.log_level)
+    logging.config.dictConfig(log_config)
+    with_store(options, lambda store: prepare(store, migrate=options.migrate))
+    # Each worker process builds its own application, and reads the settings from the environment that it inherits.
+    os.environ.update({variable_of(name): str(value) for name, value in given(options).items()})
+    uvicorn.run(
+        "bso_server.app:create_app",
+        factory=True,
+        host=settings.server_host,
+        port=settings.server_port,
+        workers=options.workers,
+        log_config=log_config,
+        # One line per request would drown the others.
+        access_log=False,
+    )
+
+
+def _log_config(level: str) -> dict[str, Any]:
+    """Logging for this process and for each worker, as `logging.config.dictConfig` takes it."""
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "root": {"level": level, "handlers": ["stderr"]},
+        # It tells which implementation it picked at every look at the schema.
+        "loggers": {"alembic": {"level": "WARNING"}},
+    }
+
+
+def _db_upgrade(options: argparse.Namespace) -> None:
+    async def upgrade(store: Store) -> None:
+        if options.sql:
+            print(store.migration_sql())
+            return
+        await store.migrate()
+        print(f"{store.description} is at this version's schema")
+
+    with_store(options, upgrade)
+
+
+def _db_check(options: argparse.Namespace) -> None:
+    async def check(store: Store) -> None:
+        await store.check_schema()
+        print(f"{store.description} is at this version's schema")
+
+    with_store(options, check)
+
+
+def _db_current(options: argparse.Namespace) -> None:
+    async def current(store: Store) -> None:
+        print(await store.current_revision() or "none")
+
+    with_store(options, current)
+
+
+def _db_prune(options: argparse.Namespace) -> None:
+    async def prune(store: Store) -> None:
+        service = BatchSizeService(store)
+        reports = await service.prune_epochs(options.older_than)
+        profiles = await service.prune_power_profiles(options.older_than)
+        print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
+
+    with_ready_store(options, prune)
+
+
+def _age(text: str) -> timedelta:
+    match = re.fullmatch(r"([0-9]{1,4})([hdw])", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no age: write hours, days or weeks as 12h, 30d or 8w")
+    return int(match[1]) * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[match[2]]
+
+
+def _config_show(options: argparse.Namespace) -> None:
+    settings, arguments = settings_of(options), given(options)
+    for name in Settings.model_fields:
+        value = getattr(settings, name)
+        if name == "database_url":
+            value = store_of(settings).description
+        print(f"{variable_of(name)}={'' if value is None else value}  ({source_of(name, arguments)})")

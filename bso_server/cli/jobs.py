@@ -1,0 +1,191 @@
+"""The ``bso-server jobs`` commands: each works on a database, or through a running server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import quote, urlencode
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from bso_server.cli.common import TOKEN_VARIABLE, CommandError, add_database_url, with_ready_store
+from bso_server.cli.tables import job_list_text, job_text
+from bso_server.service import views
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.messages import MAX_PAGE, JobExport
+from bso_server.service.queries import JobReader
+from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths
+
+if TYPE_CHECKING:
+    # argparse keeps the name to itself.
+    from argparse import _SubParsersAction
+
+Message = TypeVar("Message", bound=BaseModel)
+
+# Whole jobs take a while to write and to read.
+_TIMEOUT_S = 300.0
+
+# User and password in a URL; a token may be the password, and is not to be printed.
+_LOGIN = re.compile("//[^/]*@")
+
+
+def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add ``jobs`` with what can be done to them."""
+    jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
+
+    jobs_list = jobs.add_parser("list", help="all jobs")
+    jobs_list.add_argument("--json", action="store_true", help="print JSON")
+    add_source(jobs_list)
+    jobs_list.set_defaults(run=_list)
+
+    show = jobs.add_parser("show", help="one job with its arms and trials")
+    show.add_argument("job_id", metavar="JOB")
+    show.add_argument("--json", action="store_true", help="print JSON")
+    add_source(show)
+    show.set_defaults(run=_show)
+
+    export = jobs.add_parser("export", help="everything about one job, to keep or to take elsewhere")
+    export.add_argument("job_id", metavar="JOB")
+    export.add_argument(
+        "--format",
+        choices=["json", "csv"],
+        default="json",
+        help="json: all that is kept, which `jobs import` takes (default); csv: a table of its trials",
+    )
+    export.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
+    add_source(export)
+    export.set_defaults(run=_export)
+
+    import_ = jobs.add_parser("import", help="create a job from what `jobs export` wrote")
+    import_.add_argument("file", metavar="FILE", type=Path)
+    import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
+    add_source(import_)
+    import_.set_defaults(run=_import)
+
+    delete = jobs.add_parser("delete", help="delete a job with all that is known of it")
+    delete.add_argument("job_id", metavar="JOB")
+    add_source(delete)
+    delete.set_defaults(run=_delete)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Let the command line name a database or a server."""
+    source = parser.add_mutually_exclusive_group()
+    add_database_url(source)
+    source.add_argument("--server-url", help="ask this server instead of opening the database")
+
+
+def _list(options: argparse.Namespace) -> None:
+    if options.server_url is None:
+        jobs = with_ready_store(options, lambda store: JobReader(store).all_jobs())
+    else:
+        jobs = _all_jobs(options)
+    print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
+
+
+def read_job(options: argparse.Namespace) -> JobView:
+    """The job that the command line names, from the server or the database that it names."""
+    return _read(options, JobView, "", lambda reader: reader.show_job(options.job_id))
+
+
+def _show(options: argparse.Namespace) -> None:
+    job = read_job(options)
+    print(job.model_dump_json(indent=2) if options.json else job_text(job))
+
+
+def _export(options: argparse.Namespace) -> None:
+    if options.format == "csv":
+        text = views.trials_csv(read_job(options).trials)
+    else:
+        export = _read(options, JobExport, "/export", lambda reader: reader.export_job(options.job_id))
+        text = export.model_dump_json(indent=2) + "\n"
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
+        # Lines of CSV end as its standard says, on every system.
+        options.output.write_text(text, encoding="utf-8", newline="")
+
+
+def _import(options: argparse.Namespace) -> None:
+    export = _exported(options.file, options.job_id)
+    if options.server_url is None:
+        job = with_ready_store(options, lambda store: BatchSizeService(store).import_job(export))
+    else:
+        answer = _ask(options, "POST", Paths.IMPORT, content=export.model_dump_json())
+        job = JobSummary.model_validate_json(answer)
+    print(f"job {job.job_id} is imported with {job.trials} trials")
+
+
+def _delete(options: argparse.Namespace) -> None:
+    if options.server_url is None:
+        with_ready_store(options, lambda store: BatchSizeService(store).delete_job(options.job_id))
+    else:
+        _ask(options, "DELETE", f"{Paths.JOBS}?{urlencode({'job_id': options.job_id})}")
+    print(f"job {options.job_id} is deleted")
+
+
+def _exported(file: Path, job_id: str | None) -> JobExport:
+    """The job in a file, perhaps under another id."""
+    try:
+        export = JobExport.model_validate_json(file.read_bytes())
+        return export if job_id is None else export.renamed(job_id)
+    except ValidationError as error:
+        first, *others = error.errors(include_url=False)
+        where = ".".join(map(str, first["loc"])) or "it"
+        more = f" (and {len(others)} more)" if others else ""
+        raise CommandError(f"{file} is no job that can be imported: {where}: {first['msg']}{more}") from error
+
+
+def _read(
+    options: argparse.Namespace,
+    message: type[Message],
+    path: str,
+    from_database: Callable[[JobReader], Awaitable[Message]],
+) -> Message:
+    """Ask the server for this part of the job if one is named, else read the database."""
+    if options.server_url is not None:
+        return message.model_validate_json(
+            _ask(options, "GET", f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}{path}")
+        )
+    return with_ready_store(options, lambda store: from_database(JobReader(store)))
+
+
+def _all_jobs(options: argparse.Namespace) -> JobList:
+    jobs: list[JobSummary] = []
+    query = {"limit": str(MAX_PAGE)}
+    while True:
+        page = JobList.model_validate_json(_ask(options, "GET", f"{Paths.API_JOBS}?{urlencode(query)}"))
+        jobs += page.jobs
+        if page.next_cursor is None:
+            return JobList(jobs=tuple(jobs))
+        query["cursor"] = page.next_cursor
+
+
+def _ask(options: argparse.Namespace, method: str, path: str, content: str | None = None) -> bytes:
+    """One request to the server that the command line names."""
+    url = options.server_url.rstrip("/") + path
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    headers = {"Content-Type": "application/json"} if content is not None else {}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    shown = _LOGIN.sub("//", url)
+    try:
+        response = httpx.request(method, url, content=content, headers=headers, timeout=_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise CommandError(f"no answer from {shown}: {error}") from error
+    if response.is_error:
+        raise CommandError(f"{shown} answered {response.status_code}: {_message_in(response)}")
+    return response.content
+
+
+def _message_in(response: httpx.Response) -> str:
+    try:
+        return ErrorBody.model_validate_json(response.content).message
+    except ValidationError:
+        return response.text[:200]

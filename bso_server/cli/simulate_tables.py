@@ -1,0 +1,85 @@
+"""Comparisons as text for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bso_server.cli.tables import table
+from bso_server.simulate.results import Comparison, geometric_means
+from bso_server.simulate.savings import Account, Spending
+
+
+def ratios_text(comparisons: Sequence[Comparison]) -> str:
+    """Ratios of total cost to the oracle's, by policy and number of recurrences."""
+    results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
+    marks = [str(mark) for mark in results[0][2].ratio]
+    rows = [
+        [
+            each.workload.name,
+            policy,
+            f"{each.eta:g}",
+            *(f"{ratio:.3f}" for ratio in result.ratio.values()),
+            f"{result.worst_seed_ratio:.3f}",
+            str(result.unfinished),
+            _percent(result.energy_reduction_last5),
+        ]
+        for each, policy, result in results
+    ]
+    if len(comparisons) > 1:
+        rows += [
+            ["geometric mean", policy, "", *(f"{ratio:.3f}" for ratio in ratios.values()), "", "", ""]
+            for policy, ratios in geometric_means(comparisons).items()
+        ]
+    header = ["WORKLOAD", "POLICY", "ETA", *marks, "WORST SEED", "UNFINISHED", "ENERGY SAVED"]
+    return (
+        "total cost over the oracle's, mean over the seeds, by number of recurrences\n\n"
+        + table(header, rows)
+        + "\n\nENERGY SAVED: last five recurrences against the default batch size at the maximum power limit"
+    )
+
+
+def spending_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Account | None) -> str:
+    """Energy, time and money of all recurrences, and what of it each policy saves.
+
+    Args:
+        comparisons: Of workloads and values of η.
+        price_per_kwh: In any currency; None leaves money out.
+        recorded: What the recorded job really took.
+    """
+    amounts = ["ENERGY J", "KWH", "HOURS"] + ["MONEY"] * (price_per_kwh is not None)
+    saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
+    rows = []
+    for each in comparisons:
+        name, eta, default = each.workload.name, f"{each.eta:g}", each.phases[0].landscape.default.batch_size
+        always = _amounts(each.default_spending, price_per_kwh)
+        rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *[""] * len(saved)])
+        rows += [[name, policy, eta, *_account(each.account(policy), price_per_kwh)] for policy in each.results]
+    if recorded is not None:
+        rows.append([comparisons[0].workload.name, "what it really did", "", *_account(recorded, price_per_kwh)])
+    unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
+    return (
+        "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
+        + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
+        + ("\n\nUNFINISHED recurrences are counted as far as they got: finishing them would cost more" * unfinished)
+    )
+
+
+def _account(account: Account, price_per_kwh: float | None) -> list[str]:
+    return [
+        str(account.recurrences),
+        *_amounts(account.spent, price_per_kwh),
+        *_amounts(account.saved, price_per_kwh),
+        _percent(account.energy_share_saved),
+        _percent(account.time_share_saved),
+    ]
+
+
+def _amounts(spending: Spending | None, price_per_kwh: float | None) -> list[str]:
+    if spending is None:
+        return ["-"] * (3 if price_per_kwh is None else 4)
+    money = [] if price_per_kwh is None else [spending.money(price_per_kwh)]
+    return [f"{amount:.4g}" for amount in (spending.energy_j, spending.energy_kwh, spending.time_h, *money)]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -1,0 +1,119 @@
+"""Jobs and tokens as text for a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+
+from bso_server.core.access import TokenRecord
+from zeus_plugins.protocol import JobList, JobView, TrialView
+
+
+def job_list_text(jobs: JobList) -> str:
+    """A table with a line per job."""
+    if not jobs.jobs:
+        return "no jobs"
+    rows = [
+        [job.job_id, job.policy, str(job.trials), _number(job.min_cost_j), _text(job.min_cost_batch_size)]
+        for job in jobs.jobs
+    ]
+    return table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
+
+
+def job_text(view: JobView) -> str:
+    """The job's standing, a table of its arms and one of its trials."""
+    head = (
+        f"job {view.job.job_id}: {view.stage} stage, {len(view.trials)} trials, "
+        f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
+    )
+    arms = table(
+        ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J"],
+        [
+            [str(arm.batch_size), str(arm.trials), str(arm.n), _number(arm.mean_cost_j), _number(arm.std_cost_j)]
+            for arm in view.arms
+        ],
+    )
+    # A server that asks for no tokens has nothing to say there.
+    owned = any(trial.owner for trial in view.trials)
+    limited = any(trial.power_limits for trial in view.trials)
+    measured = ["EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC"]
+    optional = [*(["POWER LIMIT W"] if limited else []), *(["TOKEN"] if owned else [])]
+    trials = table(
+        ["TRIAL", "BATCH SIZE", "STATE", "ORIGIN", *measured, *optional, "WHY THIS SIZE"],
+        [
+            [
+                str(trial.trial_number),
+                str(trial.batch_size),
+                trial.state,
+                trial.origin,
+                _number(trial.epochs),
+                _number(trial.time_s),
+                _number(trial.energy_j),
+                _number(trial.cost_j),
+                _number(trial.metric),
+                *([_power_limit(trial)] if limited else []),
+                *([_text(trial.owner)] if owned else []),
+                trial.reason if trial.epoch_bound is None else f"{trial.reason}; {_bound(trial)}",
+            ]
+            for trial in view.trials
+        ],
+    )
+    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
+    energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    return "\n\n".join([head, arms, trials, energy])
+
+
+def _bound(trial: TrialView) -> str:
+    return f"it has {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
+
+
+def _power_limit(trial: TrialView) -> str:
+    return "-" if trial.power_limits is None else f"{_number(trial.power_limit_w)} of {trial.power_limits}"
+
+
+def token_list_text(tokens: Sequence[TokenRecord]) -> str:
+    """A table with a line per token."""
+    if not tokens:
+        return "no tokens"
+    rows = [
+        [one.token_id, one.name, " ".join(sorted(one.scopes)), _time(one.created_at), _time(one.revoked_at)]
+        for one in tokens
+    ]
+    return table(["ID", "NAME", "SCOPES", "CREATED (UTC)", "REVOKED (UTC)"], rows)
+
+
+def token_list_json(tokens: Sequence[TokenRecord]) -> str:
+    """The same for machines: what people may see of tokens, without their hashes."""
+    shown = [
+        {
+            "token_id": token.token_id,
+            "name": token.name,
+            "scopes": sorted(token.scopes),
+            "created_at": token.created_at.isoformat(),
+            "revoked_at": None if token.revoked_at is None else token.revoked_at.isoformat(),
+        }
+        for token in tokens
+    ]
+    return json.dumps({"tokens": shown}, indent=2)
+
+
+def _time(instant: datetime | None) -> str:
+    return "-" if instant is None else f"{instant:%Y-%m-%d %H:%M}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _text(value: object | None) -> str:
+    return "-" if value is None else str(value)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as what is in them, two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )

@@ -1,0 +1,1 @@
+"""Policy `gp_voi`: a Gaussian process over batch sizes, and the value of information of each try."""

@@ -1,0 +1,320 @@
+"""What policy `gp_voi` remembers of each batch size, and how a trial's end changes it.
+
+A belief is of constant size: what a thousand trials say of a size fits into a dozen numbers. Beliefs of all sizes move
+together, for how surprising an outcome is depends on what the other sizes lead to expect.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.gaussian_process import Posterior, epochs_posterior, prior
+from bso_server.core.gp_voi.normal import moments_given_larger
+from bso_server.core.statistics import WeightedStatistics
+
+# Less than this of a run is not worth remembering.
+_LEAST_PSEUDO_WEIGHT = 1e-4
+_LEAST_VARIANCE = 1e-9
+_LEAST_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """Runs in a row that failed at one size.
+
+    Attributes:
+        length: How many.
+        chance: Probability of a failure, as it was believed to be before the first of them.
+    """
+
+    length: int = 0
+    chance: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What is remembered of one batch size.
+
+    Attributes:
+        observed: Log epochs to the target, weighted by how much each run says: 1 if it reached the target, less for the
+            pseudo-observation that stands for a run that was stopped; all fading with time.
+        exact: The same of runs that reached the target alone.
+        failures: Number of runs that should have reached the target and did not, fading with time.
+        costs: Log of the cost (J) of an epoch, one value for each trial, of which the latest count, and those that were
+            reported on often count more.
+        are_costs_guessed: Whether that is only what first epochs suggest, which hold the start-up, too.
+        log_startup: Log of what the first epochs of its first trial cost more than later ones, as a factor; None if it
+            had no later ones.
+        epoch_step: Epochs between two validations of the latest trial, at most 1.
+        converged: Whether it is known to reach the target.
+        tried: Whether it was tried since the job last changed.
+        missed: Trials that missed the target since a trial of the job, of whatever size, last reached it.
+        surprise: By how many σ the latest run that reached the target differed from what was expected.
+        streak: Failures in a row until now.
+    """
+
+    observed: WeightedStatistics = field(default_factory=WeightedStatistics)
+    exact: WeightedStatistics = field(default_factory=WeightedStatistics)
+    failures: float = 0.0
+    costs: WeightedStatistics = field(default_factory=WeightedStatistics)
+    are_costs_guessed: bool = True
+    log_startup: float | None = None
+    epoch_step: float = 1.0
+    converged: bool = False
+    tried: bool = False
+    missed: int = 0
+    surprise: float = 0.0
+    streak: Streak = field(default_factory=Streak)
+
+    @property
+    def failure_chance(self) -> float:
+        """Probability that a run which has all the epochs it may need misses the target.
+
+        ``(F + f) / (F + n + f + g)``: mean of a Beta(f, g) prior after F failures and runs of weight n.
+        """
+        failed = self.failures + CONSTANTS.failure_prior
+        return failed / (failed + self.observed.weight + CONSTANTS.success_prior)
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether anything is known of its epochs to the target."""
+        return self.observed.weight > _LEAST_WEIGHT
+
+    @property
+    def has_cost(self) -> bool:
+        """Whether anything is known of what its epochs cost."""
+        return self.costs.weight > _LEAST_WEIGHT
+
+    def costing(self, log_cost: float, reports: int) -> Belief:
+        """The same after a trial whose epochs cost so much (log of joules); that replaces mere guesses.
+
+        The mean of n reports has the variance ``s² + r·s²/n`` around the size's, so that the trial weighs ``n/(n + r)``
+        of one that was reported on for ever.
+
+        Args:
+            log_cost: Its mean since the first report.
+            reports: n, how many reports that is of.
+        """
+        costs = WeightedStatistics() if self.are_costs_guessed else self.costs
+        weight = reports / (reports + CONSTANTS.report_variance)
+        return replace(self, costs=_including(costs, log_cost, weight), are_costs_guessed=False)
+
+    def supposing(self, log_cost: float) -> Belief:
+        """The same if an epoch costs so much (log of joules), as surely as one run can tell."""
+        return replace(self, costs=WeightedStatistics().including(log_cost), are_costs_guessed=False)
+
+    def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
+        """The same after a trial of which only the first epoch is known (log of joules).
+
+        Args:
+            log_first_cost: What that cost.
+            log_startup: What of it was start-up; None if no size knows, and first epochs are all there is.
+        """
+        if not self.are_costs_guessed:
+            return self
+        weight = 1.0 if log_startup is None else CONSTANTS.first_epoch_weight
+        return replace(self, costs=_including(self.costs, log_first_cost - (log_startup or 0.0), weight))
+
+    def forgetting(self, factor: float) -> Belief:
+        """The same with every observation's weight multiplied by `factor`."""
+        if not self.observed.weight and not self.failures:
+            return self
+        return replace(
+            self,
+            observed=self.observed.scaled(factor),
+            exact=self.exact.scaled(factor),
+            failures=self.failures * factor,
+        )
+
+
+Beliefs: TypeAlias = tuple[Belief, ...]
+"""Beliefs about a job's batch sizes, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a trial says that was measured to its end.
+
+    Attributes:
+        index: Index of its batch size.
+        epochs: Epochs that it ran.
+        log_first_cost: Log of what an epoch of it cost (J) until its first report; None if that was nothing.
+        log_cost: The same since then.
+        later_reports: How many reports it has sent since then.
+        epoch_step: Epochs between two of its validations.
+        reached: Whether it reached the target.
+        conclusive: Whether it had all the epochs that it may have needed: a run that misses the target then has failed;
+            else it was stopped, and what it would have needed is only known to be more.
+    """
+
+    index: int
+    epochs: float
+    log_first_cost: float | None
+    log_cost: float | None
+    later_reports: int
+    epoch_step: float
+    reached: bool
+    conclusive: bool
+
+
+def posterior_of(batch_sizes: tuple[int, ...], beliefs: Beliefs) -> Posterior:
+    """Posterior of log epochs to the target; at least one belief has an observation."""
+    return epochs_posterior(
+        batch_sizes,
+        tuple(belief.observed for belief in beliefs),
+        tuple(belief.exact for belief in beliefs),
+        min(belief.epoch_step for belief in beliefs if belief.is_observed),
+    )
+
+
+def after_outcome(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+    """The beliefs after a trial has ended.
+
+    A run that reached the target ends a recurrence of the job: all observations fade a little.
+
+    Args:
+        batch_sizes: The job's, ascending.
+        beliefs: The beliefs before.
+        outcome: How the trial ended.
+    """
+    before = beliefs[outcome.index]
+    log_epochs = math.log(outcome.epochs)
+    deviation = _deviation(batch_sizes, beliefs, outcome.index, log_epochs) if before.is_observed else 0.0
+    beliefs = _with_cost(batch_sizes, beliefs, outcome)
+    if outcome.reached:
+        return _after_success(beliefs, outcome.index, log_epochs, abs(deviation))
+    if outcome.conclusive and any(belief.converged for belief in beliefs):
+        beliefs = _after_failure(batch_sizes, beliefs, outcome.index, log_epochs)
+    else:
+        beliefs = beliefs_with(beliefs, replace(beliefs[outcome.index], streak=Streak()), outcome.index)
+        beliefs = _after_stop(batch_sizes, beliefs, outcome.index, log_epochs)
+    belief = beliefs[outcome.index]
+    return beliefs_with(beliefs, replace(belief, missed=belief.missed + 1), outcome.index)
+
+
+def expected_startup(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int) -> float | None:
+    """Log of what the first epochs of a first trial cost more than later ones: that of the nearest size that knows."""
+    octaves = prior(batch_sizes).octaves[index]
+    known = [number for number, belief in enumerate(beliefs) if belief.log_startup is not None]
+    return beliefs[min(known, key=octaves.__getitem__)].log_startup if known else None
+
+
+def _with_cost(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+    """What the trial says of the cost of epochs; of one that ended with its first report, what that suggests."""
+    belief = replace(beliefs[outcome.index], tried=True, epoch_step=min(outcome.epoch_step, 1.0))
+    first, later = outcome.log_first_cost, outcome.log_cost
+    if later is not None:
+        if not belief.has_cost and first is not None:
+            belief = replace(belief, log_startup=first - later)
+        belief = belief.costing(later, outcome.later_reports)
+    elif first is not None:
+        belief = belief.perhaps_costing(first, expected_startup(batch_sizes, beliefs, outcome.index))
+    return beliefs_with(beliefs, belief, outcome.index)
+
+
+def after_crash(beliefs: Beliefs, index: int, log_cost: float, later_reports: int) -> Beliefs:
+    """The beliefs after a trial crashed that had reported: it tells what an epoch costs, if nothing else does."""
+    belief = beliefs[index]
+    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost, later_reports), index)
+
+
+def _deviation(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> float:
+    """How many σ a run's log epochs lie above what was expected of them."""
+    mean, variance = posterior_of(batch_sizes, beliefs).of_run(index)
+    return (log_epochs - mean) / math.sqrt(variance)
+
+
+def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
+    belief = beliefs[index]
+    if belief.converged and belief.is_observed:
+        limit = CONSTANTS.drift_sds
+        if surprise > 2 * limit or (surprise > limit and belief.surprise > limit):
+            beliefs = _after_drift(beliefs, index)
+        else:
+            beliefs = beliefs_with(beliefs, replace(belief, surprise=surprise), index)
+    belief = beliefs[index]
+    learned = replace(
+        belief,
+        observed=belief.observed.including(log_epochs),
+        exact=belief.exact.including(log_epochs),
+        converged=True,
+        streak=Streak(),
+    )
+    beliefs = beliefs_with(beliefs, learned, index)
+    faded = (each.forgetting(CONSTANTS.forgetting) for each in beliefs)
+    return tuple(replace(each, missed=0) if each.missed else each for each in faded)
+
+
+def _after_failure(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
+    """A run failed that should have reached the target: bad luck, or so many in a row that the job has changed.
+
+    k failures in a row have the probability p^k, with p as it was believed to be before them.
+    """
+    belief = beliefs[index]
+    chance = belief.streak.chance if belief.streak.length else belief.failure_chance
+    streak = Streak(belief.streak.length + 1, chance)
+    beliefs = beliefs_with(beliefs, replace(belief, failures=belief.failures + 1, streak=streak), index)
+    if not belief.converged or chance**streak.length >= CONSTANTS.streak_chance:
+        return beliefs
+    beliefs = _after_drift(beliefs, index)
+    beliefs = beliefs_with(beliefs, replace(beliefs[index], converged=False), index)
+    return _after_stop(batch_sizes, beliefs, index, log_epochs)
+
+
+def _after_stop(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
+    """A run was stopped, so that its log epochs are only known to exceed these: a right-censored observation.
+
+    The belief N(m, v) about the size's expected log epochs becomes that of `moments_given_larger`, of mean m' and
+    variance v' ≤ v. What would have changed it so is an observation y* of a run with weight w (moment matching, as in
+    assumed density filtering: Minka, 2001)::
+
+        w = s² · (1/v' − 1/v)        y* = (m'/v' − m/v) / (1/v' − 1/v)
+
+    It is remembered in the run's place, so that a stopped run takes no more room than another.
+    """
+    if not any(belief.is_observed for belief in beliefs):
+        return beliefs
+    posterior = posterior_of(batch_sizes, beliefs)
+    mean = float(posterior.expected.mean[index])
+    variance = max(float(posterior.expected.covariance[index, index]), _LEAST_VARIANCE)
+    matched_mean, matched_variance = moments_given_larger(mean, variance, posterior.run_variance, log_epochs)
+    precision_gain = max(1 / max(matched_variance, _LEAST_VARIANCE) - 1 / variance, 0.0)
+    weight = precision_gain * posterior.run_variance
+    if weight <= _LEAST_PSEUDO_WEIGHT:
+        return beliefs
+    location = (matched_mean / max(matched_variance, _LEAST_VARIANCE) - mean / variance) / precision_gain
+    belief = beliefs[index]
+    return beliefs_with(beliefs, replace(belief, observed=belief.observed.including(location, weight)), index)
+
+
+def _after_drift(beliefs: Beliefs, index: int) -> Beliefs:
+    """The job has changed, as a run of this size has shown: keep little of what was seen, and try all sizes anew."""
+    forgotten: list[Belief] = []
+    for number, belief in enumerate(beliefs):
+        weight = belief.observed.weight
+        kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
+        costs = belief.costs.scaled(min(1.0, 1 / belief.costs.weight)) if belief.has_cost else belief.costs
+        forgotten.append(replace(kept, costs=costs, surprise=0.0, streak=Streak(), tried=number == index))
+    return tuple(forgotten)
+
+
+def _including(costs: WeightedStatistics, log_cost: float, weight: float = 1.0) -> WeightedStatistics:
+    """These costs with one more, the older ones giving way."""
+    most = CONSTANTS.most_cost_runs
+    if costs.weight + weight > most:
+        costs = costs.scaled((most - weight) / costs.weight)
+    return costs.including(log_cost, weight)
+
+
+def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
+    """The beliefs with another about the size with this index."""
+    return (*beliefs[:index], belief, *beliefs[index + 1 :])
+
+
+def trials_missed(beliefs: Sequence[Belief]) -> int:
+    """Trials that missed the target since one last reached it."""
+    return sum(belief.missed for belief in beliefs)

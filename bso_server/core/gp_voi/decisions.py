@@ -1,0 +1,184 @@
+"""Policy `gp_voi`: play the batch size whose try is worth most, and end a try when it is worth no more.
+
+A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `gp` says what is believed of
+both, `beliefs` how trials change that, `outlook` what follows for the cost of runs, `voi` what a try is worth, and
+`stopping` when it is given up. The incumbent is the size with the lowest expected cost among those known to reach the
+target. docs/policy.md tells the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bso_server.core.gp_voi.beliefs import Beliefs, beliefs_with, expected_startup, trials_missed
+from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.forecast import Outlook, available_of, beliefs_of
+from bso_server.core.gp_voi.gaussian_process import Posterior, prior
+from bso_server.core.gp_voi.stopping import bound, unbounded
+from bso_server.core.gp_voi.value import Worth, worth
+from bso_server.core.history import History, log_costs_per_epoch
+from bso_server.core.model import EpochBound, Suggestion, TrialRecord
+from bso_server.errors import NoSurvivorError
+from zeus_plugins.protocol import Origin
+
+
+def suggest(history: History) -> Suggestion:
+    """Choose the next trial's batch size, and its bound where it is known what an epoch costs.
+
+    Raises:
+        NoSurvivorError: No batch size can run any more.
+    """
+    job = history.job
+    available = available_of(history)
+    if not available:
+        raise NoSurvivorError(
+            f"job {job.job_id!r}: none of the batch sizes {list(job.batch_sizes)} can run any more; register the job "
+            "anew with smaller batch_sizes or larger GPUs"
+        )
+    beliefs = beliefs_of(history, history.in_flight)
+    if not any(belief.is_observed for belief in beliefs):
+        return _first(history, beliefs, available)
+    outlook = Outlook.of(history, beliefs, history.in_flight)
+    index, origin, reason = _chosen(history, outlook)
+    is_bounded = not beliefs[index].are_costs_guessed
+    return Suggestion(
+        job.batch_sizes[index],
+        origin,
+        reason,
+        bound=bound(job, outlook, index, origin) if is_bounded else None,
+    )
+
+
+def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
+    """The bound of a running trial that was dispatched without one; None if it is too early to tell.
+
+    The first report holds what it cost to start up and to try power limits, too. What epochs cost without that is
+    guessed from other sizes' first runs, and the guess is good enough only if even less would end the trial at once.
+
+    Args:
+        history: The job's trials.
+        trial: The trial as of its first report or of a later one.
+    """
+    job = history.job
+    others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
+    beliefs = beliefs_of(history, others)
+    if not any(belief.is_observed for belief in beliefs):
+        return unbounded(job)
+    index = job.batch_sizes.index(trial.batch_size)
+    log_first_j, log_later_j = log_costs_per_epoch(job, trial)
+    belief, is_guess = beliefs[index], False
+    if log_later_j is not None:
+        belief = belief.costing(log_later_j, trial.reports - 1)
+    elif belief.are_costs_guessed:
+        if trial.reports > 1:
+            return unbounded(job)
+        startup = expected_startup(job.batch_sizes, beliefs, index)
+        if startup is None or log_first_j is None:
+            return None
+        belief, is_guess = belief.supposing(log_first_j - startup - CONSTANTS.startup_sd), True
+    outlook = Outlook.of(history, beliefs_with(beliefs, belief, index), others)
+    found = bound(job, outlook, index, trial.origin)
+    return None if is_guess and found.epochs > trial.epoch else found
+
+
+def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
+    """Nothing has reached the target yet: the default, then what is nearest to it, over and over."""
+    job = history.job
+    octaves = prior(job.batch_sizes).octaves[job.batch_sizes.index(job.default_batch_size)]
+    index = min(available, key=lambda each: (beliefs[each].missed, octaves[each]))
+    size, missed = job.batch_sizes[index], trials_missed(beliefs)
+    if size == job.default_batch_size:
+        where = "the default"
+    else:
+        where = f"the nearest to the default, {job.default_batch_size}, of those that missed it least often"
+    after = f" in {missed} trials" if missed else ""
+    return Suggestion(size, Origin.EXPLORATION, f"no size has reached the target yet{after}: {where}")
+
+
+def _chosen(history: History, outlook: Outlook) -> tuple[int, Origin, str]:
+    """Index of the size to play, why, and the same in words.
+
+    A try that missed the target is followed by the incumbent until one of its runs has reached it: a recurrence of the
+    job pays for one try at most.
+    """
+    incumbent = outlook.incumbent
+    cost = f"expected cost {outlook.expected_cost_j(incumbent):.4g} J"
+    if not outlook.incumbent_converges:
+        reason = f"no size that can run is known to reach the target any more; {cost}, the lowest not tried again yet"
+        return incumbent, Origin.EXPLORATION, reason
+    missed = trials_missed(outlook.beliefs)
+    if missed:
+        reason = f"{cost}, the lowest known; no try after {missed} in a row that missed the target"
+        return incumbent, Origin.INCUMBENT, reason
+    best = _best_try(history, outlook)
+    if best is None:
+        return incumbent, Origin.INCUMBENT, f"{cost}, the lowest known; there is nothing to be tried"
+    index, value = best
+    told = (
+        f"chance to cost less {value.chance:.2g}, value of information {value.value:.3g} against an expected loss of "
+        f"{value.loss:.3g} (in runs of the best known size)"
+    )
+    sizes = history.job.batch_sizes
+    if value.index <= 0:
+        reason = f"{cost}, the lowest known; not worth a try: {sizes[index]}, {told}"
+        return incumbent, Origin.INCUMBENT, reason
+    expected = f"expected cost {outlook.expected_cost_j(index):.4g} J"
+    return index, Origin.EXPLORATION, f"worth a try: {expected}, {cost} at {sizes[incumbent]}; {told}"
+
+
+def _best_try(history: History, outlook: Outlook) -> tuple[int, Worth] | None:
+    """The index of the size that is most worth a try and what that is worth; None if there is nothing to try.
+
+    Only sizes that were tried are candidates, those next to one that reaches the target, and those a step further on
+    the way from the default on which costs have fallen: far from all observations the belief is so wide that it would
+    promise anything.
+    """
+    candidates = _candidates(history, outlook)
+    if not candidates:
+        return None
+    horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
+    values = {index: _worth(outlook, index, horizon) for index in candidates}
+    best = max(values, key=lambda index: values[index].index)
+    return best, values[best]
+
+
+def _candidates(history: History, outlook: Outlook) -> list[int]:
+    octaves, incumbent = prior(history.job.batch_sizes).octaves, outlook.incumbent
+    place = {index: number for number, index in enumerate(outlook.available)}
+    converged = [index for index, belief in enumerate(outlook.beliefs) if belief.converged]
+    mean, default = outlook.costs.mean, history.job.batch_sizes.index(history.job.default_batch_size)
+    has_trend = default in converged and mean[default] > mean[incumbent] + CONSTANTS.trend_log_cost
+
+    def is_near(index: int, other: int) -> bool:
+        beside = other in place and abs(place[index] - place[other]) <= 1
+        return bool(beside or octaves[index, other] <= CONSTANTS.near_octaves)
+
+    def follows_trend(index: int) -> bool:
+        is_beyond = (index < incumbent) == (incumbent < default)
+        return bool(has_trend and is_beyond and octaves[index, incumbent] <= CONSTANTS.trend_octaves)
+
+    def is_candidate(index: int) -> bool:
+        known = outlook.beliefs[index].tried or follows_trend(index)
+        return index != incumbent and (known or any(is_near(index, other) for other in converged))
+
+    return [index for index in outlook.available if is_candidate(index)]
+
+
+def _worth(outlook: Outlook, index: int, horizon: float) -> Worth:
+    """What a try of the size with this index is worth.
+
+    With V the covariance of the expected log costs, b the size and i the incumbent: the log ratio of their costs has
+    the variance ``V_bb + V_ii − 2 V_bi``. A run of b resolves part of that, of epochs and of their cost each.
+    """
+    incumbent = outlook.incumbent
+    mean, costs = outlook.costs.mean, outlook.costs.covariance
+    variance = float(costs[index, index] + costs[incumbent, incumbent] - 2 * costs[incumbent, index])
+    learned = _resolved(outlook.epochs, index, incumbent) + _resolved(outlook.epoch_costs, index, incumbent)
+    return worth(float(mean[index] - mean[incumbent]), variance, learned, horizon)
+
+
+def _resolved(belief: Posterior, index: int, incumbent: int) -> float:
+    """What a run of b resolves of the variance between b and i: ``(Y_bb − Y_bi)² / (Y_bb + s²)``, Y the covariance."""
+    covariance = belief.expected.covariance
+    own = float(covariance[index, index])
+    return (own - float(covariance[incumbent, index])) ** 2 / (own + belief.run_variance)

@@ -1,0 +1,205 @@
+"""Who asks, and what they may: tokens and how they are checked. No SQL and no HTTP framework here.
+
+A token reads ``zbso_<id>_<secret>``. The id finds its row; the secret is 256 random bits, of which the database keeps a
+hash. A slow hash, as passwords need, would add nothing: nobody can go through 2²⁵⁶ secrets.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import ipaddress
+import re
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from datetime import datetime
+from functools import lru_cache
+from typing import Protocol
+
+from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
+from bso_server.errors import ForbiddenError, UnauthenticatedError, UntrustedHostError
+
+# Seconds for which a process trusts what it read about tokens: a revocation takes effect within them.
+CACHE_S = 10.0
+
+# Tokens that one process remembers; more than that are looked up more often.
+_CACHE_SIZE = 1024
+
+_TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
+
+
+def new_token(name: str, scopes: Collection[Scope], created_at: datetime) -> tuple[str, TokenRecord]:
+    """Make a token.
+
+    Returns:
+        The token, which nothing can bring back, and what to keep of it.
+    """
+    token_id = secrets.token_hex(4)
+    token = f"zbso_{token_id}_{secrets.token_urlsafe(32)}"
+    return token, TokenRecord(token_id, name, frozenset(scopes), _hash(token), created_at)
+
+
+def token_in(authorization: str) -> str:
+    """The token in an ``Authorization`` header: after ``Bearer``, or the password of ``Basic``, whoever the user.
+
+    Raises:
+        UnauthenticatedError: There is none.
+    """
+    scheme, _, credentials = authorization.partition(" ")
+    token = credentials.strip()
+    if scheme.lower() == "basic":
+        try:
+            token = base64.b64decode(token, validate=True).decode().partition(":")[2]
+        except ValueError:
+            token = ""
+    if scheme.lower() not in {"basic", "bearer"} or _TOKEN.fullmatch(token) is None:
+        raise UnauthenticatedError(
+            "the Authorization header holds no token of this server: send it as Bearer TOKEN, or as the password of "
+            "http://user:TOKEN@host; tokens look like zbso_0123abcd_…"
+        )
+    return token
+
+
+@lru_cache(maxsize=1024)
+def is_loopback(address: str | None) -> bool:
+    """Whether a client with this address is on the server's own machine; None, an unknown address, is not."""
+    try:
+        ip = ipaddress.ip_address(address or "")
+    except ValueError:
+        return False
+    # ::ffff:127.0.0.1 is how a socket for both IP versions names an IPv4 client.
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def require_allowed_host(host: str, allowed: Collection[str]) -> None:
+    """Let a request through that was sent to one of these hosts, on whatever port.
+
+    Args:
+        host: The ``Host`` header, such as ``bso.example:8000`` or ``[::1]:8000``.
+        allowed: Names; ``*.example`` stands for all names below ``example``, and ``*`` for every host.
+
+    Raises:
+        UntrustedHostError: It was sent to another one.
+    """
+    name = re.sub(r":\d*$", "", host).lower()
+    for pattern in map(str.lower, allowed):
+        if pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:])):
+            return
+    raise UntrustedHostError(host)
+
+
+def refuse_other_sites(fetch_site: str) -> None:
+    """Let no page of another site use this server through its reader's browser.
+
+    The browser may well be a client of this machine, and it sends simple requests without asking the server first.
+
+    Args:
+        fetch_site: The ``Sec-Fetch-Site`` header, which browsers set and pages cannot; empty from everybody else.
+
+    Raises:
+        ForbiddenError: It is such a page's request.
+    """
+    if fetch_site == "cross-site":
+        raise ForbiddenError("a page of another site cannot use this server from a browser")
+
+
+class TokenSource(Protocol):
+    """Where tokens are kept."""
+
+    async def find(self, token_id: str) -> TokenRecord | None:
+        """The token, even if it was revoked, or None."""
+
+    async def any_valid(self) -> bool:
+        """Whether there is a token that was not revoked."""
+
+
+class Authenticator:
+    """Finds out who makes a request.
+
+    What is known of tokens is remembered for `CACHE_S` seconds, so that most requests cost no look at the database. For
+    that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
+    A new token works at once. Only tokens that exist are remembered.
+
+    Args:
+        tokens: Where tokens are kept.
+        insecure: Serve everybody who shows no token.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self, tokens: TokenSource, *, insecure: bool = False, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._tokens = tokens
+        self._insecure = insecure
+        self._clock = clock
+        self._known: OrderedDict[str, tuple[TokenRecord, float]] = OrderedDict()
+        self._closed: tuple[bool, float] | None = None
+
+    async def identify(self, authorization: str | None, address: str | None) -> Caller:
+        """Say who makes a request.
+
+        A token that is shown must be good, even where none is needed. Without one, everybody is served by an insecure
+        server, clients of its own machine are while there are no tokens, and otherwise nobody is.
+
+        Args:
+            authorization: The header of that name, or None.
+            address: IP address of the client, or None when it cannot be trusted.
+
+        Raises:
+            UnauthenticatedError: There is no token, or not a good one.
+            ForbiddenError: The server has no tokens yet, and the client is on another machine.
+        """
+        if authorization is not None:
+            return await self._caller_with(token_in(authorization))
+        if self._insecure:
+            return UNRESTRICTED
+        if await self._needs_token():
+            raise UnauthenticatedError(
+                "this server needs a token: make one by bso-server token create, and hand it to the training as "
+                "ZEUS_BSO_TOKEN or as the password in http://user:TOKEN@host"
+            )
+        if is_loopback(address):
+            return UNRESTRICTED
+        raise ForbiddenError(
+            "this server has no tokens yet and serves clients of its own machine only: make a token there by "
+            "bso-server token create, or start the server with --insecure to serve everybody"
+        )
+
+    async def _caller_with(self, token: str) -> Caller:
+        token_id = token.split("_")[1]
+        record = self._remembered(token_id)
+        if record is None:
+            now = self._clock()
+            record = await self._tokens.find(token_id)
+            self._remember(record, now)
+        if record is None or record.revoked_at is not None or not hmac.compare_digest(record.token_hash, _hash(token)):
+            raise UnauthenticatedError("the token is unknown or was revoked: ask who runs this server for another one")
+        return record.caller()
+
+    def _remembered(self, token_id: str) -> TokenRecord | None:
+        record, read_at = self._known.get(token_id, (None, 0.0))
+        return record if self._clock() - read_at < CACHE_S else None
+
+    def _remember(self, record: TokenRecord | None, now: float) -> None:
+        if record is None:
+            return
+        self._known[record.token_id] = record, now
+        self._known.move_to_end(record.token_id)
+        if len(self._known) > _CACHE_SIZE:
+            self._known.popitem(last=False)
+        if record.revoked_at is None:
+            self._closed = True, now
+
+    async def _needs_token(self) -> bool:
+        now = self._clock()
+        if self._closed is None or now - self._closed[1] >= CACHE_S:
+            self._closed = await self._tokens.any_valid(), now
+        return self._closed[0]
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()

@@ -1,0 +1,286 @@
+"""Whole jobs on their way out of a database and into another one; pure.
+
+An export holds facts alone. What follows from them (arms, the cheapest trial, counters) is made anew at the import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from bso_server.core.history import Arm, History, cost_of
+from bso_server.core.model import OBSERVED, EpochBound, Job, TrialRecord
+from bso_server.errors import InvalidImportError
+from bso_server.service.messages import EpochExport, JobExport, PowerProfileExport, TrialExport
+from bso_server.storage.rows import StoredEpoch, StoredJob, StoredPowerProfile, StoredTrial, job_of
+from zeus_plugins.protocol import Origin, TrialState
+
+_ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
+_MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoch", "first_cost_j")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedJob:
+    """What an import writes.
+
+    Attributes:
+        stored: The job's row.
+        arms: What is remembered of each of its batch sizes.
+        trials: Its trials, in order of dispatch.
+        epochs: Their reports.
+        power_profiles: Their power-limit profiles.
+    """
+
+    stored: StoredJob
+    arms: Sequence[Arm]
+    trials: Sequence[StoredTrial]
+    epochs: Sequence[StoredEpoch]
+    power_profiles: Sequence[StoredPowerProfile]
+
+
+def exported(
+    stored: StoredJob,
+    trials: Iterable[StoredTrial],
+    epochs: Iterable[StoredEpoch],
+    power_profiles: Iterable[StoredPowerProfile],
+) -> JobExport:
+    """A job with everything that is kept of it."""
+    profile_of = {
+        profile.trial_number: PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
+        for profile in power_profiles
+    }
+    by_trial: dict[int, list[EpochExport]] = {}
+    for epoch in epochs:
+        by_trial.setdefault(epoch.trial_number, []).append(_exported_epoch(epoch))
+    return JobExport(
+        job=stored.registration,
+        created_at=stored.created_at,
+        survivors=stored.survivors,
+        rng_state=stored.rng_state,
+        trials=tuple(
+            _exported_trial(
+                trial, by_trial.get(trial.record.trial_number, ()), profile_of.get(trial.record.trial_number)
+            )
+            for trial in trials
+        ),
+    )
+
+
+def imported(export: JobExport) -> ImportedJob:
+    """Take an export apart, and make anew what follows from its facts.
+
+    Raises:
+        InvalidImportError: Its facts contradict each other.
+    """
+    job_id = export.job.job_id
+    if job_id is None:
+        raise InvalidImportError("an exported job has an id", field="job.job_id")
+    job = job_of(export.job)
+    _check_order(export.trials)
+    for index, trial in enumerate(export.trials):
+        for field, message in _contradictions(trial, job):
+            raise InvalidImportError(f"trial {trial.trial_number}: {message}", field=f"trials.{index}.{field}")
+    _check_survivors(export)
+    _check_generator(export.rng_state)
+    trials = [_stored_trial(job_id, trial) for trial in export.trials]
+    history = History.of(job, (trial.record for trial in trials), export.survivors)
+    events = [event for trial in export.trials for event in (trial.started_event, trial.ended_event or 0)]
+    event_count = max(events, default=0)
+    stored = StoredJob(
+        registration=export.job,
+        job=job,
+        created_at=export.created_at,
+        event_count=event_count,
+        trial_count=len(trials),
+        cheapest=history.cheapest,
+        bandit_entered_at=history.bandit_entered_at,
+        folded_event=event_count,
+        rng_state=export.rng_state,
+        survivors=export.survivors,
+    )
+    epochs = [_stored_epoch(job_id, trial, epoch) for trial in export.trials for epoch in trial.epochs]
+    profiles = [
+        StoredPowerProfile(
+            job_id, trial.trial_number, trial.batch_size, trial.power_profile.samples, trial.power_profile.stored_at
+        )
+        for trial in export.trials
+        if trial.power_profile is not None
+    ]
+    return ImportedJob(stored, tuple(history.arms.values()), trials, epochs, profiles)
+
+
+def _check_order(trials: Sequence[TrialExport]) -> None:
+    """Trials count from 1; each begins after the one before it, and no two things happen at the same event."""
+    for index, trial in enumerate(trials):
+        if trial.trial_number != index + 1:
+            raise InvalidImportError(
+                f"trials are numbered 1, 2, 3, …: number {index + 1} is missing or out of order",
+                field=f"trials.{index}.trial_number",
+            )
+    for index, (before, after) in enumerate(pairwise(trials)):
+        if after.started_event <= before.started_event:
+            raise InvalidImportError(
+                f"trial {after.trial_number} begins after trial {before.trial_number}, so at a larger event",
+                field=f"trials.{index + 1}.started_event",
+            )
+    taken = {trial.started_event for trial in trials}
+    for index, trial in enumerate(trials):
+        if trial.ended_event in taken:
+            raise InvalidImportError(
+                f"event {trial.ended_event} is another trial's too", field=f"trials.{index}.ended_event"
+            )
+        if trial.ended_event is not None:
+            taken.add(trial.ended_event)
+
+
+def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
+    """What contradicts itself in one trial: the field, and why."""
+    alive, reported = trial.state in _ALIVE, trial.report_count > 0
+    if trial.batch_size not in job.batch_sizes:
+        yield "batch_size", f"{trial.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
+    for name in ("ended_event", "ended_at"):
+        if (getattr(trial, name) is None) is not alive:
+            yield name, f"goes with having ended, and the trial is {trial.state}"
+    if trial.ended_event is not None and trial.ended_event < trial.started_event:
+        yield "ended_event", "lies before started_event"
+    if (trial.lease_expires_at is None) is alive:
+        yield "lease_expires_at", f"goes with being alive, and the trial is {trial.state}"
+    for name in _MEASURED:
+        if (getattr(trial, name) is None) is reported:
+            yield name, f"goes with having reported, and report_count is {trial.report_count}"
+    if trial.state in OBSERVED and not reported:
+        yield "report_count", f"a trial becomes {trial.state} by a report"
+    if trial.state is TrialState.COMPLETED and cost_of(job, _record(trial)) <= 0:
+        yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
+    if (trial.epoch_bound is None) is not (trial.epoch_bound_reason is None):
+        yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
+    for name in ("power_limit_w", "power_profile"):
+        if getattr(trial, name) is not None and trial.power_limits is None:
+            yield "power_limits", f"goes with {name}"
+    # The report that ended a trial is not kept beside it.
+    kept = trial.report_count - (trial.state in OBSERVED)
+    numbers = [epoch.report_number for epoch in trial.epochs]
+    if numbers != sorted(set(numbers)) or numbers[-1:] > [kept]:
+        yield "epochs", f"there are {kept} of them at most, each with its own report_number, ascending"
+
+
+def _check_survivors(export: JobExport) -> None:
+    entered = any(trial.origin is Origin.BANDIT for trial in export.trials)
+    if (export.survivors is not None) is not entered:
+        raise InvalidImportError("survivors go with trials of origin bandit: both or neither", field="survivors")
+    survivors = export.survivors or ()
+    if list(survivors) != sorted(set(survivors) & set(export.job.batch_sizes)):
+        raise InvalidImportError("survivors are some of the job's batch_sizes, ascending", field="survivors")
+
+
+def _check_generator(rng_state: str | None) -> None:
+    if rng_state is None:
+        return
+    try:
+        np.random.default_rng(0).bit_generator.state = json.loads(rng_state)
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise InvalidImportError(f"not the state of a random generator: {error}", field="rng_state") from error
+
+
+def _exported_epoch(epoch: StoredEpoch) -> EpochExport:
+    return EpochExport(
+        report_number=epoch.report_number,
+        epoch=epoch.epoch,
+        time_s=epoch.time_s,
+        energy_j=epoch.energy_j,
+        metric=epoch.metric,
+        reported_at=epoch.reported_at,
+    )
+
+
+def _stored_epoch(job_id: str, trial: TrialExport, epoch: EpochExport) -> StoredEpoch:
+    return StoredEpoch(
+        job_id=job_id,
+        trial_number=trial.trial_number,
+        report_number=epoch.report_number,
+        epoch=epoch.epoch,
+        time_s=epoch.time_s,
+        energy_j=epoch.energy_j,
+        metric=epoch.metric,
+        reported_at=epoch.reported_at,
+    )
+
+
+def _exported_trial(
+    trial: StoredTrial, epochs: Iterable[EpochExport], power_profile: PowerProfileExport | None
+) -> TrialExport:
+    record = trial.record
+    reported = record.metric is not None
+    return TrialExport(
+        trial_number=record.trial_number,
+        batch_size=record.batch_size,
+        state=record.state,
+        origin=record.origin,
+        reason=trial.reason,
+        message=record.message,
+        end_reason=record.end_reason,
+        started_at=trial.started_at,
+        started_event=record.started_event,
+        reported_at=trial.reported_at,
+        ended_at=trial.ended_at,
+        ended_event=record.ended_event,
+        time_s=record.time_s if reported else None,
+        energy_j=record.energy_j if reported else None,
+        energy_source=trial.energy_source,
+        epoch=record.epoch if reported else None,
+        metric=record.metric,
+        report_count=record.reports,
+        longest_gap_s=record.longest_gap_s,
+        lease_expires_at=trial.lease_expires_at,
+        heartbeats=record.heartbeats,
+        first_epoch=record.first_epoch if reported else None,
+        first_cost_j=record.first_cost_j if reported else None,
+        epoch_bound=None if record.bound is None else record.bound.epochs,
+        epoch_bound_reason=None if record.bound is None else record.bound.reason,
+        power_limit_w=trial.power_limit_w,
+        power_limits=trial.power_limits,
+        power_profile=power_profile,
+        epochs=tuple(epochs),
+    )
+
+
+def _record(trial: TrialExport) -> TrialRecord:
+    return TrialRecord(
+        trial_number=trial.trial_number,
+        batch_size=trial.batch_size,
+        state=trial.state,
+        origin=trial.origin,
+        started_event=trial.started_event,
+        ended_event=trial.ended_event,
+        time_s=trial.time_s or 0.0,
+        energy_j=trial.energy_j or 0.0,
+        epoch=trial.epoch or 0.0,
+        metric=trial.metric,
+        message=trial.message,
+        end_reason=trial.end_reason,
+        reports=trial.report_count,
+        longest_gap_s=trial.longest_gap_s,
+        heartbeats=trial.heartbeats,
+        first_epoch=trial.first_epoch or 0.0,
+        first_cost_j=trial.first_cost_j or 0.0,
+        bound=None if trial.epoch_bound is None else EpochBound(trial.epoch_bound, trial.epoch_bound_reason or ""),
+    )
+
+
+def _stored_trial(job_id: str, trial: TrialExport) -> StoredTrial:
+    return StoredTrial(
+        job_id=job_id,
+        record=_record(trial),
+        reason=trial.reason,
+        energy_source=trial.energy_source,
+        started_at=trial.started_at,
+        reported_at=trial.reported_at,
+        ended_at=trial.ended_at,
+        lease_expires_at=trial.lease_expires_at,
+        power_limit_w=trial.power_limit_w,
+        power_limits=trial.power_limits,
+    )

@@ -1,0 +1,51 @@
+"""What policy `gp_voi` believes in the end that a run costs at each batch size, to be compared with the truth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from bso_server.core.gp_voi.forecast import Outlook, beliefs_of
+from bso_server.core.history import History
+
+# A normal variable lies within so many σ of its mean with a probability of 90 %.
+_SDS_OF_90_PERCENT = 1.6449
+
+
+@dataclass(frozen=True, slots=True)
+class BelievedCost:
+    """Cost of a run at one batch size, the runs included that have to be repeated because they fail.
+
+    Attributes:
+        batch_size: The size.
+        expected_j: Expected cost, joules.
+        low_j: A run costs less with a probability of 5 %.
+        high_j: A run costs more with a probability of 5 %.
+    """
+
+    batch_size: int
+    expected_j: float
+    low_j: float
+    high_j: float
+
+
+def believed_costs(history: History) -> list[BelievedCost]:
+    """The cost of a run at each of a job's batch sizes, ascending; of none while no trial has said anything of it.
+
+    The log of a run's cost is normal, with the variance of what is expected and that from run to run together.
+
+    Args:
+        history: The job's trials.
+    """
+    beliefs = beliefs_of(history, ())
+    if not any(belief.is_observed for belief in beliefs):
+        return []
+    outlook = Outlook.of(history, beliefs, ())
+    run_variance = outlook.epochs.run_variance + outlook.epoch_costs.run_variance
+    costs = []
+    for index, size in enumerate(history.job.batch_sizes):
+        mean, variance = float(outlook.costs.mean[index]), max(float(outlook.costs.covariance[index, index]), 0.0)
+        reach = _SDS_OF_90_PERCENT * math.sqrt(variance + run_variance)
+        expected_j = outlook.expected_cost_j(index)
+        costs.append(BelievedCost(size, expected_j, math.exp(mean - reach), math.exp(mean + reach)))
+    return costs

@@ -1,0 +1,1 @@
+"""The database: connections, tables, transactions, and rows in and core dataclasses out."""

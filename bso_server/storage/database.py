@@ -1,0 +1,296 @@
+"""Connections: how work on a database is run, on each kind of database.
+
+Work is a plain function over a synchronous SQLAlchemy connection. It can wait for nothing but the database, so that no
+transaction stays open because something else is slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+
+from bso_server.storage.filesystem import network_filesystem
+from bso_server.storage.threads import DaemonThreads
+
+# Seconds that a SQLite connection waits for another process's transaction before it gives up.
+_SQLITE_BUSY_TIMEOUT_S = 30
+_SQLITE_READERS = 4
+
+# Connections that one server process holds open at most; a request that finds none free waits for one.
+_POOL_SIZE = 10
+
+_READ_ONLY = "bso_read_only"
+
+_DRIVERS = {
+    "sqlite": "sqlite",
+    "postgresql": "postgresql+asyncpg",
+    "mysql": "mysql+asyncmy",
+    "mariadb": "mariadb+asyncmy",
+}
+
+# Seconds after which a host that says nothing counts as away.
+_CONNECT_TIMEOUT_S = 5
+_CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "mariadb": "connect_timeout"}
+
+T = TypeVar("T")
+
+
+class NoConnectionError(Exception):
+    """There is no connection to the database, or it was lost in the middle of a transaction.
+
+    Whether that transaction is in force is not known: the connection may have been lost after the commit. The text is
+    one line that says what happened, without a password.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        said = cause.orig if isinstance(cause, DBAPIError) and cause.orig is not None else cause
+        super().__init__(" ".join(str(said).split()) or type(said).__name__)
+
+
+class Database(Protocol):
+    """A database and the way to work on it."""
+
+    @property
+    def url(self) -> URL:
+        """Where it is."""
+        ...
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
+
+        Args:
+            work: Reads and writes through the connection.
+            read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
+
+        Raises:
+            NoConnectionError: The database cannot be reached, or can no longer.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Close every connection."""
+        ...
+
+
+class SqliteDatabase:
+    """A SQLite file, worked on in threads.
+
+    SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
+    queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
+    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
+
+    Args:
+        url: With the path of the file.
+        echo_sql: Log every statement.
+    """
+
+    def __init__(self, url: URL, *, echo_sql: bool) -> None:
+        self._engine = create_engine(url, echo=echo_sql, pool_size=_SQLITE_READERS + 1, max_overflow=0)
+        _configure_sqlite(self._engine)
+        self._own = threading.local()
+        self._connections: list[Connection] = []
+        self._writer = DaemonThreads(1, "bso-writer")
+        self._readers = DaemonThreads(_SQLITE_READERS, "bso-reader")
+
+    @property
+    def url(self) -> URL:
+        """Where the file is."""
+        return self._engine.url
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """See `Database.run`."""
+        thread = self._readers if read_only else self._writer
+        return await asyncio.get_running_loop().run_in_executor(thread, self._run, work, read_only)
+
+    async def close(self) -> None:
+        """Let the work in hand end, and close every connection."""
+        # All that this event loop still has to do is to end.
+        self._writer.shutdown()
+        self._readers.shutdown()
+        for connection in self._connections:
+            connection.close()
+        self._engine.dispose()
+
+    def back_up(self) -> Path:
+        """Copy the file beside itself, consistently even while others write to it; the copy."""
+        database = self.url.database or ""
+        copy = Path(f"{database}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
+        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
+            source.backup(target)
+        return copy
+
+    def _run(self, work: Callable[[Connection], T], read_only: bool) -> T:
+        connection = self._connection(read_only)
+        with connection.begin():
+            return work(connection)
+
+    def _connection(self, read_only: bool) -> Connection:
+        """This thread's connection, which it keeps: fetching one from the pool costs as much as a statement."""
+        connection: Connection | None = getattr(self._own, "connection", None)
+        if connection is None:
+            try:
+                connection = self._engine.connect()
+            except DBAPIError as error:
+                raise NoConnectionError(error) from error
+            connection = self._own.connection = connection.execution_options(**{_READ_ONLY: read_only})
+            self._connections.append(connection)
+        return connection
+
+
+class NetworkDatabase:
+    """PostgreSQL, MySQL or MariaDB, over an asynchronous driver.
+
+    Args:
+        engine: Connections to it.
+    """
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    @property
+    def url(self) -> URL:
+        """Where the database is."""
+        return self._engine.url
+
+    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """See `Database.run`."""
+        connected = False
+        try:
+            async with self._engine.connect() as connection:
+                connected = True
+                async with connection.begin():
+                    if read_only:
+                        # By default each statement would see what was committed until then. This holds for one
+                        # transaction: SQLAlchemy's option is taken back when a connection returns to the pool, and one
+                        # that is lost by then would never return.
+                        await connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                    return await connection.run_sync(work)
+        except Exception as error:
+            # Drivers raise this and that while they connect.
+            if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                raise
+            raise NoConnectionError(error) from error
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._engine.dispose()
+
+
+def open_database(
+    database_url: str, *, user: str | None = None, password: str | None = None, echo_sql: bool = False
+) -> Database:
+    """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
+
+    Args:
+        database_url: An SQLAlchemy URL. Whatever driver it names, SQLite gets Python's own; ``postgresql://`` and
+            ``mysql://`` without a driver get the one of this project's extras.
+        user: User, where the URL names none.
+        password: Password, where the URL holds none.
+        echo_sql: Log every statement.
+
+    Raises:
+        ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
+            could open.
+    """
+    url = _url(database_url)
+    if url.get_backend_name() == "sqlite":
+        _refuse_network(url)
+        return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
+    url = url.set(username=url.username or user, password=url.password or password)
+    timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
+    try:
+        engine = create_async_engine(
+            url,
+            echo=echo_sql,
+            connect_args={} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
+            # A connection that died while idle is noticed before it is used.
+            pool_pre_ping=True,
+            pool_size=_POOL_SIZE,
+            max_overflow=0,
+            # Each transaction has ended when its connection returns. A rollback to make sure would be a round trip, and
+            # a traceback in the log where the connection is lost.
+            pool_reset_on_return=None,
+        )
+    except ModuleNotFoundError as error:
+        extra = "postgres" if url.get_backend_name() == "postgresql" else "mysql"
+        raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
+    return NetworkDatabase(engine)
+
+
+# Codes by which databases say that a transaction was broken off through no fault of its own.
+_POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
+_MYSQL_PASSING = {1205, 1213, 1053}  # lock wait timeout, deadlock, shutting down
+
+
+def is_passing(error: DBAPIError) -> bool:
+    """Whether the same work, done again, may well succeed."""
+    cause = error.orig
+    if getattr(cause, "sqlstate", None) in _POSTGRES_PASSING:
+        return True
+    code = cause.args[0] if cause is not None and cause.args else None
+    return code in _MYSQL_PASSING or (isinstance(code, str) and "database is locked" in code)
+
+
+def _url(database_url: str) -> URL:
+    try:
+        url = make_url(database_url)
+    except ArgumentError:
+        # The URL is not repeated: it may hold a password.
+        raise ValueError(
+            "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
+            "or postgresql://user:password@host/database"
+        ) from None
+    if url.get_backend_name() not in _DRIVERS:
+        raise ValueError(
+            f"{url.get_backend_name()} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB"
+        )
+    return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+
+
+def _refuse_network(url: URL) -> None:
+    if not url.database or url.database == ":memory:":
+        raise ValueError("a SQLite database in memory is lost with its connection: name a file")
+    path = Path(url.database)
+    kind = network_filesystem(path)
+    if kind is not None:
+        raise ValueError(
+            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold: put the file on a local "
+            "disk, or use PostgreSQL or MySQL"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+
+def _configure_sqlite(engine: Engine) -> None:
+    @event.listens_for(engine, "connect")
+    def _configure(connection: Any, _record: Any) -> None:
+        # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
+        # them off, so that `_begin` below says when a transaction starts.
+        connection.isolation_level = None
+        cursor = connection.cursor()
+        cursor.execute(f"PRAGMA busy_timeout = {_SQLITE_BUSY_TIMEOUT_S * 1000}")
+        cursor.execute("PRAGMA journal_mode = WAL")
+        # FULL: a committed report survives a power cut.
+        cursor.execute("PRAGMA synchronous = FULL")
+        cursor.execute("PRAGMA foreign_keys = ON")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def _begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY, False)
+        statement = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+        try:
+            # Through SQLAlchemy it would cost a sixth of a small transaction.
+            connection.connection.cursor().execute(statement)
+        except sqlite3.OperationalError as error:
+            raise OperationalError(statement, None, error) from error

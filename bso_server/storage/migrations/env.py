@@ -1,0 +1,19 @@
+"""Run by Alembic for each command, with the connection or the dialect that `migrations` hands over."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from bso_server.storage.tables import metadata
+
+if context.is_offline_mode():
+    context.configure(dialect_name=context.config.attributes["dialect"], target_metadata=metadata, literal_binds=True)
+    with context.begin_transaction():
+        context.run_migrations()
+else:
+    # SQLite alters tables by copying them, hence the batch.
+    context.configure(
+        connection=context.config.attributes["connection"], target_metadata=metadata, render_as_batch=True
+    )
+    # The connection is in a transaction already.
+    context.run_migrations()

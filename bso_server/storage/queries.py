@@ -1,0 +1,103 @@
+"""Queries that people ask and decisions do not need: pages of jobs and trials, what was reported, what happened.
+
+None of them locks anything. Pages go by key, so that a page costs the same wherever it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import ColumnElement, select
+
+from bso_server.storage.rows import (
+    StoredEpoch,
+    StoredJob,
+    StoredPowerProfile,
+    StoredTrial,
+    job_from,
+    power_profile_from,
+    trial_from,
+)
+from bso_server.storage.tables import epochs, jobs, power_profiles, trials
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import Stage, TrialState
+
+
+def jobs_page(
+    transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int
+) -> list[StoredJob]:
+    """Jobs in order of their ids, as the database orders text.
+
+    Args:
+        transaction: Where to read.
+        prefix: Only those with this `job_id_prefix`.
+        stage: Only those in this stage.
+        after: Only those with a later id.
+        limit: At most so many.
+    """
+    statement = select(jobs).order_by(jobs.c.job_id).limit(limit)
+    if prefix is not None:
+        statement = statement.where(jobs.c.job_id_prefix == prefix)
+    if stage is not None:
+        entered = jobs.c.bandit_entered_event
+        statement = statement.where(entered.is_(None) if stage is Stage.PRUNING else entered.is_not(None))
+    if after is not None:
+        statement = statement.where(jobs.c.job_id > after)
+    return [job_from(row) for row in transaction.rows(statement)]
+
+
+def trials_page(
+    transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
+) -> list[StoredTrial]:
+    """Trials in order of dispatch.
+
+    Args:
+        transaction: Where to read.
+        job_id: Their job.
+        state: Only those in this state.
+        after: Only those with a larger number.
+        limit: At most so many.
+    """
+    conditions = [trials.c.trial_number > after]
+    if state is not None:
+        conditions.append(trials.c.state == state.value)
+    return _trials(transaction, job_id, conditions, order=trials.c.trial_number, limit=limit)
+
+
+def trial(transaction: Transaction, job_id: str, trial_number: int) -> StoredTrial | None:
+    """One trial, or None."""
+    found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=trials.c.trial_number, limit=1)
+    return found[0] if found else None
+
+
+def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[StoredTrial]:
+    """Trials that began after this event of the job, in order of dispatch."""
+    # A trial's number orders dispatches as its event does, and has an index.
+    return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
+
+
+def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[StoredTrial]:
+    """Trials that ended after this event of the job, in order of their ends."""
+    return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
+
+
+def epochs_of(transaction: Transaction, job_id: str, trial_number: int | None = None) -> list[StoredEpoch]:
+    """Reports that did not end their trials: of one trial, or of all of the job's, trial by trial; in order."""
+    statement = select(epochs).where(epochs.c.job_id == job_id).order_by(epochs.c.trial_number, epochs.c.report_number)
+    if trial_number is not None:
+        statement = statement.where(epochs.c.trial_number == trial_number)
+    return [StoredEpoch(**row) for row in transaction.rows(statement)]
+
+
+def power_profiles_of(transaction: Transaction, job_id: str) -> list[StoredPowerProfile]:
+    """The power-limit profiles that the job's trials have left and that are kept, in order of dispatch."""
+    table = power_profiles.c
+    statement = select(power_profiles).where(table.job_id == job_id).order_by(table.trial_number)
+    return [power_profile_from(row) for row in transaction.rows(statement)]
+
+
+def _trials(
+    transaction: Transaction, job_id: str, conditions: list[ColumnElement[bool]], order: ColumnElement[Any], limit: int
+) -> list[StoredTrial]:
+    statement = select(trials).where(trials.c.job_id == job_id, *conditions).order_by(order).limit(limit)
+    return [trial_from(row) for row in transaction.rows(statement)]

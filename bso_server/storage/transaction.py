@@ -1,0 +1,400 @@
+"""One transaction: what is read and written in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    RowMapping,
+    Select,
+    Table,
+    Update,
+    and_,
+    bindparam,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
+from sqlalchemy.exc import IntegrityError
+
+from bso_server.core.access import TokenRecord
+from bso_server.core.history import Arm, bandit_entered_from_the_start
+from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, TrialRecord
+from bso_server.storage.rows import (
+    StoredJob,
+    StoredPowerProfile,
+    StoredTrial,
+    TrialKey,
+    arm_from,
+    arm_row,
+    job_from,
+    job_of,
+    job_row,
+    power_profile_from,
+    power_profile_row,
+    progress_row,
+    token_from,
+    trial_from,
+    trial_row,
+    whole_trial_row,
+)
+from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials
+from zeus_plugins.protocol import JobRegistration, Origin, TrialState
+
+# How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
+_ATTEMPTS = 8
+_BACKOFF_S = 0.05
+
+# The same where connections are lost: a database that starts anew needs seconds. Many clients wait for five at most.
+_LOST_BACKOFF_S = 0.2
+_PATIENCE_S = 3.0
+
+T = TypeVar("T")
+
+Row = RowMapping | Mapping[str, Any]
+"""A table's row by the names of its columns."""
+
+logger = logging.getLogger("bso_server")
+
+
+class JobExistsError(Exception):
+    """Another transaction inserted the same job_id first."""
+
+
+class Transaction:
+    """One transaction. Made by `Store` alone; dead once it has ended.
+
+    Methods named ``locked_…`` make other writers of the same rows wait until the transaction ends (on SQLite the whole
+    transaction does). Rows of one table are locked in the order of their keys. What ends a trial locks it before its
+    job; what begins one or abandons it locks the job first, and of its trials only those whose leases have run out.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
+        """What a query that only reads finds; `store_reads` holds those that no decision needs."""
+        return self._connection.execute(statement).mappings().all()
+
+    def job(self, job_id: str) -> StoredJob | None:
+        """The job, or None."""
+        return self._one_job(select(jobs).where(jobs.c.job_id == job_id))
+
+    def locked_job(self, job_id: str) -> StoredJob | None:
+        """The job, or None; other writers wait."""
+        return self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
+
+    def locked_jobs(self, job_ids: Collection[str]) -> dict[str, StoredJob]:
+        """Those of these jobs that exist; other writers wait."""
+        statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id).with_for_update()
+        return {row["job_id"]: job_from(row) for row in self._connection.execute(statement).mappings()}
+
+    def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
+        """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
+
+        The jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
+        reports on different trials of one job need not wait for each other.
+        """
+        found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
+        jobs_found: dict[str, StoredJob] = {}
+        for row in self._connection.execute(*_locked_trials(sorted(keys))):
+            trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
+            if trial.job_id not in jobs_found:
+                jobs_found[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
+            found[trial.key] = jobs_found[trial.job_id], trial
+        return found
+
+    @property
+    def locks_jobs_with_trials(self) -> bool:
+        """Whether the database cannot lock one table of a join alone: SQLite and MariaDB cannot."""
+        dialect = self._connection.dialect
+        return not (dialect.name == "postgresql" or getattr(dialect, "supports_for_update_of", False))
+
+    def all_trials(self, job_id: str) -> list[StoredTrial]:
+        """Every trial of the job, in order of dispatch."""
+        return self._trials(trials.c.job_id == job_id)
+
+    def counted_explorations(self, job_id: str) -> list[TrialRecord]:
+        """The job's exploration trials that count, in order of dispatch."""
+        found = self._trials(
+            trials.c.job_id == job_id,
+            trials.c.origin == Origin.EXPLORATION.value,
+            trials.c.state.not_in([state.value for state in UNCOUNTED]),
+        )
+        return [trial.record for trial in found]
+
+    def in_flight(self, job_id: str) -> list[TrialRecord]:
+        """The job's trials that are running or may go on, in order of dispatch."""
+        found = self._trials(trials.c.job_id == job_id, trials.c.state.in_([state.value for state in ALIVE]))
+        return [trial.record for trial in found]
+
+    def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
+        """Trials that ended after this event of the job, in order of their ends."""
+        found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
+        return sorted((trial.record for trial in found), key=lambda record: record.ended_event or 0)
+
+    def locked_expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
+        """The job's trials whose leases have run out, in order of dispatch; other writers wait.
+
+        A trial whose report is just being taken has a new lease by the time that its row can be had.
+        """
+        return self._trials(trials.c.job_id == job_id, *_expired(now), lock=True)
+
+    def jobs_with_expired_trials(self, now: datetime) -> list[str]:
+        """Ids of jobs that have such trials, in order."""
+        statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
+        return list((self._connection.execute(statement)).scalars())
+
+    def trial_with_key(self, job_id: str, idempotency_key: str) -> StoredTrial | None:
+        """The trial that a request with this key started, or None."""
+        found = self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
+        return found[0] if found else None
+
+    def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
+        """How many trials of the size crashed, and whether one was ever measured to its end."""
+        statement = (
+            select(trials.c.state, func.count())
+            .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
+            .group_by(trials.c.state)
+        )
+        counts = {TrialState(state): count for state, count in self._connection.execute(statement)}
+        return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
+
+    def arms(self, job_id: str) -> dict[int, Arm]:
+        """What is remembered of each batch size, ascending."""
+        statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
+        rows = self._connection.execute(statement)
+        return {row["batch_size"]: arm_from(row) for row in rows.mappings()}
+
+    def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
+        """Add a job with its arms.
+
+        Raises:
+            JobExistsError: Another one has its id; the transaction is of no more use.
+        """
+        row = {
+            "job_id": registration.job_id,
+            "job_id_prefix": registration.job_id_prefix,
+            "policy": registration.policy.value,
+            "spec": registration.model_dump_json(),
+            "created_at": created_at,
+            "event_count": 0,
+            "trial_count": 0,
+            "folded_event": 0,
+            "bandit_entered_event": bandit_entered_from_the_start(job_of(registration)),
+        }
+        try:
+            self._connection.execute(insert(jobs).values(row))
+        except IntegrityError as error:
+            raise JobExistsError(registration.job_id) from error
+        rows = [{"job_id": registration.job_id, **arm_row(Arm(size))} for size in registration.batch_sizes]
+        self._connection.execute(insert(arms), rows)
+
+    def update_jobs(self, changed: Iterable[StoredJob]) -> None:
+        """Save what may change of jobs whose rows this transaction has locked."""
+        self._update_many(jobs, [job_row(job) for job in changed], key=("job_id",))
+
+    def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
+        """Replace what is remembered of these batch sizes of a locked job."""
+        rows = [{"job_id": job_id, **arm_row(arm)} for arm in changed]
+        self._update_many(arms, rows, key=("job_id", "batch_size"))
+
+    def delete_job(self, job_id: str) -> bool:
+        """Remove a job with all its trials; False if there was none."""
+        result = self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
+        return bool(result.rowcount)
+
+    def insert_trial(self, trial: StoredTrial, *, idempotency_key: str | None = None) -> None:
+        """Add a trial that was just dispatched."""
+        row = {**whole_trial_row(trial), "idempotency_key": idempotency_key}
+        self._connection.execute(insert(trials).values(row))
+
+    def insert_trials(self, added: Sequence[StoredTrial]) -> None:
+        """Add trials that another database has seen."""
+        if added:
+            self._connection.execute(insert(trials), [whole_trial_row(trial) for trial in added])
+
+    def update_trials(self, changed: Iterable[StoredTrial]) -> None:
+        """Save what may change of trials whose rows this transaction has locked."""
+        self._update_many(trials, [trial_row(trial) for trial in changed], key=("job_id", "trial_number"))
+
+    def update_progress(self, changed: Iterable[StoredTrial]) -> None:
+        """Save what a report changes of locked trials that were running and still are.
+
+        The columns that are left out stand in indexes, which a database would write anew for the same values.
+        """
+        self._update_many(trials, [progress_row(trial) for trial in changed], key=("job_id", "trial_number"))
+
+    def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add reports to the epochs of their trials."""
+        if rows:
+            self._connection.execute(_INSERT_EPOCHS, rows)
+
+    def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
+        """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
+        return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
+
+    def update_power_limit(self, trial: StoredTrial) -> None:
+        """Save the power limit of a locked trial."""
+        row = {
+            "job_id": trial.job_id,
+            "trial_number": trial.record.trial_number,
+            "power_limit_w": trial.power_limit_w,
+            "power_limits": trial.power_limits,
+        }
+        self._update_many(trials, [row], key=("job_id", "trial_number"))
+
+    def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
+        """That of the latest trial of this size which has left one, or None."""
+        table = power_profiles.c
+        found = self.rows(
+            select(power_profiles)
+            .where(table.job_id == job_id, table.batch_size == batch_size)
+            .order_by(table.trial_number.desc())
+            .limit(1)
+        )
+        return power_profile_from(found[0]) if found else None
+
+    def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
+        """The profile that this trial has left, or None."""
+        table = power_profiles.c
+        found = self.rows(select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
+        return power_profile_from(found[0]) if found else None
+
+    def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
+        """Add the profiles of trials that have left none."""
+        rows = [power_profile_row(profile) for profile in added]
+        if rows:
+            self._connection.execute(insert(power_profiles), rows)
+
+    def update_power_profile(self, changed: StoredPowerProfile) -> None:
+        """Replace the profile that a locked trial has left."""
+        self._update_many(power_profiles, [power_profile_row(changed)], key=("job_id", "trial_number"))
+
+    def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
+        """Remove profiles that were stored before then, but for the newest of each size; as `delete_epochs_before`."""
+        newer = power_profiles.alias("newer")
+        has_newer = (
+            select(newer.c.trial_number)
+            .where(
+                newer.c.job_id == power_profiles.c.job_id,
+                newer.c.batch_size == power_profiles.c.batch_size,
+                newer.c.trial_number > power_profiles.c.trial_number,
+            )
+            .exists()
+        )
+        return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
+
+    def insert_token(self, token: TokenRecord) -> None:
+        """Add a token."""
+        row = {
+            "token_id": token.token_id,
+            "name": token.name,
+            "scopes": " ".join(sorted(token.scopes)),
+            "token_hash": token.token_hash,
+            "created_at": token.created_at,
+        }
+        self._connection.execute(insert(tokens).values(row))
+
+    def token(self, token_id: str) -> TokenRecord | None:
+        """The token, even if it was revoked, or None."""
+        found = self._tokens(select(tokens).where(tokens.c.token_id == token_id))
+        return found[0] if found else None
+
+    def all_tokens(self) -> list[TokenRecord]:
+        """Every token, oldest first."""
+        return self._tokens(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))
+
+    def any_valid_token(self) -> bool:
+        """Whether there is a token that was not revoked."""
+        statement = select(tokens.c.token_id).where(tokens.c.revoked_at.is_(None)).limit(1)
+        return (self._connection.execute(statement)).first() is not None
+
+    def revoke_token(self, token_id: str, now: datetime) -> None:
+        """Note that a token is good no more; one that was revoked before keeps its date."""
+        statement = update(tokens).where(tokens.c.token_id == token_id, tokens.c.revoked_at.is_(None))
+        self._connection.execute(statement.values(revoked_at=now))
+
+    def _delete_some(
+        self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
+    ) -> int:
+        key = [column.name for column in table.primary_key]
+        statement = select(*table.primary_key).where(dated < instant, *conditions)
+        rows = self.rows(statement.order_by(dated).limit(limit))
+        if rows:
+            # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
+            condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
+            values = [{f"key_{name}": row[name] for name in key} for row in rows]
+            self._connection.execute(delete(table).where(*condition), values)
+        return len(rows)
+
+    def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
+        return [token_from(row) for row in (self._connection.execute(statement)).mappings()]
+
+    def _one_job(self, statement: Select[Any]) -> StoredJob | None:
+        row = (self._connection.execute(statement)).mappings().one_or_none()
+        return None if row is None else job_from(row)
+
+    def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[StoredTrial]:
+        statement = select(trials).where(*conditions)
+        rows = self._connection.execute(statement.with_for_update() if lock else statement).mappings()
+        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+        found = (trial_from(row) for row in rows)
+        return sorted(found, key=lambda trial: trial.record.trial_number)
+
+    def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
+        if not rows:
+            return
+        values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
+        self._connection.execute(_update_of(table, key, tuple(rows[0])), values)
+
+
+@lru_cache(maxsize=64)
+def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Update:
+    """The update of these columns in the row with this key. Putting it together costs more than running it."""
+    # A bound value may not have the name of a column that is set.
+    condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
+    return update(table).where(*condition).values({name: bindparam(name) for name in names if name not in key})
+
+
+def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
+    alive = [state.value for state in ALIVE]
+    return trials.c.state.in_(alive), trials.c.lease_expires_at < now
+
+
+_INSERT_EPOCHS = insert(epochs)
+_JOB_COLUMNS = [column.name for column in jobs.c]
+_TRIAL_COLUMNS = [column.name for column in trials.c]
+
+
+def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any]]:
+    """The query for the trials with these keys, each with its job, and its parameters."""
+    # A few sizes of the query are enough: to ask for a key twice does no harm.
+    size = 1 << (len(keys) - 1).bit_length()
+    padded = [*keys, *[keys[-1]] * (size - len(keys))]
+    parameters: dict[str, Any] = {}
+    for n, (job_id, trial_number) in enumerate(padded):
+        parameters |= {f"job_id_{n}": job_id, f"trial_number_{n}": trial_number}
+    return _locked_trials_of(size), parameters
+
+
+@lru_cache(maxsize=64)
+def _locked_trials_of(size: int) -> Select[Any]:
+    """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
+    condition = or_(
+        *(
+            and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+            for n in range(size)
+        )
+    )
+    query = select(trials, jobs).join_from(trials, jobs).where(condition)
+    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials)

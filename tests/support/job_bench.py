@@ -1,0 +1,106 @@
+"""What the tests of all callbacks share: a server, and a job of one's own on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import pytest
+
+from tests.conftest import Server
+from zeus_plugins import JobSpec
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.protocol import GpuConfig, JobView, TrialView
+from zeus_plugins.training.session import TrialSession
+
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+SERVERS_SIZE = 48  # the job's default, which the first trial gets
+NEXT_SIZE = 24  # what the second trial gets when the first reached its target
+EPOCH_OF_48 = [48, 48, 48, 24]
+EPOCH_OF_24 = [24] * 7
+NEVER = 2.0  # a score that no training reaches
+AT_ONCE = 0.0  # a score that every training has from the start
+
+
+def seconds_and_joules(time_s: float, energy_j: float) -> ReplayMonitor:
+    """Every window took as long and as much."""
+    return ReplayMonitor(repeat(Measurement(time_s, energy_j, "replayed")), GPUS)
+
+
+class CountingMonitor:
+    """A second and ten joules for each thing counted, so that totals tell what was measured.
+
+    Args:
+        count: How many there were so far.
+    """
+
+    source = "counted steps"
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._windows: dict[str, int] = {}
+        self._count = count
+
+    @property
+    def open_windows(self) -> list[str]:
+        return list(self._windows)
+
+    def gpus(self) -> GpuConfig:
+        return GPUS
+
+    def begin_window(self, name: str) -> None:
+        assert name not in self._windows
+        self._windows[name] = self._count()
+
+    def end_window(self, name: str) -> Measurement:
+        counted = self._count() - self._windows.pop(name)
+        return Measurement(float(counted), 10.0 * counted, self.source)
+
+
+@dataclass
+class JobBench:
+    """A running server, and one job that no other test knows."""
+
+    server: Server
+    job_id: str
+
+    def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
+        defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
+        return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
+
+    def callback_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """These, and what every callback needs."""
+        return {"server_url": self.server.url, "energy_monitor": seconds_and_joules(1.0, 10.0)} | options
+
+    def is_registered(self) -> bool:
+        with BsoClient(self.server.url) as client:
+            return self.job_id in {job.job_id for job in client.list_jobs().jobs}
+
+    def view(self) -> JobView:
+        with BsoClient(self.server.url) as client:
+            return client.show_job(self.job_id)
+
+    def only_trial(self) -> TrialView:
+        (trial,) = self.view().trials
+        return trial
+
+    def complete_first_trial(self, job: JobSpec) -> None:
+        """Without a training: 1 s and 10 J, 55 J by the job's cost."""
+        with BsoClient(self.server.url) as client:
+            session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
+            assert session.ask() == SERVERS_SIZE
+            session.begin_measurement()
+            assert session.report(1.0, 1).converged
+            session.end()
+
+
+@pytest.fixture(scope="module", name="shared_server")
+def make_shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server for all tests that leave it running."""
+    folder = tmp_path_factory.mktemp("server")
+    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    server.start()
+    yield server
+    server.kill()

@@ -1,0 +1,84 @@
+"""The ``zeus-plugins`` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from zeus_plugins.cli import doctor, energy, master, sync
+from zeus_plugins.errors import ZeusBSOError
+from zeus_plugins.protocol import PolicyName
+
+_QUICK_RECURRENCES = 4
+_DEFAULT_RECURRENCES = 14
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, what the command says, or 1 with one line on standard error."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int | None = options.run(options)
+    except ZeusBSOError as error:
+        print(f"zeus-plugins: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("zeus-plugins: interrupted", file=sys.stderr)
+        return 130
+    return status or 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="zeus-plugins", description="Batch size optimization: the training side.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="watch a recurring training find its batch size on this machine",
+        description="Starts a server and lets a small training recur on it. Everything is real, nothing simulated.",
+    )
+    amount = demo.add_mutually_exclusive_group()
+    amount.add_argument(
+        "--recurrences",
+        type=_positive,
+        default=_DEFAULT_RECURRENCES,
+        help="how often the training has to reach its target (default %(default)s)",
+    )
+    amount.add_argument(
+        "--quick",
+        dest="recurrences",
+        action="store_const",
+        const=_QUICK_RECURRENCES,
+        help=f"the same as --recurrences {_QUICK_RECURRENCES}",
+    )
+    demo.add_argument(
+        "--directory", type=Path, default=Path(".demo"), help="where results are written (default %(default)s)"
+    )
+    demo.add_argument(
+        "--policy",
+        type=PolicyName,
+        choices=list(PolicyName),
+        default=PolicyName.GP_VOI,
+        help="how batch sizes are chosen (default %(default)s; zeus is the policy of the Zeus paper)",
+    )
+    demo.set_defaults(run=_demo)
+    doctor.add_parser(commands)
+    energy.add_parser(commands)
+    master.add_parser(commands)
+    sync.add_parser(commands)
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _demo(options: argparse.Namespace) -> None:
+    try:
+        from zeus_plugins.demo.runner import run
+    except ModuleNotFoundError as error:
+        raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
+    run(options.recurrences, options.directory, options.policy)

@@ -1,0 +1,273 @@
+"""``zeus-plugins doctor``: what would stop a training, or make its figures worth less; looked at, not changed."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from zeus_plugins.client.http import NO_RETRIES, SERVER_URL_VARIABLE, TOKEN_VARIABLE, client_from_environment
+from zeus_plugins.client.outbox import STATE_DIRECTORY_VARIABLE, default_outbox
+from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
+from zeus_plugins.energy.auto import POWER_VARIABLE, choose
+from zeus_plugins.energy.check import AGREEMENT, compare_nvml
+from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
+from zeus_plugins.energy.visible import VISIBLE_VARIABLE
+from zeus_plugins.errors import (
+    ZeusBSOConfigError,
+    ZeusBSOError,
+    ZeusBSORuntimError,
+    ZeusBSOServerUnreachableError,
+    ZeusBSOTokenError,
+)
+from zeus_plugins.protocol import TrialId
+from zeus_plugins.training.session import JOB_ID_VARIABLE
+
+__all__ = ["Finding", "Level", "add_parser", "examine"]
+
+DISTRIBUTIONS = (
+    "zeus-plugins",
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "accelerate",
+    "nvidia-ml-py",
+    "amdsmi",
+)
+VARIABLES = (
+    JOB_ID_VARIABLE,
+    POWER_VARIABLE,
+    STATE_DIRECTORY_VARIABLE,
+    VISIBLE_VARIABLE,
+    "CUDA_DEVICE_ORDER",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+)
+
+_TIMEOUT_S = 5.0
+# A job of this name is not expected to exist, and a heartbeat of a trial that does not exist changes nothing.
+_NO_TRIAL = TrialId(job_id="zeus-plugins-doctor-asks", batch_size=1, trial_number=1)
+
+
+class Level(StrEnum):
+    """How a finding is to be taken."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+    """It would stop a training, or keep it from the server."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        check: What, in a word.
+        level: How it is to be taken.
+        text: What was found, in a sentence.
+        details: The same for programs.
+    """
+
+    check: str
+    level: Level
+    text: str
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def examine() -> Iterator[Finding]:
+    """Look at everything, one finding after the other; takes a few seconds where there are GPUs to compare."""
+    yield _versions()
+    yield _variables()
+    yield from _nvidia_gpus()
+    yield from _amd_gpus()
+    yield _rapl()
+    yield _monitor()
+    yield _server()
+    yield _outbox()
+
+
+def _versions() -> Finding:
+    versions = {"python": platform.python_version()}
+    for name in DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Finding("versions", Level.OK, ", ".join(f"{name} {version}" for name, version in versions.items()), versions)
+
+
+def _variables() -> Finding:
+    # A URL may hold a password; the check of the server shows it without.
+    shown = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    shown |= {name: "(set)" for name in (SERVER_URL_VARIABLE, TOKEN_VARIABLE) if os.environ.get(name)}
+    text = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none that matters here is set"
+    return Finding("environment", Level.OK, text, shown)
+
+
+def _nvidia_gpus() -> Iterator[Finding]:
+    try:
+        gpus = open_gpus()
+    except EnergyUnavailableError as unavailable:
+        yield Finding("nvidia", Level.OK, unavailable.cause)
+        return
+    except ZeusBSOConfigError as error:
+        yield Finding("nvidia", Level.PROBLEM, str(error))
+        return
+    both = True
+    for gpu in gpus:
+        answers = {"energy counter": _answer(gpu.energy_uj), "power reading": _answer(gpu.power_w)}
+        both = both and None not in answers.values()
+        text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
+        yield Finding("nvidia", Level.OK, f"{gpu}: {text}", {"index": gpu.index, "name": gpu.name} | _numbers(gpu))
+    if both:
+        yield _comparison()
+
+
+def _answer(question: Callable[[], float]) -> float | None:
+    try:
+        return question()
+    except EnergyUnavailableError:
+        return None
+
+
+def _numbers(gpu: NvmlGpu) -> dict[str, float | None]:
+    energy_uj = _answer(gpu.energy_uj)
+    return {
+        "counter_j": None if energy_uj is None else energy_uj / 1e6,
+        "power_w": _answer(gpu.power_w),
+        "max_power_w": _answer(lambda: gpu.max_power_w),
+    }
+
+
+def _comparison() -> Finding:
+    """Whether counters and power readings tell the same of two seconds."""
+    try:
+        compared = compare_nvml()
+    except ZeusBSOError as error:
+        return Finding("nvidia", Level.WARNING, f"counters and power readings cannot be compared: {error}")
+    told = f"{compared.counter_j:.4g} J by the counters, {compared.integrated_j:.4g} J by power readings"
+    details = {"counter_j": compared.counter_j, "integrated_j": compared.integrated_j, "time_s": compared.time_s}
+    if compared.agrees:
+        return Finding("nvidia", Level.OK, f"in {compared.time_s:.3g} s {told}: they agree", details)
+    why = compared.problem or f"they differ by more than {AGREEMENT:.0%}"
+    return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {why}", details)
+
+
+def _amd_gpus() -> Iterator[Finding]:
+    if importlib.util.find_spec("amdsmi") is not None:
+        yield _described("amd", AmdSmiMonitor())
+
+
+def _rapl() -> Finding:
+    return _described("rapl", RaplMonitor())
+
+
+def _described(check: str, monitor: EnergyMonitor) -> Finding:
+    try:
+        gpus = monitor.gpus()
+    except EnergyUnavailableError as unavailable:
+        return Finding(check, Level.OK, unavailable.cause)
+    except ZeusBSOConfigError as error:
+        return Finding(check, Level.WARNING, str(error))
+    text = f"{gpus.number_of_gpus} × {gpus.gpu_model} counted, {gpus.max_power:g} W at most"
+    return Finding(check, Level.OK, text, gpus.model_dump())
+
+
+def _monitor() -> Finding:
+    """Which monitor a training gets that chooses none; one on a CPU beside idle GPUs gets what there is for CPUs."""
+    try:
+        choice = choose()
+        details = {"source": choice.monitor.source, "causes": list(choice.causes), **choice.monitor.gpus().model_dump()}
+    except ZeusBSOError as error:
+        return Finding("energy", Level.PROBLEM, str(error))
+    if choice.warning is not None:
+        return Finding("energy", Level.WARNING, f"{choice.monitor.source}. {choice.warning}", details)
+    reasons = f" (not anything better, for: {'; '.join(choice.causes)})" if choice.causes else ""
+    return Finding("energy", Level.OK, f"{choice.monitor.source}{reasons}", details)
+
+
+def _server() -> Finding:
+    """Whether the server answers, and lets this token run trials: by a heartbeat of a trial that does not exist."""
+    try:
+        with client_from_environment(timeout_s=_TIMEOUT_S).with_retries(NO_RETRIES) as client:
+            details = {"server_url": client.server_url}
+            try:
+                client.heartbeat(_NO_TRIAL, regular=False)
+            except ZeusBSOTokenError as error:
+                return Finding("server", Level.PROBLEM, str(error), details)
+            except ZeusBSOServerUnreachableError as error:
+                return Finding("server", Level.PROBLEM, str(error), details)
+            except ZeusBSORuntimError as error:
+                return _answered(client.server_url, error, details)
+            return Finding("server", Level.OK, f"{client.server_url} answers; the token may run trials", details)
+    except ZeusBSOConfigError as error:
+        return Finding("server", Level.PROBLEM, str(error))
+
+
+def _answered(server_url: str, error: ZeusBSORuntimError, details: dict[str, Any]) -> Finding:
+    """What an answer says that is, as it should be, no success."""
+    if error.status == 404 and _NO_TRIAL.job_id in str(error):
+        return Finding("server", Level.OK, f"{server_url} answers, and lets this client run trials", details)
+    if error.status == 404:
+        text = f"{server_url} answers, but not as this project's server: a Zeus 0.16 server does so, too ({error})"
+        return Finding("server", Level.WARNING, text, details)
+    return Finding("server", Level.PROBLEM, str(error), details)
+
+
+def _outbox() -> Finding:
+    """Where results wait while the server is away, and what waits there."""
+    outbox = default_outbox()
+    waiting, refused = outbox.waiting(), outbox.refused()
+    details = {
+        "directory": str(outbox.directory),
+        "waiting": [str(path) for path in waiting],
+        "refused": [str(path) for path in refused],
+    }
+    if not _is_writable(outbox.directory):
+        text = (
+            f"{outbox.directory} cannot be written, so results are lost when a training ends while the server is away"
+        )
+        return Finding("outbox", Level.WARNING, f"{text}: set {STATE_DIRECTORY_VARIABLE}", details)
+    text = f"{outbox.directory}: {len(waiting)} waiting, {len(refused)} refused by a server"
+    if waiting:
+        text += "; `zeus-plugins sync` delivers what waits"
+    return Finding("outbox", Level.WARNING if waiting or refused else Level.OK, text, details)
+
+
+def _is_writable(directory: Path) -> bool:
+    there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``zeus-plugins``."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check this machine, its energy counters and its server",
+        description="Looks at versions, GPUs, energy counters and their permissions, the server and what waits for it."
+        " The exit status is 0, or 1 when something would stop a training or keep it from the server.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    findings = []
+    for finding in examine():
+        findings.append(finding)
+        if not options.json:
+            print(f"{finding.level:<8} {finding.check:<12} {finding.text}", flush=True)
+    is_usable = all(finding.level is not Level.PROBLEM for finding in findings)
+    if options.json:
+        print(json.dumps({"usable": is_usable, "findings": [asdict(finding) for finding in findings]}, indent=2))
+    return 0 if is_usable else 1

@@ -1,0 +1,138 @@
+"""``zeus-plugins master run JOB.toml``: let a training script recur, and find its batch size."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zeus_plugins.errors import ZeusBSOConfigError
+
+if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
+    from zeus_plugins.master import BatchSizeChooser, Executor, Job
+    from zeus_plugins.master.config import MasterConfig
+    from zeus_plugins.protocol import GpuConfig
+
+__all__ = ["add_parser"]
+
+_NEWEST = ""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command to those of ``zeus-plugins``."""
+    master = commands.add_parser("master", help="launch a recurring training script, and find its batch size")
+    actions = master.add_subparsers(required=True, metavar="ACTION")
+    parser = actions.add_parser(
+        "run",
+        help="let the job of a file recur",
+        description="Launches the job's script again and again, with batch sizes that an optimizer chooses. Logs and "
+        "results are in a directory of its own below --log-base; its history.json holds all runs. A master that was "
+        "interrupted or killed goes on with --resume.",
+    )
+    parser.add_argument("job", type=Path, metavar="JOB.toml", help="the job (docs/master.md)")
+    parser.add_argument(
+        "--recurrences", type=_positive, help="how often it recurs (default: what the file says, or 10)"
+    )
+    parser.add_argument(
+        "--log-base",
+        type=Path,
+        default=Path("zeus-logs"),
+        help="directory of all log directories (default %(default)s)",
+    )
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const=_NEWEST,
+        metavar="DIR",
+        help="go on in this log directory; without DIR, in the newest one of this job",
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    from zeus_plugins import energy
+    from zeus_plugins.master import MasterState, ZeusMaster
+    from zeus_plugins.master.config import read_config
+    from zeus_plugins.master.display import conclusion, display
+    from zeus_plugins.training.signals import raise_at_sigterm
+
+    config, job = read_config(options.job)
+    master = config.master
+    recurrences = options.recurrences or master.recurrences
+    gpus = config.gpus or energy.auto().gpus()
+    resume_from = None if options.resume is None else _resumable(options.resume, options.log_base, job)
+    raise_at_sigterm()
+    with _optimizer(config, gpus) as optimizer, display() as listener:
+        zeus_master = ZeusMaster(
+            optimizer,
+            options.log_base,
+            monitor_path=master.monitor_path,
+            seed=master.seed,
+            observer_mode=master.observer_mode,
+            profile_warmup_iters=master.profile_warmup_iters,
+            profile_measure_iters=master.profile_measure_iters,
+            executor=_executor(config),
+            gpus=gpus,
+            listener=listener,
+        )
+        logdir = resume_from or Path(zeus_master.build_logdir(job, recurrences, master.eta_knob, master.beta_knob))
+        print(f"logs: {logdir}", flush=True)
+        zeus_master.run(
+            job,
+            recurrences,
+            master.batch_sizes,
+            master.beta_knob,
+            master.eta_knob,
+            logdir=logdir,
+            resume_from=resume_from,
+        )
+    print(conclusion(MasterState.read(logdir).history, job.default_bs))
+    print(f"All runs: {logdir / 'history.json'}")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _resumable(named: str, log_base: Path, job: Job) -> Path:
+    """The log directory to go on in: the one named, or the newest of the job."""
+    if named != _NEWEST:
+        return Path(named)
+    found = [path.parent for path in log_base.glob(f"{job.name}+x*/history.json")]
+    if not found:
+        raise ZeusBSOConfigError(f"{log_base} holds no log directory of job {job.name}: there is nothing to resume")
+    return max(found, key=lambda path: path.name.rpartition("+")[2])
+
+
+@contextmanager
+def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChooser]:
+    from zeus_plugins.client.http import client_from_environment
+    from zeus_plugins.master import PolicyOptimizer, ServerOptimizer
+
+    options = config.optimizer.options
+    if config.optimizer.kind == "policy":
+        try:
+            optimizer = PolicyOptimizer(**{"seed": config.master.seed, **options})
+        except TypeError as error:
+            raise ZeusBSOConfigError(f"optimizer.options: {error}") from None
+        yield optimizer
+        return
+    with client_from_environment(config.optimizer.server_url) as client:
+        yield ServerOptimizer(
+            client, gpus, eta_knob=config.master.eta_knob, beta_knob=config.master.beta_knob, options=options
+        )
+
+
+def _executor(config: MasterConfig) -> Executor:
+    if config.executor.kind == "slurm":
+        from zeus_plugins.master.slurm import SubmititExecutor
+
+        return SubmititExecutor(**config.executor.parameters)
+    from zeus_plugins.master import LocalExecutor
+
+    return LocalExecutor()

@@ -1,0 +1,221 @@
+"""Bringing to the server what waits in the outbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimError, ZeusBSOTokenError
+from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
+
+__all__ = ["Delivered", "deliver", "deliver_power_limits", "deliver_waiting", "is_refusal", "listed", "recorded"]
+
+_logger = logging.getLogger("zeus_plugins")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the server does not want what was sent, and never will.
+
+    A server that is away, fails, or does not accept the token may take the same later; and what answers in its place
+    with something else than expected (a proxy) may go away.
+    """
+    if isinstance(error, ZeusBSORuntimError):
+        return not (error.is_outage or error.is_foreign)
+    # Without a status it is an error on this side, such as a server in this process that cannot run here.
+    is_by_server = isinstance(error, ZeusBSOConfigError) and error.status is not None
+    return is_by_server and not isinstance(error, ZeusBSOTokenError)
+
+
+def recorded(client: BsoClient, sender: Sender) -> TrialId:
+    """Have the server record a trial that began without it; the same trial each time.
+
+    Raises:
+        ZeusBSOError: The server cannot be reached, fails or refuses.
+    """
+    registered = client.register(sender.registration)
+    offline = OfflineTrial(job_id=registered.job_id or "", batch_size=sender.batch_size)
+    dispatch = client.record_offline(offline, sender.key or "")
+    return TrialId(job_id=dispatch.job_id, batch_size=dispatch.batch_size, trial_number=dispatch.trial_number)
+
+
+def deliver_power_limits(client: BsoClient, trial: TrialId, choice: PowerLimitChoice) -> None:
+    """Have a trial's power limits kept. A server that refuses them is a warning: they concern no result of the trial.
+
+    Raises:
+        ZeusBSOError: The server cannot be reached or fails.
+    """
+    try:
+        client.store_power_profile(trial, choice)
+    except ZeusBSOError as error:
+        if not is_refusal(error):
+            raise
+        _logger.warning(
+            "the server does not keep the power limits of trial %d of job %s, and later trainings measure them again: "
+            "%s",
+            *(trial.trial_number, trial.job_id, error),
+        )
+
+
+def deliver(
+    box: Box,
+    client: BsoClient,
+    *,
+    lock: AbstractContextManager[object] | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> ReportResponse | None:
+    """Deliver all that waits in a box, in order.
+
+    Args:
+        box: Where it waits.
+        client: Of the server where it belongs.
+        lock: Held while the box is used, and not while the server is waited for.
+        is_stopped: Asked before each item whether to leave the rest there.
+
+    Returns:
+        The server's last verdict, or None when no evaluation was delivered.
+
+    Raises:
+        ZeusBSOError: The server cannot be reached, fails or refuses. What was not delivered is still there.
+    """
+    lock = lock or nullcontext()
+    verdict: ReportResponse | None = None
+    while not is_stopped():
+        with lock:
+            item, trial = box.first, box.trial
+        if item is None:
+            break
+        if trial is None:
+            trial = recorded(client, box.sender)
+            with lock:
+                box.name(trial)
+            continue
+        is_last_word = False
+        if isinstance(item, Ending):
+            client.end_trial(trial, item)
+        elif isinstance(item, PowerLimitChoice):
+            deliver_power_limits(client, trial, item)
+        else:
+            verdict = client.report(TrainingResult(**trial.model_dump(), **item.model_dump()))
+            is_last_word = verdict.stop_train
+        with lock:
+            # A server that judged otherwise takes no result after its last word.
+            (box.drop_all if is_last_word else box.drop_first)()
+    return verdict
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What became of one file of the outbox.
+
+    Attributes:
+        path: The file.
+        job_id: Its job; empty where the file cannot be read.
+        server_url: Where its results belong; empty where the file cannot be read.
+        delivered: How many results were delivered.
+        left: How many still wait.
+        problem: Why they do, or None.
+        set_aside: Where the file is now that the server has refused it, or None.
+    """
+
+    path: Path
+    job_id: str
+    server_url: str
+    delivered: int
+    left: int
+    problem: str | None = None
+    set_aside: Path | None = None
+
+
+def deliver_waiting(outbox: Outbox, client_of: Callable[[str], BsoClient | None]) -> Iterator[Delivered]:
+    """Deliver what earlier trainings have left, file by file, oldest first.
+
+    Files of trainings that still run are left to those.
+
+    Args:
+        outbox: Where the files are.
+        client_of: Gives the client for a server's URL, or None to leave that server's files alone. A `ZeusBSOError` of
+            it is the problem of those files alone.
+    """
+    problem_of: dict[str, str] = {}
+    for box in _opened(outbox):
+        if isinstance(box, Delivered):
+            yield box
+            continue
+        server_url = box.sender.server_url
+        try:
+            client = None if server_url in problem_of else client_of(server_url)
+        except ZeusBSOError as unusable:
+            problem_of[server_url] = str(unusable)
+            client = None
+        if server_url in problem_of:
+            yield _described(box, delivered=0, left=len(box), problem=problem_of[server_url])
+            box.close()
+        elif client is None:
+            box.close()
+        else:
+            file, error = _emptied(box, client)
+            if isinstance(error, ZeusBSORuntimError) and error.is_outage:
+                # The server is away: its other files would only wait for another time-out each.
+                problem_of[server_url] = str(error)
+            yield file
+
+
+def listed(outbox: Outbox) -> Iterator[Delivered]:
+    """What `deliver_waiting` would find, left as it is."""
+    for box in _opened(outbox):
+        if isinstance(box, Delivered):
+            yield box
+        else:
+            yield _described(box, delivered=0, left=len(box))
+            box.close()
+
+
+def _opened(outbox: Outbox) -> Iterator[Box | Delivered]:
+    """The boxes that nobody has, and what is to be said of files that are none."""
+    for path in outbox.waiting():
+        try:
+            yield outbox.open(path)
+        except (FileNotFoundError, BoxBusyError):
+            continue
+        except (BoxError, OSError) as error:
+            yield Delivered(path, "", "", 0, 0, problem=str(error))
+
+
+def _emptied(box: Box, client: BsoClient) -> tuple[Delivered, ZeusBSOError | None]:
+    waiting = len(box)
+    problem: ZeusBSOError | None = None
+    aside: Path | None = None
+    try:
+        is_ended = box.has_ending
+        verdict = deliver(box, client)
+        if verdict is not None and not verdict.stop_train and not is_ended and box.trial is not None:
+            _leave(client, box.trial)
+    except ZeusBSOError as error:
+        problem = error
+    left = len(box)
+    if problem is not None and is_refusal(problem):
+        aside = box.refuse()
+    else:
+        box.close()
+    told = None if problem is None else str(problem)
+    return _described(box, delivered=waiting - left, left=left, problem=told, set_aside=aside), problem
+
+
+def _described(
+    box: Box, *, delivered: int, left: int, problem: str | None = None, set_aside: Path | None = None
+) -> Delivered:
+    job_id = box.sender.registration.job_id or ""
+    return Delivered(box.path, job_id, box.sender.server_url, delivered, left, problem, set_aside)
+
+
+def _leave(client: BsoClient, trial: TrialId) -> None:
+    """Have a trial abandoned soon: its training died without a word, and may come back from a checkpoint."""
+    try:
+        client.heartbeat(trial)
+    except ZeusBSOError as error:
+        _logger.debug("no heartbeat for trial %d of job %s: %s", trial.trial_number, trial.job_id, error)

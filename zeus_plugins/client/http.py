@@ -1,0 +1,557 @@
+"""How the training side reaches the batch size optimization server: the only module that knows the HTTP library.
+
+`BsoClient` has one method per route. It works against this project's server and against Zeus 0.16's, whose answers lack
+our optional fields and whose errors have another shape.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import os
+import random
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from types import TracebackType
+from typing import Any, NoReturn, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from zeus_plugins.client._error_bodies import said_in_error_body
+from zeus_plugins.errors import (
+    ZeusBSOConfigError,
+    ZeusBSORuntimError,
+    ZeusBSOServerUnreachableError,
+    ZeusBSOTokenError,
+)
+from zeus_plugins.protocol import (
+    Ending,
+    Heartbeat,
+    HeartbeatResponse,
+    JobList,
+    JobRegistration,
+    JobView,
+    OfflineTrial,
+    Paths,
+    PowerLimitChoice,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialEnd,
+    TrialId,
+    TrialPowerProfile,
+)
+
+__all__ = [
+    "EMBEDDED",
+    "NO_RETRIES",
+    "SERVER_URL_VARIABLE",
+    "TIMEOUT_VARIABLE",
+    "TOKEN_VARIABLE",
+    "BsoClient",
+    "Retries",
+    "client_from_environment",
+]
+
+SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
+TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
+TIMEOUT_VARIABLE = "ZEUS_BSO_TIMEOUT_S"
+
+EMBEDDED = "embedded:"
+"""The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
+
+# Stands where a request names its host.
+_EMBEDDED_BASE_URL = "http://embedded"
+_DEFAULT_TIMEOUT_S = 10.0
+_EXCERPT_LENGTH = 200
+_MAX_PORT = 65535
+
+_logger = logging.getLogger("zeus_plugins")
+
+_Message = TypeVar("_Message", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How often a request is sent that gets no answer, or one that asks for patience.
+
+    Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
+    do not come back together (Brooker: Exponential Backoff and Jitter, 2015).
+
+    Attributes:
+        attempts: Times that it is sent at most.
+        backoff_s: Longest wait before the second time, seconds.
+        patience_s: Seconds after which it is not sent again. One that waits for its answer by then goes on waiting.
+    """
+
+    attempts: int = 4
+    backoff_s: float = 0.5
+    patience_s: float = 15.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds to wait after this attempt, counting from 1; random."""
+        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
+
+
+NO_RETRIES = Retries(attempts=1)
+
+
+class BsoClient:
+    """A connection to one batch size optimization server.
+
+    Nothing is opened before the first call, and an open connection is never pickled, so a client can be sent to another
+    process at any time. It can be used again after `close`. Neither the token nor a password inside `server_url`
+    appears in its repr, its errors or the log.
+
+    Requests are repeated as `retries` says; each is such that the server does not mind getting it twice, but for
+    `delete_job`, which is sent once.
+
+    Every method that talks to the server raises `ZeusBSOServerUnreachableError` when there is no answer,
+    `ZeusBSOConfigError` when the server refuses the job or the token, and `ZeusBSORuntimError` for every other failure.
+
+    Args:
+        server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
+            password inside it are sent as HTTP basic authentication. ``embedded:`` or ``embedded:///path`` is the
+            server in this process (`zeus_plugins.client.local`).
+        token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
+        timeout_s: Longest wait in seconds for each of connecting, sending, and receiving a part of the answer.
+        retries: How often a request is sent that gets no answer.
+        transport: Takes the place of the network.
+
+    Raises:
+        ZeusBSOConfigError: An argument cannot work.
+    """
+
+    def __init__(
+        self,
+        server_url: str,
+        *,
+        token: str | None = None,
+        timeout_s: float = _DEFAULT_TIMEOUT_S,
+        retries: Retries | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self._login: tuple[str, str] | None = None
+        if server_url.strip().startswith(EMBEDDED):
+            transport, self._server_url = _embedded(server_url.strip())
+            self._base_url = _EMBEDDED_BASE_URL
+        else:
+            self._server_url, self._login = _parsed_server_url(server_url)
+            self._base_url = self._server_url
+        self._token = _checked_token(token)
+        if self._token and self._login:
+            raise ZeusBSOConfigError(
+                f"server_url {self._base_url} holds a user and a token is given too, but a request carries only one of "
+                f"them: drop the user from server_url or unset {TOKEN_VARIABLE}"
+            )
+        if not timeout_s > 0:
+            raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
+        self._timeout_s = timeout_s
+        self._retries = retries or Retries()
+        self._transport = transport
+        self._http: httpx.Client | None = None
+        self._http_pid = 0
+
+    def __repr__(self) -> str:
+        return f"BsoClient({self._server_url!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_http": None}
+
+    @property
+    def server_url(self) -> str:
+        """The server's URL without user and password; for the one in this process, ``embedded://`` and its file."""
+        return self._server_url
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait in seconds for a part of an answer."""
+        return self._timeout_s
+
+    def with_retries(self, retries: Retries) -> BsoClient:
+        """Another client of the same server, with a connection of its own."""
+        other = copy.copy(self)
+        other._http, other._retries = None, retries
+        return other
+
+    def close(self) -> None:
+        """Close the connection, if one is open."""
+        if self._http is not None:
+            self._http.close()
+            self._http = None
+
+    def register(self, job: JobRegistration) -> JobRegistration:
+        """Register a job, or find it again when it is there with the same configuration.
+
+        Args:
+            job: The job on its hardware.
+
+        Returns:
+            The job as the server keeps it, with its `job_id`.
+        """
+        return self._decode(self._request("POST", Paths.JOBS, body=job, refuses_config=(409,)), JobRegistration)
+
+    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """Start a trial of a registered job.
+
+        Args:
+            job_id: The job.
+            key: Made for this trial: however often it is asked for with the same key, it is one trial. A Zeus server
+                starts one each time.
+
+        Returns:
+            The trial with its global batch size.
+        """
+        answer = self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}, key=key or secrets.token_hex(16))
+        return self._decode(answer, TrialDispatch)
+
+    def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
+        """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            key: Made for this trial, as in `suggest`.
+
+        Returns:
+            The trial with its number.
+        """
+        return self._decode(self._request("POST", Paths.TRIALS, body=trial, key=key), TrialDispatch)
+
+    def report(self, result: TrainingResult) -> ReportResponse:
+        """Report an evaluation of a running trial.
+
+        Args:
+            result: Totals in seconds and joules since the trial began, and the metric.
+
+        Returns:
+            Whether to stop, and whether the target was reached.
+        """
+        return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
+
+    def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
+        """End a trial that the server has not ended.
+
+        Args:
+            trial: The trial. Only its three identifying fields are sent.
+            ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
+        """
+        end = TrialEnd(**_name_of(trial), **(ending or Ending()).model_dump())
+        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
+
+    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+        """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            regular: Whether more heartbeats follow at the interval that the answer names.
+
+        Returns:
+            Where the trial stands, and when the next heartbeat is due.
+        """
+        beat = Heartbeat(**_name_of(trial), regular=regular)
+        return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
+
+    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
+        """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            choice: What it knows of its limits, and the one that it chose.
+        """
+        profile = TrialPowerProfile(**_name_of(trial), **choice.model_dump())
+        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job and all its trials.
+
+        Args:
+            job_id: The job.
+        """
+        self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}, retries=NO_RETRIES))
+
+    def list_jobs(self) -> JobList:
+        """List all jobs, however many pages they fill. A Zeus server does not offer this."""
+        page = self._decode(self._request("GET", Paths.API_JOBS), JobList)
+        jobs = page.jobs
+        while page.next_cursor is not None:
+            params = {"cursor": page.next_cursor}
+            page = self._decode(self._request("GET", Paths.API_JOBS, params=params), JobList)
+            jobs += page.jobs
+        return JobList(jobs=jobs)
+
+    def show_job(self, job_id: str) -> JobView:
+        """Show a job with its arms and trials. A Zeus server does not offer this.
+
+        Args:
+            job_id: The job.
+        """
+        return self._decode(self._request("GET", f"{Paths.API_JOBS}/{quote(job_id, safe='')}"), JobView)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        body: BaseModel | None = None,
+        key: str | None = None,
+        refuses_config: tuple[int, ...] = (),
+        retries: Retries | None = None,
+    ) -> httpx.Response:
+        """Send one request, more than once if need be, and return its 2xx answer.
+
+        Args:
+            method: HTTP method.
+            path: Path below the server's URL.
+            params: Query parameters.
+            body: JSON body.
+            key: The request's `Idempotency-Key`.
+            refuses_config: Statuses, beside 422, by which this route says that the job cannot work.
+            retries: Takes the place of the client's.
+        """
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        if key is not None:
+            headers["Idempotency-Key"] = key
+        request = self._connection().build_request(
+            method,
+            f"{self._base_url}{path}",
+            params=params,
+            content=None if body is None else body.model_dump_json(),
+            headers=headers,
+        )
+        retries = retries or self._retries
+        end = time.monotonic() + retries.patience_s
+        for attempt in count(1):
+            is_last = attempt >= retries.attempts
+            try:
+                return self._answered(request, refuses_config)
+            except ZeusBSORuntimError as error:
+                wait_s = retries.wait_s(attempt)
+                if is_last or not error.is_outage or time.monotonic() + wait_s > end:
+                    raise
+                _logger.debug("attempt %d of %s %s: %s", attempt, method, path, error)
+            time.sleep(wait_s)
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _answered(self, request: httpx.Request, refuses_config: tuple[int, ...]) -> httpx.Response:
+        try:
+            answer = self._connection().send(request)
+        except httpx.RequestError as error:
+            # The HTTP library's own traceback is sixty lines that say less than this one.
+            raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
+        if not answer.is_success:
+            self._raise_refusal(answer, refuses_config)
+        return answer
+
+    def _connection(self) -> httpx.Client:
+        # A forked process must not speak on its parent's connections.
+        if self._http is None or self._http_pid != os.getpid():
+            self._http_pid = os.getpid()
+            self._http = httpx.Client(
+                auth=self._login,
+                headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+                timeout=self._timeout_s,
+                # Closing a connection closes its transport, which a copy of this client may be using.
+                transport=copy.copy(self._transport),
+            )
+        return self._http
+
+    def _decode(self, answer: httpx.Response, message: type[_Message]) -> _Message:
+        try:
+            return message.model_validate_json(answer.content)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(str(part) for part in first["loc"])
+            self._raise_foreign(answer, f"{where}: {first['msg']}" if where else first["msg"])
+
+    def _expect_ours(self, answer: httpx.Response) -> None:
+        """Accept any JSON, or nothing, as the answer of a route that returns nothing."""
+        if not answer.content:
+            return
+        try:
+            answer.json()
+        except ValueError:
+            self._raise_foreign(answer, "not JSON")
+
+    def _raise_foreign(self, answer: httpx.Response, problem: str) -> NoReturn:
+        raise ZeusBSORuntimError(
+            f"{_shown_request(answer)} was answered with something else than expected ({problem}): this does not look "
+            f"like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
+            status=answer.status_code,
+            is_foreign=True,
+        )
+
+    def _raise_refusal(self, answer: httpx.Response, refuses_config: tuple[int, ...]) -> NoReturn:
+        status = answer.status_code
+        text = self._without_secrets(_refusal_text(answer))
+        if status in (401, 403):
+            raise ZeusBSOTokenError(
+                f"the server at {self._server_url} does not accept the token ({status}: {text}): pass a valid token= "
+                f"or set {TOKEN_VARIABLE}",
+                status=status,
+            )
+        if status == 422 or status in refuses_config:
+            raise ZeusBSOConfigError(
+                f"the server at {self._server_url} refuses the job ({status}): {text}", status=status
+            )
+        raise ZeusBSORuntimError(
+            f"{_shown_request(answer)} failed ({status}): {text}",
+            status=status,
+            is_foreign=not said_in_error_body(answer.text),
+        )
+
+    def _unreachable_text(self, error: httpx.RequestError) -> str:
+        if isinstance(error, httpx.TimeoutException):
+            cause = f"timed out after {self._timeout_s:g} s"
+        else:
+            cause = str(error) or type(error).__name__
+        if self._base_url == _EMBEDDED_BASE_URL:
+            return (
+                f"no answer from the batch size optimization server in this process, {self._server_url}: {cause}. "
+                "Check that its file can be read and written"
+            )
+        return (
+            f"no answer from the batch size optimization server at {self._server_url}: {self._without_secrets(cause)}. "
+            f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
+        )
+
+    def _without_secrets(self, text: str) -> str:
+        """Hide what a server may have echoed."""
+        return text.replace(self._token, "***") if self._token else text
+
+
+def _name_of(trial: TrialId) -> dict[str, Any]:
+    return trial.model_dump(include=set(TrialId.model_fields))
+
+
+def client_from_environment(
+    server_url: str | None = None,
+    token: str | None = None,
+    *,
+    timeout_s: float | None = None,
+    environ: Mapping[str, str] | None = None,
+    transport: httpx.BaseTransport | None = None,
+) -> BsoClient:
+    """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN``.
+
+    Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
+
+    Args:
+        server_url: As in `BsoClient`.
+        token: As in `BsoClient`. The server in this process is not shown it.
+        timeout_s: As in `BsoClient`. None: the environment variable ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
+        environ: Environment variables; those of the process by default.
+        transport: As in `BsoClient`.
+
+    Raises:
+        ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
+    """
+    environ = os.environ if environ is None else environ
+    url = server_url if server_url is not None else environ.get(SERVER_URL_VARIABLE)
+    if timeout_s is None:
+        timeout_s = _timeout_of(environ)
+    chosen_token = token if token is not None else environ.get(TOKEN_VARIABLE)
+    if not url:
+        if chosen_token:
+            _logger.warning(
+                "there is a token (token= or %s) but no server URL: the server in this process is used, which takes no "
+                "token. For a server elsewhere pass server_url= or set %s",
+                TOKEN_VARIABLE,
+                SERVER_URL_VARIABLE,
+            )
+        url = EMBEDDED
+    if url.strip().startswith(EMBEDDED):
+        chosen_token = None  # Of a server elsewhere.
+    return BsoClient(url, token=chosen_token, timeout_s=timeout_s, transport=transport)
+
+
+def _timeout_of(environ: Mapping[str, str]) -> float:
+    text = environ.get(TIMEOUT_VARIABLE) or str(_DEFAULT_TIMEOUT_S)
+    try:
+        timeout_s = float(text)
+    except ValueError:
+        timeout_s = math.nan
+    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        raise ZeusBSOConfigError(f"{TIMEOUT_VARIABLE} is {text!r}: set it to a number of seconds above 0, or unset it")
+    return timeout_s
+
+
+def _embedded(server_url: str) -> tuple[httpx.BaseTransport, str]:
+    """The way to the server in this process, and its URL with its file."""
+    try:
+        from zeus_plugins.client.local import EmbeddedTransport
+    except ModuleNotFoundError as error:
+        raise ZeusBSOConfigError(
+            f"there is no server URL, and the server cannot run in this process, as {error.name} is not installed: "
+            f"pip install 'zeus-plugins[server]'; or name a running server, server_url=http://HOST:PORT or "
+            f"{SERVER_URL_VARIABLE}=http://HOST:PORT"
+        ) from None
+    transport = EmbeddedTransport(server_url)
+    return transport, transport.server_url
+
+
+def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:
+    """Split a server's URL into what may be shown, without a trailing slash, and the user and password inside it."""
+    server_url = server_url.strip()
+    problem = f"server_url {_without_secret_parts(server_url)!r} "
+    try:
+        url = httpx.URL(server_url)
+    except httpx.InvalidURL:
+        # The HTTP library's own words may quote a part of a password that was not escaped.
+        raise ZeusBSOConfigError(f"{problem}is not a URL: check its host and port") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ZeusBSOConfigError(f"{problem}must be http:// or https:// with a host, for example http://127.0.0.1:8000")
+    if url.port is not None and not 0 < url.port <= _MAX_PORT:
+        raise ZeusBSOConfigError(f"{problem}must have a port from 1 to {_MAX_PORT}")
+    if url.query or url.fragment:
+        raise ZeusBSOConfigError(f"{problem}must end with its path: remove what follows '?' or '#'")
+    login = (url.username, url.password) if url.userinfo else None
+    # A login inside the URL would be written to the log with every request.
+    return str(url.copy_with(userinfo=b"")).rstrip("/"), login
+
+
+def _without_secret_parts(server_url: str) -> str:
+    """Hide user, password and query of something that need not be a valid URL."""
+    without_login = re.sub(r"^(.*?//)?.*@", r"\1***@", server_url, flags=re.DOTALL)
+    return re.sub(r"[?#].*", "?***", without_login, flags=re.DOTALL)
+
+
+def _checked_token(token: str | None) -> str | None:
+    token = (token or "").strip()
+    if not (token.isascii() and token.isprintable()):
+        # The HTTP library would refuse such a header too, but quote the token while doing so.
+        raise ZeusBSOConfigError(
+            f"the token (token= or {TOKEN_VARIABLE}) holds characters that no token has: copy it anew"
+        )
+    return token or None
+
+
+def _shown_request(answer: httpx.Response) -> str:
+    return f"{answer.request.method} {answer.request.url}"
+
+
+def _refusal_text(answer: httpx.Response) -> str:
+    """What the server says is wrong, or, where it is no batch size optimization server, what it looks like."""
+    said = said_in_error_body(answer.text)
+    if said:
+        return said
+    if answer.is_redirect:
+        where = _without_secret_parts(answer.headers.get("location", ""))
+        return f"redirected to {where}; set server_url or {SERVER_URL_VARIABLE} to the server's final address"
+    excerpt = " ".join(answer.text.split())[:_EXCERPT_LENGTH] or "no text"
+    return f"{answer.reason_phrase}: {excerpt}. Is this a batch size optimization server? Check server_url"

@@ -1,0 +1,413 @@
+"""One trial's line to the server: its results arrive at once or, while the server is away, later.
+
+`TrialReporter` is what keeps a server's troubles out of a training. While the server is away it answers in its place,
+by the stop rule that came with the trial, and puts the results into the outbox. A thread of its own sends heartbeats,
+and delivers what waits as soon as the server is back.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded
+from zeus_plugins.client.http import NO_RETRIES, BsoClient
+from zeus_plugins.client.outbox import Box, Item, Outbox, Sender
+from zeus_plugins.errors import ZeusBSOError
+from zeus_plugins.protocol import (
+    Ending,
+    EndReason,
+    Evaluation,
+    JobRegistration,
+    PowerLimitChoice,
+    ReportResponse,
+    StopRule,
+    TrainingResult,
+    TrialId,
+    TrialState,
+)
+
+__all__ = ["TrialReporter", "judged_here", "judged_unmeasured"]
+
+_logger = logging.getLogger("zeus_plugins")
+
+# Between heartbeats until the server says how many are wanted, and between attempts to reach one that is away.
+_INTERVAL_S = 30.0
+_FIRST_RETRY_S = 1.0
+
+_ENDED = frozenset(TrialState) - {TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED}
+
+
+def judged_here(job: JobRegistration, rule: StopRule, evaluation: Evaluation) -> ReportResponse:
+    """The verdict that the server would give by this rule.
+
+    Args:
+        job: The job on its hardware.
+        rule: The rule.
+        evaluation: Where the trial stands.
+    """
+    spent = job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
+    reason = rule.applied(cost_j=spent, epochs=evaluation.current_epoch, reached=job.is_reached_by(evaluation.metric))
+    if reason is EndReason.MAX_EPOCHS_REACHED and evaluation.current_epoch < job.max_epochs:
+        reason = EndReason.EPOCH_BOUND_REACHED
+    measured = (
+        f"metric {evaluation.metric:.4g} against a target of {job.target_metric:g} after {evaluation.current_epoch:g} "
+        f"epochs, {spent:.4g} J"
+    )
+    said = {
+        EndReason.TARGET_REACHED: f"target reached: {measured}",
+        EndReason.COST_BOUND_CROSSED: f"stopped: more than {rule.max_cost_j or 0:.4g} J spent: {measured}",
+        EndReason.EPOCH_BOUND_REACHED: f"stopped: {rule.max_epochs} epochs are over: {measured}",
+        EndReason.MAX_EPOCHS_REACHED: f"stopped: {job.max_epochs} epochs are over: {measured}",
+    }.get(reason, f"go on: {measured}")
+    return ReportResponse(
+        stop_train=reason is not EndReason.KEEP_TRAINING,
+        converged=reason is EndReason.TARGET_REACHED,
+        message=f"{said} (judged without the server)",
+        reason=reason,
+        stop_rule=rule,
+    )
+
+
+def judged_unmeasured(job: JobRegistration, rule: StopRule, *, metric: float, epoch: float) -> ReportResponse:
+    """The verdict by what of a rule does not depend on the cost.
+
+    Args:
+        job: The job on its hardware.
+        rule: The rule.
+        metric: The validation metric.
+        epoch: Epochs trained so far.
+    """
+    reason = rule.model_copy(update={"max_cost_j": None}).applied(
+        cost_j=0.0, epochs=epoch, reached=job.is_reached_by(metric)
+    )
+    said = {
+        EndReason.TARGET_REACHED: "target reached",
+        EndReason.MAX_EPOCHS_REACHED: f"stopped: {rule.max_epochs} epochs are over",
+    }.get(reason, "go on")
+    return ReportResponse(
+        stop_train=reason is not EndReason.KEEP_TRAINING,
+        converged=reason is EndReason.TARGET_REACHED,
+        message=f"{said}: metric {metric:.4g} against a target of {job.target_metric:g} after {epoch:g} epochs, at an "
+        "unknown cost (judged without the server)",
+        reason=reason,
+    )
+
+
+class TrialReporter:
+    """Takes a trial's results, gives verdicts on them, and sees to it that the server gets them.
+
+    No method raises because of the server. One warning tells of each kind of trouble, at its first time.
+
+    Args:
+        client: Talks to the server.
+        outbox: Where results wait while the server is away.
+        sender: The job and the trial, which may be one that the server has not recorded yet.
+        rule: The stop rule as far as is known.
+        takes_heartbeats: Whether the server offers heartbeats; a Zeus server does not.
+    """
+
+    def __init__(
+        self,
+        client: BsoClient,
+        outbox: Outbox,
+        sender: Sender,
+        rule: StopRule,
+        *,
+        takes_heartbeats: bool,
+    ) -> None:
+        self._client = client
+        self._outbox = outbox
+        self._sender = sender
+        self._job = sender.registration
+        self._rule = rule
+        self._takes_heartbeats = takes_heartbeats
+        self._trial = sender.trial
+        self._box: Box | None = None
+        # What the thread is to send next.
+        self._power_limits: PowerLimitChoice | None = None
+        self._verdict: ReportResponse | None = None
+        self._is_refused = False
+        self._warned: set[str] = set()
+        # Of the fields above, and of the box.
+        self._lock = threading.RLock()
+        self._wake = threading.Event()
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_thread_through = True
+        self._is_left_to_thread = False
+        self._is_ended = False
+
+    @property
+    def job(self) -> JobRegistration:
+        """The job on its hardware."""
+        return self._job
+
+    @property
+    def trial(self) -> TrialId | None:
+        """The trial, or None while the server has not recorded it."""
+        with self._lock:
+            return self._trial
+
+    @property
+    def rule(self) -> StopRule:
+        """The stop rule as the server said it last."""
+        with self._lock:
+            return self._rule
+
+    def was_told_of(self, error: ZeusBSOError) -> None:
+        """Remember that the user has been warned of this trouble already."""
+        self._warned.add(_cause_of(error))
+
+    def start(self) -> None:
+        """Begin to send heartbeats, if the server takes them."""
+        if self._takes_heartbeats:
+            self._start_thread()
+
+    def report(self, evaluation: Evaluation) -> ReportResponse:
+        """Report an evaluation: the server's verdict, or that of its rule while it is away.
+
+        An evaluation that says by which rule it was judged keeps that one while it waits.
+        """
+        with self._lock:
+            if self._verdict is not None:  # It came with what was delivered later.
+                return self._verdict
+            trial = None if self._box is not None or self._is_refused else self._trial
+        if trial is not None:
+            try:
+                verdict = self._client.report(TrainingResult(**trial.model_dump(), **evaluation.model_dump()))
+            except Exception as error:
+                self._notice(error)
+            except BaseException:
+                # Ctrl-C or SIGTERM during the wait. The server may have it, and takes it twice without harm.
+                self._keep(evaluation)
+                raise
+            else:
+                with self._lock:
+                    self._rule = verdict.stop_rule or self._rule
+                return verdict
+        rule = evaluation.judged_by or self.rule
+        self._keep(evaluation.model_copy(update={"judged_by": rule}))
+        return judged_here(self._job, rule, evaluation)
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have the trial's power limits kept on the server, at once or, while it is away, later.
+
+        The thread sends them: no step of a training waits for a server.
+
+        Args:
+            choice: What is known of the limits.
+        """
+        with self._lock:
+            if self._is_refused:
+                return
+            self._power_limits = choice
+        self._start_thread()
+        self._wake.set()
+
+    def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
+        """The verdict on a training whose cost is no longer known: the target and `max_epochs` remain.
+
+        Args:
+            metric: The validation metric.
+            epoch: Epochs trained so far.
+        """
+        return judged_unmeasured(self._job, self.rule, metric=metric, epoch=epoch)
+
+    def end(self, ending: Ending | None = None) -> None:
+        """End the line, after one last attempt to deliver what waits.
+
+        Args:
+            ending: What ends the trial. None: its last verdict did.
+        """
+        if self._is_ended:
+            return
+        self._is_ended = True
+        self._stopped.set()
+        if ending is not None:
+            # First to the disk: whoever ends the training may not have the patience for a server.
+            self._keep(ending)
+        if self._stop_thread():
+            try:
+                with self._client.with_retries(NO_RETRIES) as client:
+                    self._send_power_limits(client)
+                    self._deliver(client, is_stopped=lambda: False)
+            except Exception as error:
+                self._notice(error)
+        with self._lock:
+            self._tell_what_waits()
+            self._is_left_to_thread = not self._is_thread_through
+            if not self._is_left_to_thread:
+                self._let_go()
+
+    def _tell_what_waits(self) -> None:
+        box = self._box
+        if box is None or not len(box):
+            return
+        if box.is_on_disk:
+            _logger.warning(
+                "%d results of job %s wait in %s until the server at %s is back: the next training on this machine "
+                "delivers them, or: zeus-plugins sync",
+                *(len(box), self._job.job_id, box.path, self._client.server_url),
+            )
+        else:
+            _logger.warning(
+                "%d results of job %s are lost: the server at %s is away, and they could not be written to %s",
+                *(len(box), self._job.job_id, self._client.server_url, self._outbox.directory),
+            )
+
+    def _let_go(self) -> None:
+        if self._box is not None:
+            self._box.close()
+            self._box = None
+
+    def _start_thread(self) -> None:
+        if self._thread is None and not self._stopped.is_set():
+            self._is_thread_through = False
+            self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
+            self._thread.start()
+
+    def _stop_thread(self) -> bool:
+        """Whether it has stopped. Where it hangs in a request, it lets the box go once it is through."""
+        self._stopped.set()
+        self._wake.set()
+        if self._thread is None:
+            return True
+        self._thread.join(self._client.timeout_s + 1)
+        return not self._thread.is_alive()
+
+    def _keep(self, item: Item) -> None:
+        """Put something into the outbox; from then on everything goes there until the server is back."""
+        with self._lock:
+            if self._is_refused:
+                return
+            try:
+                if self._box is None:
+                    self._box = self._outbox.box(self._sender)
+                self._box.put(item)
+            except OSError as error:
+                self._warn(
+                    "outbox",
+                    f"cannot write to {self._outbox.directory} ({error}): results that wait for the server are lost if "
+                    "this process ends before it is back",
+                )
+                if self._box is None:
+                    self._box = Box(Path(), None, self._sender)
+                    self._box.put(item)
+        self._start_thread()
+        self._wake.set()
+
+    def _notice(self, error: Exception) -> None:
+        """Say once what is wrong; give up a trial that the server does not want."""
+        cause = _cause_of(error)
+        if not is_refusal(error):
+            self._warn(
+                cause,
+                f"{error}. The training goes on and is judged here; results wait in {self._outbox.directory} until the "
+                "server is back",
+            )
+            return
+        with self._lock:
+            self._is_refused = True
+            if self._box is not None:
+                self._box.refuse()
+                self._box = None
+        self._warn(
+            cause,
+            f"the server refuses this trial: {error}. The training goes on and is judged here, and nothing more of it "
+            "is reported",
+        )
+
+    def _warn(self, cause: str, message: str) -> None:
+        with self._lock:
+            level = logging.DEBUG if cause in self._warned else logging.WARNING
+            self._warned.add(cause)
+        _logger.log(level, "%s", message)
+
+    def _run(self) -> None:
+        """What the thread does."""
+        try:
+            self._beat_and_deliver()
+        finally:
+            with self._lock:
+                self._is_thread_through = True
+                if self._is_left_to_thread:
+                    self._let_go()
+
+    def _beat_and_deliver(self) -> None:
+        interval_s, retry_s = _INTERVAL_S, _FIRST_RETRY_S
+        with self._client.with_retries(NO_RETRIES) as client:
+            while not self._stopped.is_set():
+                self._wake.clear()
+                try:
+                    self._send_power_limits(client)
+                    self._deliver(client, is_stopped=self._stopped.is_set)
+                    interval_s = self._beat(client) or interval_s
+                except ZeusBSOError as error:
+                    self._notice(error)
+                    # Results that come meanwhile wait with the others.
+                    self._stopped.wait(retry_s)
+                    retry_s = min(2 * retry_s, interval_s)
+                except Exception:
+                    # Not worth a training: without heartbeats the trial is abandoned, until its next report.
+                    _logger.exception("the thread that sends heartbeats broke")
+                    break
+                else:
+                    retry_s = _FIRST_RETRY_S
+                    self._wake.wait(interval_s)
+
+    def _send_power_limits(self, client: BsoClient) -> None:
+        """Send power limits that were not sent; while the server is away, or does not know the trial yet, they wait."""
+        with self._lock:
+            choice, self._power_limits = self._power_limits, None
+            trial = self._trial
+            if choice is None or self._is_refused:
+                return
+        if trial is None:
+            self._keep(choice)
+            return
+        try:
+            deliver_power_limits(client, trial, choice)
+        except BaseException:
+            self._keep(choice)
+            raise
+
+    def _deliver(self, client: BsoClient, *, is_stopped: Callable[[], bool]) -> None:
+        """Deliver what waits, and have a trial recorded that is not."""
+        with self._lock:
+            box, is_recorded = self._box, self._trial is not None
+            if self._is_refused or (box is None and is_recorded):
+                return
+        if box is None:
+            trial = recorded(client, self._sender)
+            with self._lock:
+                self._trial = trial
+            return
+        waiting = len(box)
+        try:
+            verdict = deliver(box, client, lock=self._lock, is_stopped=is_stopped)
+        finally:
+            with self._lock:
+                self._trial = box.trial
+        with self._lock:
+            if verdict is not None:
+                self._rule = verdict.stop_rule or self._rule
+                self._verdict = verdict if verdict.stop_train else None
+            if not len(box):
+                self._let_go()
+                _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
+
+    def _beat(self, client: BsoClient) -> float | None:
+        """Send a heartbeat; seconds until the next, or None where none is wanted."""
+        trial = self.trial
+        if trial is None or self._is_refused or not self._takes_heartbeats or self._stopped.is_set():
+            return None
+        heard = client.heartbeat(trial)
+        self._takes_heartbeats = heard.state not in _ENDED
+        return heard.interval_s
+
+
+def _cause_of(error: Exception) -> str:
+    return f"{type(error).__name__} {getattr(error, 'status', None)}"

@@ -1,0 +1,682 @@
+"""One trial as the training side sees it: which batch size, what it has cost, what the server said.
+
+`TrialSession` knows no framework. The adapters (plain PyTorch, Lightning, …) call it from their hooks and hold no count
+of their own; everything that must survive a checkpoint lives in `TrialInfo`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from typing import Any, Literal, Self, get_args
+
+from pydantic import ValidationError, model_validator
+
+from zeus_plugins.client.delivery import deliver_waiting, recorded
+from zeus_plugins.client.http import NO_RETRIES, BsoClient
+from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.reporter import TrialReporter
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor, adapted
+from zeus_plugins.errors import (
+    ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
+    ZeusBSOError,
+    ZeusBSOOperationOrderError,
+    ZeusBSORuntimError,
+)
+from zeus_plugins.protocol import (
+    MAX_DETAIL_LENGTH,
+    BatchSize,
+    Ending,
+    Evaluation,
+    Identifier,
+    JobRegistration,
+    JobSpec,
+    NonNegativeFinite,
+    PositiveInt,
+    PowerLimitChoice,
+    PowerProfile,
+    ReportResponse,
+    StopRule,
+    TrialDispatch,
+    TrialId,
+    TrialState,
+    WireMessage,
+)
+from zeus_plugins.training.outcomes import detail_of, ending_of, is_lost_peer
+
+__all__ = [
+    "JOB_ID_VARIABLE",
+    "OnUnreachable",
+    "TrialInfo",
+    "TrialSession",
+    "check_on_unreachable",
+    "end_trial_from_another_rank",
+]
+
+OnUnreachable = Literal["default", "raise"]
+"""What becomes of a training that begins while the server is away: see `TrialSession`."""
+
+JOB_ID_VARIABLE = "ZEUS_JOB_ID"
+
+_WINDOW = "zeus_bso_trial"
+# The wire asks for a time above 0, and a coarse clock may see none pass between two evaluations.
+_LEAST_TIME_S = 1e-6
+_MAX_SOURCE_LENGTH = 255
+
+_logger = logging.getLogger("zeus_plugins")
+
+
+class TrialInfo(WireMessage):
+    """What a training knows of its own trial; also what a checkpoint keeps of it.
+
+    Attributes:
+        job_id: The job.
+        batch_size: Its global batch size.
+        trial_number: Counts from 1 within the job; None while a trial that began without the server is not recorded.
+        key: By which such a trial is recorded; None for one that the server has dispatched.
+        reason: Why the server chose this batch size, in words; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
+        power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
+            where nothing is.
+        time_s: Seconds measured in all closed windows since the trial began, earlier runs of a resumed trial included.
+        energy_j: Joules measured in the same windows.
+        energy_source: How that energy was measured; None before the first window was closed.
+        epoch: Epochs trained as of the latest evaluation.
+        metric: The latest finite validation metric.
+        verdict: The latest answer of the server.
+        unmeasured: Why what the trial costs is no longer known; None while it is.
+    """
+
+    job_id: Identifier
+    batch_size: BatchSize
+    trial_number: PositiveInt | None = None
+    key: str | None = None
+    reason: str | None = None
+    stop_rule: StopRule | None = None
+    power_profile: PowerProfile | None = None
+    time_s: NonNegativeFinite = 0.0
+    energy_j: NonNegativeFinite = 0.0
+    energy_source: str | None = None
+    epoch: float | None = None
+    metric: float | None = None
+    verdict: ReportResponse | None = None
+    unmeasured: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if self.trial_number is None and self.key is None:
+            raise ValueError("a trial has a trial_number, or a key by which it is recorded")
+        return self
+
+    @property
+    def trial_id(self) -> TrialId | None:
+        """The trial's name on the wire; None while the server has not recorded it."""
+        if self.trial_number is None:
+            return None
+        return TrialId(job_id=self.job_id, batch_size=self.batch_size, trial_number=self.trial_number)
+
+    @property
+    def name(self) -> str:
+        """The trial in words."""
+        return "the offline trial" if self.trial_number is None else f"trial {self.trial_number}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether its server is one of this project: Zeus's gives no reasons, and knows no heartbeats."""
+        return self.reason is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server said stop."""
+        return self.verdict is not None and self.verdict.stop_train
+
+
+class TrialSession:
+    """One trial from the question for a batch size to its end.
+
+    The order of calls is `ask`, `begin_measurement`, `report` once per evaluation until its answer says stop, `end`.
+    A resumed training calls `resume` in place of `ask`. The session can be pickled before `ask`, so that it
+    can travel to spawned worker processes.
+
+    Args:
+        job: The recurring job. Its `job_id` wins over the environment variable ``ZEUS_JOB_ID``; with neither, the
+            server makes a new job.
+        client: Talks to the server. The session uses it but does not close it.
+        monitor: Measures energy and time, and knows the GPUs of the job. One that measures as Zeus's `ZeusMonitor` does
+            will do.
+        on_unreachable: What becomes of a training that begins while the server is away: ``"default"``, it takes the
+            job's default batch size, and its trial is recorded later; ``"raise"``, it does not begin.
+        outbox: Where results wait while the server is away; by default in the user's directory for state.
+        environ: Environment variables; those of the process by default.
+
+    Raises:
+        ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or there is no such `on_unreachable`.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        client: BsoClient,
+        monitor: EnergyMonitor | WindowMonitor,
+        *,
+        on_unreachable: OnUnreachable = "default",
+        outbox: Outbox | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        check_on_unreachable(on_unreachable)
+        self._job = _with_job_id_from(os.environ if environ is None else environ, job)
+        self._client = client
+        self._on_unreachable = on_unreachable
+        self._outbox = outbox or default_outbox(environ)
+        self._reporter: TrialReporter | None = None
+        # However often this session asks, it is for one trial.
+        self._key = secrets.token_hex(16)
+        self._monitor = adapted(monitor)
+        self._trial: TrialInfo | None = None
+        self._measuring = False
+        self._closed = False
+        self._ended = False
+        # The epochs that the server heard of; a checkpoint may be older than the last report.
+        self._reported_epoch = 0.0
+
+    @property
+    def has_trial(self) -> bool:
+        """Whether there is a trial: asked for, or restored from a checkpoint."""
+        return self._trial is not None
+
+    @property
+    def trial(self) -> TrialInfo:
+        """The trial as it stands now; an immutable snapshot.
+
+        Raises:
+            ZeusBSOOperationOrderError: There is no trial yet.
+        """
+        if self._trial is None:
+            raise ZeusBSOOperationOrderError("there is no trial yet: ask for a batch size first")
+        if self._reporter is None:
+            return self._trial
+        known = self._reporter.trial
+        return self._trial.model_copy(
+            update={
+                "trial_number": None if known is None else known.trial_number,
+                "stop_rule": self._reporter.rule,
+            }
+        )
+
+    @property
+    def finished(self) -> bool:
+        """Whether a verdict says stop. The server hears no more of this trial."""
+        return self._trial is not None and self._trial.is_over
+
+    @property
+    def failed(self) -> bool:
+        """Whether a verdict says stop although the target was not reached."""
+        return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
+
+    def ask(self) -> int:
+        """Register the job on this hardware and start a trial.
+
+        What earlier trainings have left for this server is delivered first.
+
+        Returns:
+            The GLOBAL batch size of the trial: samples per optimizer step over all devices.
+
+        Raises:
+            ZeusBSOOperationOrderError: There is a trial already, or the session has ended.
+            ZeusBSOConfigError: The server refuses the job or the token.
+            ZeusBSORuntimError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
+                says to raise.
+        """
+        if self.has_trial or self._ended:
+            raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
+        registration = JobRegistration.of(self._job, self._monitor.gpus())
+        self._deliver_earlier()
+        try:
+            registration = self._register(registration)
+            dispatch = self._client.suggest(registration.job_id or "", self._key)
+        except ZeusBSORuntimError as error:
+            if self._on_unreachable == "raise" or not error.is_outage:
+                raise
+            return self._begin_without_server(registration, error)
+        self._trial = TrialInfo(**dispatch.model_dump(exclude={"origin"}))
+        self._open_line(registration)
+        _log_choice(dispatch)
+        return dispatch.batch_size
+
+    def begin_measurement(self) -> None:
+        """Open the measurement window; call it where the training begins.
+
+        Raises:
+            ZeusBSOOperationOrderError: There is no trial, it is over, or the window is open already.
+        """
+        self._require_live_trial()
+        if self._measuring:
+            raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
+        self._begin_window()
+
+    def report(self, metric: float, epoch: float | None = None) -> ReportResponse:
+        """Report an evaluation with the time and energy spent since the trial began.
+
+        A metric that is NaN or infinite is not sent: the training has diverged, so the trial ends as failed on the
+        server and the answer says stop. While the server is away the result waits in the outbox, and the answer follows
+        from the rule that the server sent last. Waiting for the server counts neither as time nor as energy of the
+        training.
+
+        Where the monitor fails, the training goes on to its target or `max_epochs`; the trial ends as failed on the
+        server, which gets no figures of it any more.
+
+        Args:
+            metric: The validation metric.
+            epoch: Epochs trained so far, above 0; fractional when validating within an epoch. None: one more than at
+                the previous evaluation.
+
+        Returns:
+            Whether to stop, and whether the target was reached.
+
+        Raises:
+            ZeusBSOOperationOrderError: The measurement has not begun, or the trial is over.
+            ZeusBSOBadOperationError: `epoch` is not a finite number above 0.
+        """
+        reporter = self._require_live_trial()
+        if not self._measuring and self.trial.unmeasured is None:
+            raise ZeusBSOOperationOrderError("begin the measurement before the first report")
+        if epoch is None:
+            epoch = (self.trial.epoch or 0) + 1
+        if not (math.isfinite(epoch) and epoch > 0):
+            raise ZeusBSOBadOperationError(f"epoch counts epochs trained so far and is above 0, not {epoch}")
+        self._measure(self._end_window)
+        self._update(epoch=epoch)
+        metric = float(metric)
+        if not math.isfinite(metric):
+            verdict = self._diverged(metric, reporter)
+        else:
+            self._update(metric=metric)
+            if self.trial.unmeasured is None:
+                verdict = reporter.report(self._evaluation(metric, max(epoch, self._reported_epoch)))
+            else:
+                verdict = reporter.judge_unmeasured(metric=metric, epoch=epoch)
+        self._update(verdict=verdict)
+        if not verdict.stop_train:
+            self._measure(self._begin_window)
+        return verdict
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        """Have what the training found out of its power limits kept, for later trials of its batch size.
+
+        Checkpoints hold it from now on, and the server gets it, at once or when it is back; this call does not wait for
+        it. A trial that has ended or takes no reports, and a Zeus server, are told nothing. Never raises.
+
+        Args:
+            choice: What it found out.
+        """
+        if self._reporter is None or self._ended or self._closed:
+            return
+        self._update(power_profile=PowerProfile(gpus=choice.gpus, samples=choice.samples))
+        job = self._reporter.job
+        if any(getattr(job, name) != value for name, value in choice.gpus):
+            _logger.warning(
+                "the power limits of this training are not kept on the server, as they were measured on other devices "
+                "(%s) than its cost: give both callbacks the same energy_monitor",
+                choice.gpus,
+            )
+        elif self.trial.is_ours:
+            self._reporter.keep_power_limits(choice)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the session; a trial without a final verdict ends on the server, too.
+
+        The open window counts, for a checkpoint that is written later.
+
+        Meant for exit paths: it may be called at any time and more than once, and it logs a warning where the server
+        fails, so that it never hides the error that ended the training.
+
+        Args:
+            error: What ended the training: `outcomes.outcome_of` says what becomes of the trial. None: it ended before
+                the server said so, which counts as failed.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._close_window()
+        if self._reporter is not None:
+            self._reporter.end(None if self.finished else ending_of(error))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trial for a checkpoint, in plain types (readable by ``torch.load(weights_only=True)``).
+
+        The open window counts: it is closed into the totals and the next one opened.
+
+        Returns:
+            The fields of `TrialInfo`; an empty dict when there is no trial.
+        """
+        if self._trial is None:
+            return {}
+        if self._measuring:
+            self._measure(self._end_window)
+            self._measure(self._begin_window)
+        return self.trial.model_dump(mode="json")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the trial of a checkpoint. What `state_dict` gave without a trial changes nothing.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
+            ZeusBSOConfigError: `state` is not what `state_dict` returns.
+        """
+        if not state:
+            return
+        if self.has_trial or self._ended:
+            raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
+        try:
+            self._trial = TrialInfo.model_validate(dict(state))
+        except ValidationError as error:
+            raise ZeusBSOConfigError(f"the checkpoint holds no trial that can be continued: {error}") from None
+        if self._job.job_id not in (None, self._trial.job_id):
+            _logger.warning(
+                "the checkpoint belongs to job %s, not to job %s: continuing its trial there",
+                self._trial.job_id,
+                self._job.job_id,
+            )
+
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Continue the trial of a checkpoint, if the server still takes reports on it.
+
+        Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
+        but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
+        away the trial goes on as if it took them.
+
+        What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
+
+        Args:
+            state: What `state_dict` returned, with a trial.
+
+        Returns:
+            Whether the trial goes on. A warning says why not.
+
+        Raises:
+            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
+            ZeusBSOConfigError: `state` is not what `state_dict` returns.
+            ZeusBSORuntimError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
+                else answers in its place.
+        """
+        self.load_state_dict(state)
+        trial = self.trial
+        if self.finished and trial.verdict is not None:
+            closed: str | None = f"the server said stop: {trial.verdict.message}"
+        elif trial.unmeasured is not None:
+            closed = f"its energy could not be measured: {trial.unmeasured}"
+        else:
+            closed = self._take_up(trial)
+        trial = self.trial
+        if closed is None:
+            _logger.info(
+                "job %s, %s goes on from the checkpoint: batch size %d, %.4g J and %.4g s so far",
+                *(trial.job_id, trial.name, trial.batch_size, trial.energy_j, trial.time_s),
+            )
+            return True
+        self._closed = True
+        _logger.warning(
+            "%s of job %s, which the checkpoint holds, is over (%s): this training goes on with its batch size %d, and "
+            "nothing more of it is measured or reported",
+            *(trial.name, trial.job_id, closed, trial.batch_size),
+        )
+        return False
+
+    def _take_up(self, trial: TrialInfo) -> str | None:
+        """Go on with a checkpoint's trial. Why the server takes no more reports on it, or None when it does."""
+        registration = self._registration_of(trial)
+        sender = self._sender(registration, trial)
+        self._deliver_earlier()
+        trouble: ZeusBSOError | None = None
+        try:
+            trial_id = trial.trial_id or recorded(self._client, sender)
+            self._update(trial_number=trial_id.trial_number)
+            heard = self._client.heartbeat(trial_id, regular=False) if trial.is_ours else None
+        except ZeusBSORuntimError as error:
+            if error.status == HTTPStatus.NOT_FOUND and not error.is_foreign:
+                return str(error)
+            if self._on_unreachable == "raise" or not error.is_outage:
+                raise
+            trouble = error
+            _logger.warning("%s. The training goes on with the checkpoint's trial", error)
+            waiting = self._outbox.latest(sender)
+            if waiting is not None:
+                self._count_known(waiting.time, waiting.energy, waiting.current_epoch)
+        else:
+            if heard is not None and heard.state is not TrialState.RUNNING:
+                return f"it is {heard.state}"
+            if heard is not None:
+                self._count_known(heard.time_s or 0.0, heard.energy_j or 0.0, heard.epochs or 0.0)
+        self._open_line(registration, told_of=trouble)
+        return None
+
+    def _count_known(self, time_s: float, energy_j: float, epochs: float) -> None:
+        """Count what was reported after the checkpoint was written: it is done again, and was spent nevertheless."""
+        self._reported_epoch = epochs
+        trial = self.trial
+        self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
+
+    def _deliver_earlier(self) -> None:
+        """Deliver what earlier trainings have left for this server, as far as it takes it."""
+        with self._client.with_retries(NO_RETRIES) as client:
+            for file in deliver_waiting(
+                self._outbox, lambda server_url: client if server_url == client.server_url else None
+            ):
+                if file.delivered:
+                    _logger.info("delivered %d results of job %s that had waited", file.delivered, file.job_id)
+                if file.set_aside is not None:
+                    _logger.warning(
+                        "the server refuses results of job %s that had waited (%s): they are set aside as %s",
+                        *(file.job_id, file.problem, file.set_aside),
+                    )
+                elif file.problem is not None:
+                    _logger.info("%s stays: %s", file.path, file.problem)
+
+    def _begin_without_server(self, registration: JobRegistration, error: ZeusBSORuntimError) -> int:
+        """Start a trial that is recorded later, with the default batch size."""
+        if registration.job_id is None:
+            made = f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
+            registration = registration.model_copy(update={"job_id": made})
+        batch_size = registration.default_batch_size
+        self._trial = TrialInfo(
+            job_id=registration.job_id or "",
+            batch_size=batch_size,
+            key=f"offline-{self._key}",
+            reason="the default size, as the server could not be reached",
+        )
+        self._open_line(registration, told_of=error)
+        _logger.warning(
+            "%s. This training takes the default batch size %d of job %s; its results wait in %s and count when the "
+            "server is back",
+            *(error, batch_size, registration.job_id, self._outbox.directory),
+        )
+        return batch_size
+
+    def _sender(self, registration: JobRegistration, trial: TrialInfo) -> Sender:
+        return Sender(
+            server_url=self._client.server_url,
+            registration=registration,
+            batch_size=trial.batch_size,
+            trial=trial.trial_id,
+            key=trial.key,
+        )
+
+    def _open_line(self, registration: JobRegistration, *, told_of: ZeusBSOError | None = None) -> TrialReporter:
+        trial = self.trial
+        reporter = TrialReporter(
+            self._client,
+            self._outbox,
+            self._sender(registration, trial),
+            trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
+            takes_heartbeats=trial.is_ours,
+        )
+        self._reporter = reporter
+        if told_of is not None:  # Before its thread meets the same trouble.
+            reporter.was_told_of(told_of)
+        reporter.start()
+        return reporter
+
+    def _registration_of(self, trial: TrialInfo) -> JobRegistration:
+        """The job on its hardware, under the name that the trial has it under."""
+        registration = JobRegistration.of(self._job, self._monitor.gpus())
+        return registration.model_copy(update={"job_id": trial.job_id})
+
+    def _register(self, registration: JobRegistration) -> JobRegistration:
+        registered = self._client.register(registration)
+        if registered.job_id is None:
+            raise ZeusBSORuntimError("the server registered the job without giving it a job_id", status=HTTPStatus.OK)
+        if self._job.job_id is None:
+            _logger.warning(
+                "the server made a new job %s, and each run without a job_id makes another that learns nothing from "
+                "the earlier ones: set job_id=%r or %s=%s to continue this job at its next recurrence",
+                registered.job_id,
+                registered.job_id,
+                JOB_ID_VARIABLE,
+                registered.job_id,
+            )
+            # Kept, so that asking again after a failed dispatch does not make one more job.
+            self._job = self._job.model_copy(update={"job_id": registered.job_id})
+        return registration.model_copy(update={"job_id": registered.job_id})
+
+    def _require_live_trial(self) -> TrialReporter:
+        trial = self.trial
+        if self.finished and trial.verdict is not None:
+            raise ZeusBSOOperationOrderError(f"the trial is over, the server said stop: {trial.verdict.message}")
+        if self._ended or self._closed:
+            raise ZeusBSOOperationOrderError("the trial is over: make a new session for another one")
+        return self._reporter or self._open_line(self._registration_of(trial))
+
+    def _evaluation(self, metric: float, epoch: float) -> Evaluation:
+        trial = self.trial
+        return Evaluation(
+            time=max(trial.time_s, _LEAST_TIME_S),
+            energy=trial.energy_j,
+            metric=metric,
+            current_epoch=epoch,
+            energy_source=trial.energy_source,
+        )
+
+    def _diverged(self, metric: float, reporter: TrialReporter) -> ReportResponse:
+        reporter.end(Ending(detail=f"the metric is {metric}: training diverged"))
+        return ReportResponse(
+            stop_train=True,
+            converged=False,
+            message=f"the metric is {metric}: training diverged with batch size {self.trial.batch_size}",
+        )
+
+    def _update(self, **fields: Any) -> None:
+        self._trial = self.trial.model_copy(update=fields)
+
+    def _measure(self, step: Callable[[], None]) -> None:
+        """Open or close the window; where that fails, the trial is given up, and the training goes on."""
+        if self.trial.unmeasured is not None:
+            return
+        try:
+            step()
+        except Exception as error:
+            cause = detail_of(error)
+        else:
+            return
+        trial = self.trial
+        self._measuring = False
+        self._update(unmeasured=cause)
+        _logger.warning(
+            "the energy of %s of job %s can no longer be measured (%s). The training goes on to its target or its last "
+            "epoch; the trial has failed, and nothing more of it is reported",
+            *(trial.name, trial.job_id, cause),
+        )
+        if self._reporter is not None:
+            self._reporter.end(Ending(detail=f"the energy could not be measured: {cause}"[:MAX_DETAIL_LENGTH]))
+
+    def _begin_window(self) -> None:
+        self._monitor.begin_window(_WINDOW)
+        self._measuring = True
+
+    def _end_window(self) -> None:
+        """Close the open window into the totals."""
+        self._measuring = False
+        measured = self._monitor.end_window(_WINDOW)
+        if not all(math.isfinite(figure) and figure >= 0 for figure in (measured.time_s, measured.energy_j)):
+            raise ZeusBSOBadOperationError(f"the monitor gave {measured.energy_j} J in {measured.time_s} s")
+        self._update(
+            time_s=self.trial.time_s + measured.time_s,
+            energy_j=self.trial.energy_j + measured.energy_j,
+            energy_source=_joined_sources(self.trial.energy_source, measured.source),
+        )
+
+    def _close_window(self) -> None:
+        if not self._measuring:
+            return
+        try:
+            self._end_window()
+        except Exception as error:
+            # Not worth an error in place of the one that ended the training; but no later training adds to the rest.
+            self._update(unmeasured=detail_of(error))
+            _logger.debug("could not close the last measurement window: %s", error)
+
+
+def check_on_unreachable(on_unreachable: str) -> None:
+    """Refuse what is no `OnUnreachable`.
+
+    Raises:
+        ZeusBSOConfigError: It is none.
+    """
+    if on_unreachable not in get_args(OnUnreachable):
+        raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
+
+
+def end_trial_from_another_rank(client: BsoClient, trial: TrialInfo | None, error: BaseException | None) -> None:
+    """Say what ended the training of a process that has no session.
+
+    Rank 0 hears of such an error as a lost connection at best, and not that memory ran out. Logs a warning where the
+    server fails, as `TrialSession.end` does.
+
+    Args:
+        client: Talks to the server.
+        trial: The trial as rank 0 broadcast it, or None.
+        error: What ended the training of this process.
+    """
+    trial_id = None if trial is None or trial.is_over else trial.trial_id
+    if error is None or trial_id is None or is_lost_peer(error):
+        return
+    try:
+        client.end_trial(trial_id, ending_of(error))
+    except ZeusBSOError as failure:
+        _logger.warning("could not end trial %d of job %s: %s", trial_id.trial_number, trial_id.job_id, failure)
+
+
+def _with_job_id_from(environ: Mapping[str, str], job: JobSpec) -> JobSpec:
+    job_id = environ.get(JOB_ID_VARIABLE)
+    if job.job_id is not None or not job_id:
+        return job
+    try:
+        return JobSpec.model_validate({**job.model_dump(), "job_id": job_id})
+    except ValidationError as error:
+        problems = "; ".join(problem["msg"] for problem in error.errors())
+        raise ZeusBSOConfigError(f"{JOB_ID_VARIABLE}={job_id} does not fit the job: {problems}") from None
+
+
+def _joined_sources(earlier: str | None, latest: str) -> str:
+    """Name every way the totals were measured: a trial may resume on a machine that measures otherwise."""
+    sources = earlier.split(" + ") if earlier else []
+    if latest not in sources:
+        sources.append(latest)
+    return " + ".join(sources)[:_MAX_SOURCE_LENGTH]
+
+
+def _log_choice(dispatch: TrialDispatch) -> None:
+    _logger.info(
+        "job %s, trial %d: batch size %d (%s)",
+        dispatch.job_id,
+        dispatch.trial_number,
+        dispatch.batch_size,
+        dispatch.reason or "chosen by the server",
+    )
