@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries, client_from_environment
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOServerUnreachableError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,
     GpuConfig,
@@ -203,7 +203,7 @@ def test_ending_a_trial_needs_no_particular_answer(content: bytes) -> None:
     ],
 )
 def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict, said: str) -> None:
-    with client_of(Recorder(404, **answer)) as client, pytest.raises(ZeusBSORuntimError) as caught:
+    with client_of(Recorder(404, **answer)) as client, pytest.raises(ZeusBSORuntimeError) as caught:
         client.suggest("mnist-1")
     assert said in str(caught.value)
     assert "GET http://bso:8000/jobs/batch_size?job_id=mnist-1" in str(caught.value)
@@ -211,7 +211,7 @@ def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict, 
 
 
 def test_a_server_error_keeps_its_status() -> None:
-    with client_of(Recorder(500, text="oops")) as client, pytest.raises(ZeusBSORuntimError, match="oops") as caught:
+    with client_of(Recorder(500, text="oops")) as client, pytest.raises(ZeusBSORuntimeError, match="oops") as caught:
         client.report(RESULT)
     assert caught.value.status == 500
     assert not isinstance(caught.value, ZeusBSOServerUnreachableError)
@@ -238,7 +238,7 @@ def test_a_conflict_is_a_configuration_error_only_when_registering() -> None:
     with client_of(Recorder(409, json={"message": "other configuration"})) as client:
         with pytest.raises(ZeusBSOConfigError, match="other configuration"):
             client.register(JOB)
-        with pytest.raises(ZeusBSORuntimError, match="other configuration") as caught:
+        with pytest.raises(ZeusBSORuntimeError, match="other configuration") as caught:
             client.report(RESULT)
     assert caught.value.status == 409
 
@@ -254,7 +254,7 @@ def test_a_refused_token_says_which_variable_to_set(status: int) -> None:
 
 def test_a_redirect_names_the_address_to_use_instead() -> None:
     server = Recorder(308, headers={"location": "https://me:secret@bso/jobs?key=secret"})
-    with client_of(server) as client, pytest.raises(ZeusBSORuntimError) as caught:
+    with client_of(server) as client, pytest.raises(ZeusBSORuntimeError) as caught:
         client.register(JOB)
     assert "redirected to https://***@bso/jobs?***; set server_url" in str(caught.value)
 
@@ -264,14 +264,14 @@ def test_the_page_of_another_web_server_is_recognised(name: str) -> None:
     with (
         client_of(Recorder(text="<html>Welcome</html>")) as client,
         pytest.raises(
-            ZeusBSORuntimError, match=r"http://bso:8000/.*does not look like a batch size optimization server"
+            ZeusBSORuntimeError, match=r"http://bso:8000/.*does not look like a batch size optimization server"
         ),
     ):
         REQUESTS[name][0](client)
 
 
 def test_an_answer_that_lacks_a_field_names_it() -> None:
-    with client_of(Recorder(json={"job_id": "a"})) as client, pytest.raises(ZeusBSORuntimError, match="batch_size: "):
+    with client_of(Recorder(json={"job_id": "a"})) as client, pytest.raises(ZeusBSORuntimeError, match="batch_size: "):
         client.suggest("a")
 
 
@@ -323,26 +323,26 @@ def test_another_dispatch_has_another_key() -> None:
 @pytest.mark.parametrize("trouble", LASTING)
 def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
     server = Troubled(trouble)
-    with pytest.raises((ZeusBSORuntimError, ZeusBSOConfigError)):
+    with pytest.raises((ZeusBSORuntimeError, ZeusBSOConfigError)):
         server.client().suggest("mnist-1")
 
 
 def test_attempts_have_a_limit() -> None:
     server = Troubled(*[503] * 4)
-    with pytest.raises(ZeusBSORuntimError, match="503"):
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
         server.client(attempts=4).suggest("mnist-1")
     assert server.answers == []
 
 
 def test_patience_has_a_limit() -> None:
     server = Troubled(503)
-    with pytest.raises(ZeusBSORuntimError, match="503"):
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
         server.client(attempts=4, patience_s=-1.0).suggest("mnist-1")
 
 
 def test_a_job_is_deleted_once() -> None:
     server = Troubled(503)
-    with pytest.raises(ZeusBSORuntimError, match="503"):
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
         server.client().delete_job("mnist-1")
 
 
@@ -380,7 +380,7 @@ def test_a_forked_process_opens_its_own_connection() -> None:
     ],
 )
 def test_an_outage_may_pass(status: int | None, is_outage: bool) -> None:
-    assert ZeusBSORuntimError("", status=status).is_outage is is_outage
+    assert ZeusBSORuntimeError("", status=status).is_outage is is_outage
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
@@ -527,7 +527,7 @@ def test_secrets_appear_nowhere(url: str, token: str | None, caplog: pytest.LogC
     for server in (Recorder(500, text="oops"), Recorder(403, text="forbidden"), Recorder(text="<p>"), unreachable):
         with client_of(server, url, token=token) as client:
             shown.append(repr(client))
-            with pytest.raises((ZeusBSORuntimError, ZeusBSOConfigError)) as caught:
+            with pytest.raises((ZeusBSORuntimeError, ZeusBSOConfigError)) as caught:
                 client.suggest("mnist-1")
             shown.append(str(caught.value))
     assert "500 Internal Server Error" in caplog.text

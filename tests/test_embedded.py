@@ -27,7 +27,7 @@ from zeus_plugins.client.local import EmbeddedTransport
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobRegistration, TrainingResult, TrialDispatch, TrialId, TrialState
@@ -229,7 +229,7 @@ def test_limits_for_callers_from_outside_do_not_hold_inside(monkeypatch: pytest.
 
 def test_refusals_of_the_server_are_those_of_every_server() -> None:
     with client_from_environment() as client:
-        with pytest.raises(ZeusBSORuntimError, match="unknown job") as caught:
+        with pytest.raises(ZeusBSORuntimeError, match="unknown job") as caught:
             client.suggest("nobody")
         assert caught.value.status == 404
 

@@ -23,7 +23,7 @@ from tests.conftest import Server
 from tests.support.master_training import MAX_POWER_W
 from zeus_plugins.cli import main
 from zeus_plugins.client.http import NO_RETRIES, BsoClient
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import (
     FailedTryError,
     HistoryEntry,
@@ -434,7 +434,7 @@ def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_agai
 
 
 def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ZeusBSORuntimError, match="even batch size 32 ran out of memory"):
+    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
         master_of(tmp_path, PolicyOptimizer()).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
 
 

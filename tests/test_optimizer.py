@@ -21,7 +21,7 @@ from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOOperationOrderError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
     ZeusBSOTrainFailError,
 )
@@ -192,7 +192,7 @@ def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         optimizer = BatchSizeOptimizer(ten_windows_of_one_second(), url, JOB)
-        with pytest.raises(ZeusBSORuntimError):
+        with pytest.raises(ZeusBSORuntimeError):
             optimizer.get_batch_size()
         optimizer.close()
         thread.join()

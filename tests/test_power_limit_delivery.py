@@ -16,7 +16,7 @@ from tests.test_reporter import JOB, Flaky, threads, training, until, warnings_i
 from zeus_plugins.client.delivery import deliver, deliver_waiting
 from zeus_plugins.client.http import NO_RETRIES
 from zeus_plugins.client.outbox import Outbox, Sender
-from zeus_plugins.errors import ZeusBSORuntimError
+from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import (
     Ending,
     Evaluation,
@@ -208,7 +208,7 @@ def test_a_file_keeps_them_behind_the_servers_last_word(outbox: Outbox) -> None:
         box.put(item)
     assert box.has_ending
     server.status = 503
-    with pytest.raises(ZeusBSORuntimError), server.client().with_retries(NO_RETRIES) as client:
+    with pytest.raises(ZeusBSORuntimeError), server.client().with_retries(NO_RETRIES) as client:
         deliver(box, client)
     box.close()
     again = outbox.open(box.path)

@@ -23,7 +23,7 @@ from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, StopRule, TrialState
@@ -609,7 +609,7 @@ def test_a_proxy_without_its_server_does_not_end_a_trial(client: BsoClient) -> N
     first.end(KeyboardInterrupt())
     proxy = httpx.MockTransport(lambda _: httpx.Response(404, text="404 page not found"))
     resumed = session_on(BsoClient("http://bso", transport=proxy), monitor_of())
-    with pytest.raises(ZeusBSORuntimError, match="Is this a batch size optimization server"):
+    with pytest.raises(ZeusBSORuntimeError, match="Is this a batch size optimization server"):
         resumed.resume(state)
 
 

@@ -13,7 +13,7 @@ from tests.zeus_peer.peer import Launch, Peer, PeerMissingError, install
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimError, ZeusBSOTrainFailError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import (
     EndReason,
     GpuConfig,
@@ -153,7 +153,7 @@ def test_our_optimizer_recurs_on_a_zeus_server(zeus_server: str, job: JobSpec) -
 def test_our_optimizer_that_leaves_ends_its_trial_on_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
     assert train_on(zeus_server, job, leave_after=1) == (16, "left")
     trial = TrialDispatch(job_id=str(job.job_id), batch_size=16, trial_number=1)
-    with BsoClient(zeus_server) as client, pytest.raises(ZeusBSORuntimError, match="already reported") as caught:
+    with BsoClient(zeus_server) as client, pytest.raises(ZeusBSORuntimeError, match="already reported") as caught:
         client.report(_result(trial, epoch=2, metric=0.95))
     assert caught.value.status == 400
 
@@ -176,7 +176,7 @@ def test_our_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: Jo
         client.end_trial(trial)
 
         client.delete_job(str(job.job_id))
-        with pytest.raises(ZeusBSORuntimError, match="No job was deleted"):
+        with pytest.raises(ZeusBSORuntimeError, match="No job was deleted"):
             client.delete_job(str(job.job_id))
 
 
@@ -188,14 +188,14 @@ def test_our_client_reads_the_refusals_of_a_zeus_server(zeus_server: str, job: J
             client.register(registration.model_copy(update={"max_epochs": 6}))
         with pytest.raises(ZeusBSOConfigError, match=r"422.*Default BS\(99\) not in batch_sizes"):
             client.register(registration.model_copy(update={"default_batch_size": 99}))
-        with pytest.raises(ZeusBSORuntimError, match="Unknown job") as unknown_job:
+        with pytest.raises(ZeusBSORuntimeError, match="Unknown job") as unknown_job:
             client.suggest("nobody")
         trial = client.suggest(str(job.job_id)).model_copy(update={"trial_number": 99})
-        with pytest.raises(ZeusBSORuntimError, match="Unknown trial") as unknown_trial:
+        with pytest.raises(ZeusBSORuntimeError, match="Unknown trial") as unknown_trial:
             client.report(_result(trial, epoch=1, metric=0.5))
-        with pytest.raises(ZeusBSORuntimError, match="Could not find the trial") as not_there:
+        with pytest.raises(ZeusBSORuntimeError, match="Could not find the trial") as not_there:
             client.end_trial(trial)
-        with pytest.raises(ZeusBSORuntimError, match="Not Found") as ours_alone:
+        with pytest.raises(ZeusBSORuntimeError, match="Not Found") as ours_alone:
             client.show_job(str(job.job_id))
     refusals = (unknown_job, unknown_trial, not_there, ours_alone)
     assert [refusal.value.status for refusal in refusals] == [400, 400, 404, 404]

@@ -3,7 +3,7 @@
 ::
 
     ZeusBSOError
-    ├── ZeusBSORuntimError              the server could not do what was asked (alias: ZeusBSORuntimeError)
+    ├── ZeusBSORuntimeError              the server could not do what was asked (Zeus's spelling: ZeusBSORuntimError)
     │   └── ZeusBSOServerUnreachableError   no answer from the server at all
     ├── ZeusBSOConfigError              the job or the training script says something that cannot work
     │   └── ZeusBSOTokenError               the server does not accept the token, or not for this
@@ -11,7 +11,8 @@
     ├── ZeusBSOBadOperationError        a method was called with something it cannot use
     └── ZeusBSOTrainFailError           the trial ended without reaching its target: relaunch the training
 
-The five `ZeusBSO…` names that Zeus 0.16 has too keep its spelling, so that ``except`` clauses written for Zeus work.
+``except`` clauses written for Zeus 0.16 work: five of the names are its own, and `ZeusBSORuntimError`, as Zeus spells
+it, is a second name of `ZeusBSORuntimeError`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class ZeusBSOError(Exception):
     """Base of every error in this module; catch it to catch them all."""
 
 
-class ZeusBSORuntimError(ZeusBSOError):
-    """The server refused or failed a request; the name is spelt as Zeus spells it.
+class ZeusBSORuntimeError(ZeusBSOError):
+    """The server refused or failed a request.
 
     Attributes:
         status: HTTP status of the answer, or None when there was none.
@@ -56,10 +57,11 @@ class ZeusBSORuntimError(ZeusBSOError):
         return self.status is None or self.status >= 500 or self.status in _LATER
 
 
-ZeusBSORuntimeError = ZeusBSORuntimError
+# The spelling of Zeus 0.16, for programs written for it.
+ZeusBSORuntimError = ZeusBSORuntimeError
 
 
-class ZeusBSOServerUnreachableError(ZeusBSORuntimError):
+class ZeusBSOServerUnreachableError(ZeusBSORuntimeError):
     """The server gave no answer: wrong URL, not running, or timed out."""
 
 

@@ -133,7 +133,7 @@ class BatchSizeOptimizer:
         Raises:
             ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOConfigError: The server refuses the job or the token.
-            ZeusBSORuntimError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
+            ZeusBSORuntimeError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
                 says to raise.
         """
         if not self._session.has_trial:

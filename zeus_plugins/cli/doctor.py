@@ -24,7 +24,7 @@ from zeus_plugins.energy.visible import VISIBLE_VARIABLE
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
@@ -207,14 +207,14 @@ def _server() -> Finding:
                 return Finding("server", Level.PROBLEM, str(error), details)
             except ZeusBSOServerUnreachableError as error:
                 return Finding("server", Level.PROBLEM, str(error), details)
-            except ZeusBSORuntimError as error:
+            except ZeusBSORuntimeError as error:
                 return _answered(client.server_url, error, details)
             return Finding("server", Level.OK, f"{client.server_url} answers; the token may run trials", details)
     except ZeusBSOConfigError as error:
         return Finding("server", Level.PROBLEM, str(error))
 
 
-def _answered(server_url: str, error: ZeusBSORuntimError, details: dict[str, Any]) -> Finding:
+def _answered(server_url: str, error: ZeusBSORuntimeError, details: dict[str, Any]) -> Finding:
     """What an answer says that is, as it should be, no success."""
     if error.status == 404 and _NO_TRIAL.job_id in str(error):
         return Finding("server", Level.OK, f"{server_url} answers, and lets this client run trials", details)

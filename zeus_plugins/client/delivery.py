@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimError, ZeusBSOTokenError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
 
 __all__ = ["Delivered", "deliver", "deliver_power_limits", "deliver_waiting", "is_refusal", "listed", "recorded"]
@@ -24,7 +24,7 @@ def is_refusal(error: Exception) -> bool:
     A server that is away, fails, or does not accept the token may take the same later; and what answers in its place
     with something else than expected (a proxy) may go away.
     """
-    if isinstance(error, ZeusBSORuntimError):
+    if isinstance(error, ZeusBSORuntimeError):
         return not (error.is_outage or error.is_foreign)
     # Without a status it is an error on this side, such as a server in this process that cannot run here.
     is_by_server = isinstance(error, ZeusBSOConfigError) and error.status is not None
@@ -159,7 +159,7 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], BsoClient | None]
             box.close()
         else:
             file, error = _emptied(box, client)
-            if isinstance(error, ZeusBSORuntimError) and error.is_outage:
+            if isinstance(error, ZeusBSORuntimeError) and error.is_outage:
                 # The server is away: its other files would only wait for another time-out each.
                 problem_of[server_url] = str(error)
             yield file

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ValidationError
 from zeus_plugins.client._error_bodies import said_in_error_body
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
@@ -114,7 +114,8 @@ class BsoClient:
     `delete_job`, which is sent once.
 
     Every method that talks to the server raises `ZeusBSOServerUnreachableError` when there is no answer,
-    `ZeusBSOConfigError` when the server refuses the job or the token, and `ZeusBSORuntimError` for every other failure.
+    `ZeusBSOConfigError` when the server refuses the job or the token, and `ZeusBSORuntimeError` for every other
+    failure.
 
     Args:
         server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
@@ -340,7 +341,7 @@ class BsoClient:
             is_last = attempt >= retries.attempts
             try:
                 return self._answered(request, refuses_config)
-            except ZeusBSORuntimError as error:
+            except ZeusBSORuntimeError as error:
                 wait_s = retries.wait_s(attempt)
                 if is_last or not error.is_outage or time.monotonic() + wait_s > end:
                     raise
@@ -389,7 +390,7 @@ class BsoClient:
             self._raise_foreign(answer, "not JSON")
 
     def _raise_foreign(self, answer: httpx.Response, problem: str) -> NoReturn:
-        raise ZeusBSORuntimError(
+        raise ZeusBSORuntimeError(
             f"{_shown_request(answer)} was answered with something else than expected ({problem}): this does not look "
             f"like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
             status=answer.status_code,
@@ -409,7 +410,7 @@ class BsoClient:
             raise ZeusBSOConfigError(
                 f"the server at {self._server_url} refuses the job ({status}): {text}", status=status
             )
-        raise ZeusBSORuntimError(
+        raise ZeusBSORuntimeError(
             f"{_shown_request(answer)} failed ({status}): {text}",
             status=status,
             is_foreign=not said_in_error_body(answer.text),

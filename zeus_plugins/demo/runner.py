@@ -16,7 +16,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.display import Display
 from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.demo.plot import plot_costs
-from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimError
+from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
 from zeus_plugins.protocol import JobView, PolicyName, TrialView
 
 _POLL_S = 0.3
@@ -57,7 +57,7 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy) -> O
         policy: Chooses the batch sizes.
 
     Raises:
-        ZeusBSORuntimError: The server did not start, or a training broke.
+        ZeusBSORuntimeError: The server did not start, or a training broke.
     """
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path)
                 client.list_jobs()
             except ZeusBSOError:
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise ZeusBSORuntimError(f"the server did not start; {log} says why") from None
+                    raise ZeusBSORuntimeError(f"the server did not start; {log} says why") from None
                 time.sleep(_POLL_S)
             else:
                 return
@@ -146,7 +146,7 @@ def _train(arguments: list[str], recurrence: int, client: BsoClient, display: Di
         process.terminate()
         process.wait()
     if process.returncode not in (0, FAILED_TRIAL_STATUS):
-        raise ZeusBSORuntimError(f"the training broke with exit status {process.returncode}; {log} says why")
+        raise ZeusBSORuntimeError(f"the training broke with exit status {process.returncode}; {log} says why")
     display.settle(recurrence, _latest_trial(client, known))
     return process.returncode == 0
 

@@ -17,4 +17,16 @@ from zeus_plugins.huggingface.batch_size import ZeusBSOTrainerCallback
 from zeus_plugins.huggingface.energy import ZeusEnergyTrainerCallback
 from zeus_plugins.huggingface.power_limit import ZeusPowerLimitTrainerCallback
 
-__all__ = ["ZeusBSOTrainerCallback", "ZeusEnergyTrainerCallback", "ZeusPowerLimitTrainerCallback"]
+__all__ = [
+    "BatchSizeCallback",
+    "EnergyCallback",
+    "PowerLimitCallback",
+    "ZeusBSOTrainerCallback",
+    "ZeusEnergyTrainerCallback",
+    "ZeusPowerLimitTrainerCallback",
+]
+
+# Plain second names, the same in `zeus_plugins.lightning`.
+BatchSizeCallback = ZeusBSOTrainerCallback
+EnergyCallback = ZeusEnergyTrainerCallback
+PowerLimitCallback = ZeusPowerLimitTrainerCallback

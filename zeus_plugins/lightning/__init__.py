@@ -17,4 +17,16 @@ from zeus_plugins.lightning.batch_size import ZeusBSOCallback
 from zeus_plugins.lightning.energy import ZeusEnergyCallback
 from zeus_plugins.lightning.power_limit import ZeusPowerLimitCallback
 
-__all__ = ["ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback"]
+__all__ = [
+    "BatchSizeCallback",
+    "EnergyCallback",
+    "PowerLimitCallback",
+    "ZeusBSOCallback",
+    "ZeusEnergyCallback",
+    "ZeusPowerLimitCallback",
+]
+
+# Plain second names, the same in `zeus_plugins.huggingface`.
+BatchSizeCallback = ZeusBSOCallback
+EnergyCallback = ZeusEnergyCallback
+PowerLimitCallback = ZeusPowerLimitCallback

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimError
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
 from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import EndReason, Origin, TrialState
@@ -94,7 +94,7 @@ class PolicyOptimizer:
 
         Raises:
             ZeusBSOOperationOrderError: The job is not registered.
-            ZeusBSORuntimError: No batch size works.
+            ZeusBSORuntimeError: No batch size works.
         """
         import numpy as np
 
@@ -108,7 +108,7 @@ class PolicyOptimizer:
             rng = np.random.default_rng((self._seed, number))
             suggestion = self._policy.suggest(History.of(known, self._trials, self._survivors), rng)
         except NoSurvivorError as error:
-            raise ZeusBSORuntimError(str(error)) from None
+            raise ZeusBSORuntimeError(str(error)) from None
         self._survivors = suggestion.survivors or self._survivors
         self._trials.append(
             TrialRecord(

@@ -231,7 +231,7 @@ class ZeusMaster:
             ZeusBSOTrainFailError: In the first recurrence the default batch size did not reach the target; or all tries
                 of a recurrence failed. A resume goes on with the recurrence after that.
             ZeusBSOConfigError: The arguments contradict each other or the directory that is resumed.
-            ZeusBSORuntimError: The server that chooses batch sizes fails.
+            ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
         self._check_knobs(beta_knob, eta_knob)
         if job.default_bs not in batch_sizes:

@@ -73,7 +73,7 @@ class ServerOptimizer:
 
         Raises:
             ZeusBSOConfigError: The server refuses the job or the token; or it knows the job otherwise.
-            ZeusBSORuntimError: The server cannot be reached, or fails.
+            ZeusBSORuntimeError: The server cannot be reached, or fails.
         """
         spec = JobSpec(
             **{
@@ -98,7 +98,7 @@ class ServerOptimizer:
 
         Raises:
             ZeusBSOOperationOrderError: The job is not registered.
-            ZeusBSORuntimError: The server cannot be reached, fails, or has no batch size that works.
+            ZeusBSORuntimeError: The server cannot be reached, fails, or has no batch size that works.
         """
         registration = self._registered(job)
         self._trial = self._client.suggest(registration.job_id or job.name, f"{self._key}-{self._asked}")

@@ -26,7 +26,7 @@ from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOError,
     ZeusBSOOperationOrderError,
-    ZeusBSORuntimError,
+    ZeusBSORuntimeError,
 )
 from zeus_plugins.protocol import (
     MAX_DETAIL_LENGTH,
@@ -229,7 +229,7 @@ class TrialSession:
         Raises:
             ZeusBSOOperationOrderError: There is a trial already, or the session has ended.
             ZeusBSOConfigError: The server refuses the job or the token.
-            ZeusBSORuntimError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
+            ZeusBSORuntimeError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
                 says to raise.
         """
         if self.has_trial or self._ended:
@@ -239,7 +239,7 @@ class TrialSession:
         try:
             registration = self._register(registration)
             dispatch = self._client.suggest(registration.job_id or "", self._key)
-        except ZeusBSORuntimError as error:
+        except ZeusBSORuntimeError as error:
             if self._on_unreachable == "raise" or not error.is_outage:
                 raise
             return self._begin_without_server(registration, error)
@@ -404,7 +404,7 @@ class TrialSession:
         Raises:
             ZeusBSOOperationOrderError: This session has a trial already, or has ended.
             ZeusBSOConfigError: `state` is not what `state_dict` returns.
-            ZeusBSORuntimError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
+            ZeusBSORuntimeError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
                 else answers in its place.
         """
         self.load_state_dict(state)
@@ -440,7 +440,7 @@ class TrialSession:
             trial_id = trial.trial_id or recorded(self._client, sender)
             self._update(trial_number=trial_id.trial_number)
             heard = self._client.heartbeat(trial_id, regular=False) if trial.is_ours else None
-        except ZeusBSORuntimError as error:
+        except ZeusBSORuntimeError as error:
             if error.status == HTTPStatus.NOT_FOUND and not error.is_foreign:
                 return str(error)
             if self._on_unreachable == "raise" or not error.is_outage:
@@ -480,7 +480,7 @@ class TrialSession:
                 elif file.problem is not None:
                     _logger.info("%s stays: %s", file.path, file.problem)
 
-    def _begin_without_server(self, registration: JobRegistration, error: ZeusBSORuntimError) -> int:
+    def _begin_without_server(self, registration: JobRegistration, error: ZeusBSORuntimeError) -> int:
         """Start a trial that is recorded later, with the default batch size."""
         if registration.job_id is None:
             made = f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
@@ -532,7 +532,7 @@ class TrialSession:
     def _register(self, registration: JobRegistration) -> JobRegistration:
         registered = self._client.register(registration)
         if registered.job_id is None:
-            raise ZeusBSORuntimError("the server registered the job without giving it a job_id", status=HTTPStatus.OK)
+            raise ZeusBSORuntimeError("the server registered the job without giving it a job_id", status=HTTPStatus.OK)
         if self._job.job_id is None:
             _logger.warning(
                 "the server made a new job %s, and each run without a job_id makes another that learns nothing from "

@@ -1,0 +1,102 @@
+"""The public names of the training side: what `__all__` lists, and nothing else, is visible."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import zeus_plugins
+from zeus_plugins import errors, huggingface, lightning
+
+ERRORS = (
+    *("ZeusBSOBadOperationError", "ZeusBSOConfigError", "ZeusBSOError", "ZeusBSOOperationOrderError"),
+    *("ZeusBSORuntimeError", "ZeusBSOServerUnreachableError", "ZeusBSOTokenError", "ZeusBSOTrainFailError"),
+)
+CALLBACKS = ("BatchSizeCallback", "EnergyCallback", "PowerLimitCallback")
+PUBLIC = {
+    "zeus_plugins": {"BatchSizeOptimizer", "JobSpec", *ERRORS},
+    "zeus_plugins.client": {
+        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "TIMEOUT_VARIABLE"),
+        *("TOKEN_VARIABLE", "client_from_environment"),
+    },
+    "zeus_plugins.dataloader": {"ZeusDataLoader"},
+    "zeus_plugins.energy": {
+        *("AmdSmiMonitor", "ClusterMonitor", "DEFAULT_ESTIMATED_POWER_W", "EnergyMonitor", "EnergyUnavailableError"),
+        *("EpochMeter", "EstimateMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor", "RaplMonitor"),
+        *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "adapted", "auto"),
+    },
+    "zeus_plugins.errors": {"ZeusBSORuntimError", *ERRORS},
+    "zeus_plugins.huggingface": {
+        *("ZeusBSOTrainerCallback", "ZeusEnergyTrainerCallback", "ZeusPowerLimitTrainerCallback", *CALLBACKS),
+    },
+    "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
+    "zeus_plugins.master": {
+        *("BatchSizeChooser", "Executor", "FailedTryError", "HistoryEntry", "Job", "LocalExecutor", "MasterState"),
+        *("PolicyOptimizer", "Run", "ServerOptimizer", "ZeusMaster"),
+    },
+    "zeus_plugins.optimizer": {"BatchSizeOptimizer"},
+    "zeus_plugins.power_limit": {
+        *("COMMAND_VARIABLE", "CommandDevice", "Done", "Energy", "MaxSlowdown", "NvmlDevice", "OptimumSelector"),
+        *("PowerLimitDevice", "PowerLimitProfile", "PowerLimitProfiler", "PowerLimitSample"),
+        *("PowerLimitUnavailableError", "Profiling", "Ready", "ReplayDevice", "ReplayMachine", "ReplayPoint", "State"),
+        *("Time", "Warmup", "Window", "ZeusCost", "find_devices", "limits_between"),
+    },
+    "zeus_plugins.protocol": {
+        *("ArmView", "EndReason", "Ending", "ErrorBody", "Evaluation", "FieldError", "GpuConfig", "Heartbeat"),
+        *("HeartbeatResponse", "JobList", "JobRegistration", "JobSpec", "JobSummary", "JobView", "OfflineTrial"),
+        *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
+        *("Stage", "StopRule", "TrainingResult", "TrialDispatch", "TrialEnd", "TrialId", "TrialPowerProfile"),
+        *("TrialState", "TrialView", "WireMessage"),
+        # The types and bounds of the messages' fields.
+        *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
+        *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),
+        *("ID_PATTERN", "MAX_BATCH_SIZE", "MAX_BATCH_SIZES", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
+        "MAX_POWER_LIMITS",
+    },
+    "zeus_plugins.train_result": {"TrainResult", "Variables", "result_path", "write_atomically"},
+}
+
+
+def visible(path: Path) -> set[str]:
+    """The names without underscore that a module defines and, where it is a package's, imports for others."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names.update(target.id for target in targets if isinstance(target, ast.Name))
+            case ast.ImportFrom(module=module, names=aliases) if path.name == "__init__.py" and module != "__future__":
+                names.update(alias.asname or alias.name for alias in aliases)
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("module", "names"), PUBLIC.items())
+def test_a_public_module_offers_what_it_lists_and_nothing_else(module: str, names: set[str]) -> None:
+    imported = importlib.import_module(module)
+    assert len(imported.__all__) == len(set(imported.__all__))
+    assert set(imported.__all__) == names
+    assert imported.__file__ is not None
+    assert visible(Path(imported.__file__)) == names
+    assert all(hasattr(imported, name) for name in names)
+
+
+def test_the_errors_that_users_meet_stand_beside_the_job() -> None:
+    assert all(getattr(zeus_plugins, name) is getattr(errors, name) for name in ERRORS)
+
+
+def test_zeus_spelling_of_an_error_is_a_second_name() -> None:
+    assert errors.ZeusBSORuntimError is errors.ZeusBSORuntimeError
+    assert errors.ZeusBSORuntimeError.__name__ == "ZeusBSORuntimeError"
+
+
+def test_the_plain_names_are_the_same_callbacks() -> None:
+    assert lightning.BatchSizeCallback is lightning.ZeusBSOCallback
+    assert lightning.EnergyCallback is lightning.ZeusEnergyCallback
+    assert lightning.PowerLimitCallback is lightning.ZeusPowerLimitCallback
+    assert huggingface.BatchSizeCallback is huggingface.ZeusBSOTrainerCallback
+    assert huggingface.EnergyCallback is huggingface.ZeusEnergyTrainerCallback
+    assert huggingface.PowerLimitCallback is huggingface.ZeusPowerLimitTrainerCallback
