@@ -20,7 +20,7 @@ from benchmarks.overhead import OverheadFigures, Ratio, figures_of
 from benchmarks.player import encode, parse_answer
 from benchmarks.processes import Meter, Target
 from benchmarks.trainings import Duration
-from tests.conftest import Server, free_port
+from tests.support.servers import Server, free_port
 
 ROOT = Path(__file__).parent.parent
 

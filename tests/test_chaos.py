@@ -27,7 +27,7 @@ from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
 from tests.chaos.evidence import ALIVE, Acknowledgement, check_job, check_numbers, read_logs
 from tests.chaos.jobs import Job, jobs, result
-from tests.conftest import bso_server
+from tests.support.servers import bso_server
 from zeus_plugins.protocol import Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [

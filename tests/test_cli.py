@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bso_server.settings import Settings
-from tests.conftest import Server, bso_server, free_port, wait_until_up
+from tests.support.servers import Server, bso_server, free_port, wait_until_up
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult
 

@@ -15,8 +15,8 @@ import pytest
 
 from bso_server.cli import main
 from bso_server.cli.common import TOKEN_VARIABLE
-from tests.conftest import Server, free_port
-from tests.test_wire import begin, reached, report
+from tests.support.servers import Server, free_port
+from tests.support.wire import begin, reached, report
 
 Output = tuple[int, str, str]
 """Exit status, standard output, standard error."""

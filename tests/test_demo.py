@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.conftest import bso_server
+from tests.support.servers import bso_server
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

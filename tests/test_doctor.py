@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server, bso_server, free_port
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.job_bench import make_shared_server  # noqa: F401 - a fixture
+from tests.support.servers import Server, bso_server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.energy.rapl import POWERCAP
 

@@ -15,26 +15,22 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from itertools import repeat
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import Server, bso_server
-from zeus_plugins import BatchSizeOptimizer, JobSpec
+from tests.support.embedded import GPUS, JOB, monitor, session_of, trial_to_its_end
+from tests.support.servers import Server, bso_server
+from zeus_plugins import BatchSizeOptimizer
 from zeus_plugins.client.http import EMBEDDED, NO_RETRIES, BsoClient, client_from_environment
 from zeus_plugins.client.local import EmbeddedTransport
-from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
 )
-from zeus_plugins.protocol import GpuConfig, JobRegistration, TrainingResult, TrialDispatch, TrialId, TrialState
-from zeus_plugins.training.session import TrialSession
+from zeus_plugins.protocol import JobRegistration, TrainingResult, TrialDispatch, TrialId, TrialState
 
-JOB = JobSpec(job_id="digits-1", job_id_prefix="digits", batch_sizes=(32, 64), default_batch_size=32, max_epochs=5)
-GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
 REPOSITORY = Path(__file__).parent.parent
 THREADS = ("zeus-bso-embedded", "bso-writer", "bso-reader")
 
@@ -61,24 +57,6 @@ def server_threads() -> list[str]:
 
 def url_of(file: Path) -> str:
     return f"sqlite:///{file}"
-
-
-def monitor() -> ReplayMonitor:
-    return ReplayMonitor(repeat(Measurement(1.0, 10.0, "replayed")), GPUS)
-
-
-def session_of(client: BsoClient) -> TrialSession:
-    return TrialSession(JOB, client, monitor())
-
-
-def trial_to_its_end(client: BsoClient) -> int:
-    session = session_of(client)
-    session.ask()
-    session.begin_measurement()
-    assert session.report(1.0).converged
-    session.end()
-    assert session.trial.trial_number is not None
-    return session.trial.trial_number
 
 
 def run(program: str, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -363,7 +341,7 @@ FIFTY_TRIALS = """
 import sys
 from itertools import repeat
 from zeus_plugins.client.http import client_from_environment
-from tests.test_embedded import trial_to_its_end
+from tests.support.embedded import trial_to_its_end
 
 print("ready", flush=True)
 sys.stdin.readline()
@@ -411,7 +389,7 @@ def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_
 
 UNFINISHED = """
 import os, signal, sys
-from tests.test_embedded import JOB, monitor
+from tests.support.embedded import JOB, monitor
 from zeus_plugins import BatchSizeOptimizer
 
 optimizer = BatchSizeOptimizer(monitor(), None, JOB)

@@ -13,7 +13,7 @@ from tests.support.ddp_training import SCORES
 from tests.support.job_bench import NEVER, seconds_and_joules
 from tests.support.lightning_bench import QUIET
 from tests.support.lightning_models import Classifier, digits, quiet_trainer, val_loader
-from tests.test_lightning_ddp import JOB_ID, run_two_ranks
+from tests.support.two_ranks import JOB_ID, run_two_ranks
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import client_from_environment
 from zeus_plugins.lightning import ZeusBSOCallback

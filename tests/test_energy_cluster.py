@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import free_port
+from tests.support.servers import free_port
 from zeus_plugins.energy import ClusterMonitor, EstimateMonitor
 from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOConfigError

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import H200, FakeGpu, FakeNvml
 from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
+from tests.support.servers import Server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import EpochMeter, EstimateMonitor, Measurement, ZeusMonitorAdapter, adapted

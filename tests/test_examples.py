@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server
+from tests.support.servers import Server
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState
 

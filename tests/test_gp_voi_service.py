@@ -10,7 +10,7 @@ from bso_server.cli.tables import job_text
 from bso_server.core.history import History
 from bso_server.service.commands import load_history
 from bso_server.storage.transaction import Transaction
-from tests.test_lifecycle import HOUR_S, Server, serve
+from tests.support.service import HOUR_S, Server, serve
 from zeus_plugins.protocol import (
     EndReason,
     Origin,

@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback
 
-from tests.conftest import Server, free_port
 from tests.support import hf_models as models
 from tests.support.hf_bench import (
     Bench,
@@ -37,6 +36,7 @@ from tests.support.job_bench import (
     SERVERS_SIZE,
     make_shared_server,  # noqa: F401 - a fixture
 )
+from tests.support.servers import Server, free_port
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOOperationOrderError,

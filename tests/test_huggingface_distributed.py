@@ -17,9 +17,9 @@ import pytest
 if not os.environ.get("CI"):
     pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
 
-from tests.conftest import Server, free_port
 from tests.support.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE, batch_size_of
 from tests.support.hf_models import TRAIN_IMAGES
+from tests.support.servers import Server, free_port
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState, TrialView
 

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import Server
 from tests.support.power_limit_bench import found_out
+from tests.support.servers import Server
 
 JSON = {"content-type": "application/json"}
 

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from tests.conftest import Server, free_port
 from tests.support.job_bench import (
     NEXT_SIZE,
     SERVERS_SIZE,
@@ -25,6 +24,7 @@ from tests.support.lightning_bench import (
     make_mortal_bench,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_models import USERS_SIZE, Classifier, quiet_trainer, train_loader
+from tests.support.servers import Server, free_port
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import TrialState
 

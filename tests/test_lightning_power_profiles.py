@@ -20,10 +20,10 @@ from tests.support.lightning_bench import (
     make_bench,  # noqa: F401 - a fixture
     make_mortal_bench,  # noqa: F401 - a fixture
 )
+from tests.support.lightning_interrupted import interrupted
 from tests.support.lightning_models import quiet_trainer, train_loader
 from tests.support.lightning_powered import Powered
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
-from tests.test_lightning_resume import interrupted
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusPowerLimitCallback

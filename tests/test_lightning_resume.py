@@ -13,10 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.conftest import Server
 from tests.support import resumed_training as script
 from tests.support.job_bench import (
     NEVER,
@@ -27,11 +25,12 @@ from tests.support.job_bench import (
 from tests.support.lightning_bench import (
     QUIET,
     Bench,
-    Interrupt,
     StepMonitor,
     make_bench,  # noqa: F401 - a fixture
 )
+from tests.support.lightning_interrupted import InterruptAfter, interrupted
 from tests.support.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
+from tests.support.servers import Server
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import TrialState, TrialView
@@ -114,29 +113,6 @@ def test_a_preempted_training_goes_on_within_its_epoch(server: Server, tmp_path:
 
 
 # Interrupted in the tests' own process
-
-
-class InterruptAfter(Interrupt):
-    """Raises at the second step of an epoch."""
-
-    def __init__(self, epoch: int, error: BaseException) -> None:
-        super().__init__(error)
-        self._epoch = epoch
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.current_epoch == self._epoch and trainer.fit_loop.epoch_loop.batch_idx == 1:
-            raise self._error
-
-
-def interrupted(folder: Path, module: Classifier, *others: Any, **options: Any) -> list[Path]:
-    """The checkpoints, one after each epoch, of a training that is preempted in its third or another epoch."""
-    stop = InterruptAfter(options.pop("epoch", 2), options.pop("error", SystemExit(143)))
-    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    defaults = {"max_epochs": 4, "enable_checkpointing": True}
-    trainer = quiet_trainer(*others, stop, saver, **(defaults | options))
-    with pytest.raises(type(stop._error)):
-        trainer.fit(module, train_loader())
-    return sorted(folder.glob("epoch=*.ckpt"))
 
 
 def resumable(bench: Bench, **job: Any) -> Any:

@@ -29,8 +29,8 @@ from bso_server.core.access import Scope
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
-from tests.conftest import Server, bso_server
-from tests.test_wire import begin, reached
+from tests.support.servers import Server, bso_server
+from tests.support.wire import begin, reached
 
 # A SQLite file has no connection that could be lost.
 pytestmark = pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True, scope="module")

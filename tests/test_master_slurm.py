@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_master import REACHES, SIZES, Listed, master_of, python_job
+from tests.support.masters import REACHES, SIZES, Listed, master_of, python_job
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master import MasterState
 from zeus_plugins.master.executors import Launch

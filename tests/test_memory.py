@@ -17,7 +17,7 @@ import httpx
 import bso_server
 from bso_server.app import create_app
 from bso_server.settings import Settings
-from tests.test_security import RESULT, bearer, spec
+from tests.support.tokens import RESULT, bearer, spec
 
 # Litestar remembers the latest 1024 paths and queries.
 WARM_UP, REQUESTS = 1100, 900

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Server, free_port
+from tests.support.servers import Server, free_port
 from zeus_plugins.client.http import BsoClient
 
 LIMIT_S = 120

@@ -20,7 +20,6 @@ if not os.environ.get("CI"):
 from torch.utils.data import DataLoader, Subset
 
 import zeus_plugins
-from tests.conftest import Server
 from tests.support import hf_models, lightning_models
 from tests.support.job_bench import (
     JobBench,
@@ -29,6 +28,7 @@ from tests.support.job_bench import (
 )
 from tests.support.lightning_bench import QUIET
 from tests.support.power_limit_bench import TABLE, machine
+from tests.support.servers import Server
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusPowerLimitTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback, ZeusPowerLimitCallback
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample, ReplayMachine

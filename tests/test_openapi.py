@@ -26,7 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from tests.conftest import Server
+from tests.support.servers import Server
 
 ROUTES = [
     ("POST", "/jobs"),

@@ -28,8 +28,8 @@ from bso_server.settings import Settings
 from bso_server.storage.database import SqliteDatabase, open_database
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.store import Store
-from tests.conftest import SERVER_START_S, Server, bso_server, free_port
-from tests.test_wire import begin
+from tests.support.servers import SERVER_START_S, Server, bso_server, free_port
+from tests.support.wire import begin
 
 JOB: dict[str, Any] = {
     "job_id": "kept-1",

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from tests.conftest import POSTGRES_URL, Server, administer, fresh_database
+from tests.support.databases import POSTGRES_URL, administer, fresh_database
 from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, FRAMEWORKS
+from tests.support.servers import Server
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.protocol import JobView, Origin, TrialState

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import Server, free_port
+from tests.support.servers import Server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import NO_RETRIES, BsoClient

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import GPUS, seconds_and_joules
-from tests.test_reporter import JOB, Flaky, threads, training, until, warnings_in
+from tests.support.reporting import JOB, Flaky, threads, training, until, warnings_in
 from zeus_plugins.client.delivery import deliver, deliver_waiting
 from zeus_plugins.client.http import NO_RETRIES
 from zeus_plugins.client.outbox import Outbox, Sender

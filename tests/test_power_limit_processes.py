@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server, free_port
 from tests.support.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
+from tests.support.servers import Server, free_port
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.power_limit import PowerLimitProfile
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import free_port
 from tests.support.power_limit_bench import FOUND_W
+from tests.support.servers import free_port
 
 ROOT = Path(__file__).parent.parent
 LONG_S = 120.0

@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from bso_server.service.queries import JobReader
-from tests.conftest import Server as ServerProcess
-from tests.conftest import bso_server
 from tests.support.power_limit_bench import found_out
-from tests.test_lifecycle import HOUR_S, Server, serve
-from tests.test_wire import assert_refused, begin, reached
+from tests.support.servers import Server as ServerProcess
+from tests.support.servers import bso_server
+from tests.support.service import HOUR_S, Server, serve
+from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
 
 JOB: dict[str, Any] = {

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch import LightningModule
 from transformers import Trainer
 
-from tests.conftest import Server
 from tests.support.job_bench import (
     NEVER,
     SERVERS_SIZE,
@@ -31,6 +30,7 @@ from tests.support.job_bench import (
     make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_bench import QUIET
+from tests.support.servers import Server
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState

@@ -24,8 +24,8 @@ from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from tests.conftest import Server
-from tests.test_wire import assert_refused, begin, reached, report
+from tests.support.servers import Server
+from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialView
 

@@ -9,26 +9,14 @@ from itertools import repeat
 
 import pytest
 
-from tests.conftest import Server
+from tests.support.recurring_loop import GPUS, JOB
+from tests.support.servers import Server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.protocol import GpuConfig, PolicyName, TrialState
+from zeus_plugins.protocol import TrialState
 
-GPUS = GpuConfig(max_power=100, number_of_gpus=1, gpu_model="V100")
-JOB = JobSpec(
-    job_id_prefix="loop",
-    job_id="loop",
-    batch_sizes=(8, 16, 32, 64),
-    default_batch_size=32,
-    target_metric=0.9,
-    max_epochs=4,
-    num_pruning_rounds=1,
-    mab_num_explorations=1,
-    mab_seed=7,
-    policy=PolicyName.ZEUS,
-)
 # What one epoch costs in joules and how many of them reach the target; 64 never does.
 EPOCH_J = {8: 300.0, 16: 100.0, 32: 100.0, 64: 50.0}
 EPOCHS = {8: 3, 16: 2, 32: 3, 64: 99}
@@ -98,7 +86,8 @@ def test_the_server_may_die_between_two_requests(server: Server) -> None:
 
 def test_a_script_that_crashes_fails_its_trial(server: Server) -> None:
     script = (
-        "import sys; from tests.test_recurrences import *;"
+        "import sys; from tests.support.recurring_loop import GPUS, JOB; from zeus_plugins import BatchSizeOptimizer;"
+        "from zeus_plugins.energy import ReplayMonitor;"
         "o = BatchSizeOptimizer(ReplayMonitor([], GPUS), sys.argv[1], JOB); print(o.get_batch_size(), flush=True);"
         "raise ValueError('crash')"
     )

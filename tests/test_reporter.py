@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
 import sqlite3
 import subprocess
 import sys
@@ -23,9 +21,10 @@ from hypothesis import strategies as st
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge
 from bso_server.storage.rows import job_of
-from tests.conftest import HEARTBEATS, Server
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import seconds_and_joules
+from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
+from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries
 from zeus_plugins.client.outbox import BoxBusyError, Outbox
@@ -35,7 +34,6 @@ from zeus_plugins.protocol import (
     Evaluation,
     JobRegistration,
     Origin,
-    PolicyName,
     StopRule,
     TrainingResult,
     TrialId,
@@ -43,65 +41,10 @@ from zeus_plugins.protocol import (
 )
 from zeus_plugins.training.session import TrialSession
 
-PATIENCE_S = 60.0
-JOB = JobSpec(
-    job_id="digits-1",
-    job_id_prefix="digits",
-    batch_sizes=(32, 64),
-    default_batch_size=64,
-    target_metric=0.9,
-    max_epochs=4,
-    policy=PolicyName.ZEUS,
-)
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == HEARTBEATS]
-
-
-def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-
 
 @pytest.fixture
 def outbox(state_directory: Path) -> Outbox:
     return Outbox(state_directory / "outbox")
-
-
-class Flaky(ContractDouble):
-    """Goes down and comes back as a test says; knows heartbeats, as our server does."""
-
-    def __init__(self, *verdicts: dict[str, Any] | int, batch_size: int = 64) -> None:
-        super().__init__(*verdicts, batch_size=batch_size)
-        self.rule: dict[str, Any] = {"max_cost_j": None, "max_epochs": 4}
-        self.state, self.interval_s, self.heartbeats = "running", 0.05, 0
-
-    def client(self, timeout_s: float = 10.0) -> BsoClient:
-        retries = Retries(attempts=2, backoff_s=0)
-        return BsoClient("http://bso", timeout_s=timeout_s, transport=httpx.MockTransport(self), retries=retries)
-
-    def __call__(self, request: httpx.Request) -> httpx.Response:
-        if not self.down and request.url.path == "/trials/heartbeat":
-            self.heartbeats += 1
-            return httpx.Response(200, json={"state": self.state, "lease_s": 1, "interval_s": self.interval_s})
-        answer = super().__call__(request)
-        if request.url.path == "/jobs/batch_size":
-            return httpx.Response(200, json={**answer.json(), "reason": "why not", "stop_rule": self.rule})
-        return answer
-
-
-def training(server: ContractDouble) -> TrialSession:
-    session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0), environ=os.environ)
-    session.ask()
-    session.begin_measurement()
-    return session
 
 
 # --- judging without the server ---------------------------------------------------------------------------------------
@@ -662,7 +605,7 @@ def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> No
 TRAINING = """
 import sys, time
 from tests.support.job_bench import seconds_and_joules
-from tests.test_reporter import JOB
+from tests.support.reporting import JOB
 from zeus_plugins import BatchSizeOptimizer
 
 optimizer = BatchSizeOptimizer(seconds_and_joules(1.0, 10.0), sys.argv[1], JOB)

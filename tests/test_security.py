@@ -6,7 +6,6 @@ import asyncio
 import base64
 import csv
 import io
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,8 +21,9 @@ from sqlalchemy import Engine, event
 from bso_server.api.auth import needed_scope
 from bso_server.app import create_app
 from bso_server.settings import Settings
-from tests.conftest import Server, bso_server
 from tests.support.power_limit_bench import found_out
+from tests.support.servers import Server, bso_server
+from tests.support.tokens import RESULT, bearer, spec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import TrialId
@@ -32,22 +32,6 @@ T = TypeVar("T")
 ADDRESSES = [f"127.0.0.{number}" for number in range(1, 20)]
 LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
 UNKNOWN = f"zbso_00000000_{'x' * 43}"
-
-
-def spec() -> dict[str, Any]:
-    return {
-        "job_id": f"job-{uuid.uuid4().hex[:8]}",
-        "job_id_prefix": "job",
-        "batch_sizes": [8, 16],
-        "default_batch_size": 16,
-        "max_power": 100.0,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
-    }
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
 
 
 def make_token(database_url: str, *scopes: str) -> str:
@@ -100,9 +84,6 @@ class Http:
 
     def report(self, token: str, trial: dict[str, Any]) -> httpx.Response:
         return self.ask("POST", "/report", token, json={**trial, **RESULT})
-
-
-RESULT = {"time": 1, "energy": 1, "metric": 0.1, "current_epoch": 1}
 
 
 @pytest.fixture

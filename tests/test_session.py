@@ -15,8 +15,8 @@ import httpx
 import pytest
 import torch
 
-from tests.conftest import Server
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.servers import Server
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (

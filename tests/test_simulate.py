@@ -29,7 +29,7 @@ from bso_server.simulate.results import Setting, compare, geometric_means
 from bso_server.simulate.savings import Account, Spending
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
-from tests.test_lifecycle import Server, serve
+from tests.support.service import Server, serve
 from zeus_plugins.protocol import JobRegistration, JobView, Origin, PolicyName, Stage, TrialState, TrialView
 
 # Two power limits; an epoch at the lower one takes longer and less energy.

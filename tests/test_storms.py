@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import SERVER_START_S, Server, bso_server
+from tests.support.servers import SERVER_START_S, Server, bso_server
 
 PATIENCE_S = 120.0
 

@@ -20,7 +20,7 @@ from bso_server.service.security import CACHE_S, Authenticator, is_loopback, new
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
-from tests.conftest import bso_server
+from tests.support.servers import bso_server
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 TOKEN, RECORD = new_token("a training", {Scope.REPORT}, NOW)

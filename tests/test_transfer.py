@@ -22,10 +22,10 @@ from bso_server.service.commands import load_history
 from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
 from bso_server.storage.transaction import Transaction
-from tests.conftest import Server as ServerProcess
 from tests.support.power_limit_bench import found_out
-from tests.test_lifecycle import HOUR_S, Server, live, serve
-from tests.test_wire import assert_refused, begin, reached, report
+from tests.support.servers import Server as ServerProcess
+from tests.support.service import HOUR_S, Server, live, serve
+from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
 
 JSON = {"content-type": "application/json"}

@@ -139,3 +139,11 @@ def test_only_adapters_import_frameworks(module: str) -> None:
 def test_only_the_client_and_its_way_to_the_server_in_this_process_know_httpx(module: str) -> None:
     knows = module in {"zeus_plugins/client/http.py", "zeus_plugins/client/local.py"}
     assert knows or not offenders(imports(module), {"httpx"})
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need stands in tests/support; pytest hands out the fixtures of conftest.py by itself."""
+    tests = modules("tests/*.py", "tests/*/*.py", "benchmarks/**/*.py")
+    shared = {name for name in modules("tests/*.py") if name.startswith(("tests/test_", "tests/conftest"))}
+    private = {name.removesuffix(".py").replace("/", ".") for name in shared}
+    assert {module: found for module in tests if (found := offenders(imports(module), private))} == {}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server, bso_server
+from tests.support.servers import Server, bso_server
 from tests.zeus_peer.peer import Launch, Peer, PeerMissingError, install
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient

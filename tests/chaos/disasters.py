@@ -25,7 +25,7 @@ from bso_server.service.commands import BatchSizeService
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
-from tests.conftest import SERVER_START_S, Server
+from tests.support.servers import SERVER_START_S, Server
 
 CLIENTS = 4
 PATIENCE_S = 120.0

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from tests.conftest import Server
 from tests.support.hf_models import Scores, quiet_trainer
 from tests.support.job_bench import JobBench
+from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 

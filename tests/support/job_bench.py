@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Server
+from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from tests.conftest import Server
 from tests.support.job_bench import CountingMonitor, JobBench
 from tests.support.lightning_models import TrainOnly
+from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.conftest import SERVER_START_S, free_port
+from tests.support.servers import SERVER_START_S, free_port
 
 _HERE = Path(__file__).parent
 # As long as the suite may wait for an installation, which takes half a minute where packages are near.

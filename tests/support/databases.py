@@ -1,0 +1,45 @@
+"""Real databases for the tests: each test run makes databases of its own on running servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+# Where the databases of the test run are made; a user points these elsewhere by the environment.
+POSTGRES_URL = os.environ.get("ZEUS_TEST_POSTGRES_URL", "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres")
+MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.1:3306/")
+
+
+def administer(admin_url: str, statement: str) -> None:
+    async def run() -> None:
+        engine = create_async_engine(admin_url, isolation_level="AUTOCOMMIT")
+        try:
+            async with engine.connect() as connection:
+                await connection.execute(text(statement))
+        finally:
+            await engine.dispose()
+
+    asyncio.run(run())
+
+
+def fresh_database(admin_url: str) -> Iterator[str]:
+    """A database of its own on a running server; without one the test is skipped, except in CI, where it fails."""
+    name = f"zeus_test_{uuid.uuid4().hex[:12]}"
+    try:
+        administer(admin_url, f"CREATE DATABASE {name}")
+    except (OSError, SQLAlchemyError) as error:
+        reason = f"no database at {make_url(admin_url).render_as_string()}: {error}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
+    force = " WITH (FORCE)" if admin_url.startswith("postgresql") else ""
+    administer(admin_url, f"DROP DATABASE {name}{force}")

@@ -1,0 +1,78 @@
+"""Jobs whose scripts are real processes, for the master's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.master_training import MAX_POWER_W
+from zeus_plugins.master import Job, ZeusMaster
+from zeus_plugins.protocol import GpuConfig
+
+ROOT = Path(__file__).parents[2]
+GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
+SIZES = [32, 64, 128]
+TRAINING = (
+    "{python} -m tests.support.master_training --batch-size {batch_size} --lr {learning_rate} --seed {seed} "
+    "--epochs {epochs} --target {target_metric}"
+)
+
+
+def job_of(command: str | Sequence[str] = TRAINING, **fields: Any) -> Job:
+    return Job(
+        **{
+            "name": "tiny",
+            "dataset": "digits",
+            "network": "softmax",
+            "optimizer": "sgd",
+            "target_metric": 0.8,
+            "max_epochs": 20,
+            "default_bs": 64,
+            "default_lr": 0.5,
+            "command": command,
+            "workdir": ROOT,
+            **fields,
+        }
+    )
+
+
+class Listed:
+    """Zeus's interface and nothing more: plays sizes in a given order, and notes what it is told."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.sizes = sizes or (64,)
+        self.predicted = 0
+        self.seen: list[tuple[int, float, bool | None]] = []
+
+    def register_job(self, job: Job, batch_sizes: list[int]) -> None:
+        assert job.default_bs in batch_sizes
+
+    def predict(self, job: Job) -> int:
+        del job
+        self.predicted += 1
+        return self.sizes[min(self.predicted, len(self.sizes)) - 1]
+
+    def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
+        del job
+        self.seen.append((batch_size, cost, converged))
+
+
+def master_of(tmp_path: Path, optimizer: Any = None, **options: Any) -> ZeusMaster:
+    return ZeusMaster(optimizer or Listed(), tmp_path / "logs", **{"gpus": GPUS, **options})
+
+
+def python_job(program: str, **fields: Any) -> Job:
+    """A job whose script is this program; it must leave a result by itself."""
+    program = program.replace("{", "{{").replace("}", "}}")
+    return job_of(["{python}", "-c", program, "{batch_size}", "{learning_rate}", "{seed}"], **fields)
+
+
+WRITES_A_RESULT = """
+import json, os, sys
+where = os.environ["ZEUS_LOG_DIR"] + "/" + os.environ["ZEUS_JOB_ID"] + "+bs" + sys.argv[1] + ".train.json"
+result = {"energy": 30.0, "time": 0.5, "cost": 40.0, "num_epochs": 20, "reached": True, "end_epoch": 3}
+"""
+
+
+REACHES = WRITES_A_RESULT + "open(where, 'w').write(json.dumps(result))"
