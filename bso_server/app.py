@@ -24,7 +24,7 @@ from bso_server.api.openapi import OpenApiDocument
 from bso_server.api.report import report_route
 from bso_server.core.lease import LeasePolicy
 from bso_server.errors import DatabaseUnavailableError
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader
 from bso_server.service.security import Authenticator
 from bso_server.service.tokens import Tokens

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import pytest
 
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import open_database
 from bso_server.storage.rows import StoredTrial
 from bso_server.storage.store import Store

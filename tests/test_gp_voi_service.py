@@ -8,7 +8,7 @@ import pytest
 
 from bso_server.cli.tables import job_text
 from bso_server.core.history import History
-from bso_server.service.commands import load_history
+from bso_server.service.loading import load_history
 from bso_server.storage.transaction import Transaction
 from tests.support.service import HOUR_S, Server, serve
 from zeus_plugins.protocol import (

@@ -20,7 +20,7 @@ from bso_server.errors import (
     UnknownJobError,
     UnknownTrialError,
 )
-from bso_server.service.commands import load_history
+from bso_server.service.loading import load_history
 from bso_server.storage.transaction import Transaction
 from tests.support.service import HOUR_S, Server, beat_of, live, serve
 from zeus_plugins.protocol import (

@@ -19,7 +19,7 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store

@@ -23,7 +23,7 @@ from sqlalchemy import Connection, event
 
 from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.errors import DatabaseNotReadyError
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import open_database
 from bso_server.storage.queries import jobs_page
 from bso_server.storage.rows import StoredTrial

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bso_server.core.history import History
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
 from bso_server.service import transfer
-from bso_server.service.commands import load_history
+from bso_server.service.loading import load_history
 from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
 from bso_server.storage.transaction import Transaction

@@ -10,7 +10,7 @@ from litestar.openapi.spec import SecurityRequirement
 from bso_server.api.auth import needs
 from bso_server.api.responses import errors
 from bso_server.core.access import Scope
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_IMPORT_BYTES, JobExport, Liveness, VersionView
 from bso_server.service.queries import JobReader
 from zeus_plugins.protocol import JobSummary, Paths

@@ -20,7 +20,7 @@ from litestar.types import Scope as AsgiScope
 from bso_server.api.auth import needs
 from bso_server.api.bodies import message_in, require_json
 from bso_server.core.access import Caller, Scope
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from zeus_plugins.protocol import Paths, ReportResponse, TrainingResult
 
 

@@ -14,7 +14,7 @@ from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.parameters import IdempotencyKey, JobId, RequiredIdempotencyKey
 from bso_server.api.responses import errors
 from bso_server.core.access import Scope
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from zeus_plugins.protocol import (
     Heartbeat,
     HeartbeatResponse,

@@ -26,7 +26,7 @@ from bso_server.cli.jobs import add_jobs_commands
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from bso_server.cli.common import TOKEN_VARIABLE, CommandError, add_database_url, with_ready_store
 from bso_server.cli.tables import job_list_text, job_text
 from bso_server.service import views
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_PAGE, JobExport
 from bso_server.service.queries import JobReader
 from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths

@@ -27,6 +27,9 @@ OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState
 # States of trials that are under way, or may go on.
 ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
 
+# States in which a trial takes reports and heartbeats; in any other it has ended for good.
+TAKES_REPORTS = ALIVE | {TrialState.ABANDONED}
+
 # States that say nothing about the batch size: its exploration is owed again.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED})
 

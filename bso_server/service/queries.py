@@ -8,7 +8,7 @@ from importlib.metadata import version
 
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError, UnknownJobError, UnknownTrialError
 from bso_server.service import transfer, views
-from bso_server.service.commands import load_history
+from bso_server.service.loading import load_history
 from bso_server.service.messages import (
     DEFAULT_PAGE,
     MAX_PAGE,

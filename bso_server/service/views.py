@@ -33,7 +33,7 @@ def summary(stored: StoredJob) -> JobSummary:
         stage=Stage.PRUNING if stored.bandit_entered_at is None else Stage.BANDIT,
         created_at=stored.created_at,
         trials=stored.trial_count,
-        min_cost_j=None if stored.cheapest is None else stored.cheapest.cost_j,
+        min_cost_j=stored.min_cost_j,
         min_cost_batch_size=None if stored.cheapest is None else stored.cheapest.batch_size,
     )
 

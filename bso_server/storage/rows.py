@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import TypeAdapter
 from sqlalchemy import (
@@ -22,20 +21,8 @@ from bso_server.core.model import EpochBound, Job, TrialRecord
 from bso_server.core.statistics import Statistics, WeightedStatistics
 from zeus_plugins.protocol import EndReason, JobRegistration, Origin, PowerLimitSample, TrialState
 
-# How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
-_ATTEMPTS = 8
-_BACKOFF_S = 0.05
-
-# The same where connections are lost: a database that starts anew needs seconds. Many clients wait for five at most.
-_LOST_BACKOFF_S = 0.2
-_PATIENCE_S = 3.0
-
-T = TypeVar("T")
-
 Row = RowMapping | Mapping[str, Any]
 """A table's row by the names of its columns."""
-
-logger = logging.getLogger("bso_server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +52,11 @@ class StoredJob:
     folded_event: int
     rng_state: str | None
     survivors: tuple[int, ...] | None
+
+    @property
+    def min_cost_j(self) -> float | None:
+        """The cost of the cheapest trial that reached the target, joules; None before the first."""
+        return None if self.cheapest is None else self.cheapest.cost_j
 
 
 TrialKey = tuple[str, int]
@@ -193,7 +185,7 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
         "job_id": stored.job.job_id,
         "event_count": stored.event_count,
         "trial_count": stored.trial_count,
-        "min_cost_j": None if cheapest is None else cheapest.cost_j,
+        "min_cost_j": stored.min_cost_j,
         "min_cost_batch_size": None if cheapest is None else cheapest.batch_size,
         "min_cost_trial_number": None if cheapest is None else cheapest.trial_number,
         "bandit_entered_event": stored.bandit_entered_at,

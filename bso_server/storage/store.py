@@ -6,20 +6,17 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from sqlalchemy import (
-    Connection,
-    RowMapping,
-)
+from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
 from bso_server.storage.database import Database, NoConnectionError, SqliteDatabase, is_passing
-from bso_server.storage.transaction import Transaction
+from bso_server.storage.transaction import JobExistsError, Transaction
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
 _ATTEMPTS = 8
@@ -31,10 +28,48 @@ _PATIENCE_S = 3.0
 
 T = TypeVar("T")
 
-Row = RowMapping | Mapping[str, Any]
-"""A table's row by the names of its columns."""
-
 logger = logging.getLogger("bso_server")
+
+
+class _Attempts:
+    """The attempts at one transaction: which failure is followed by another one, and after how long."""
+
+    def __init__(self) -> None:
+        self._end = time.monotonic() + _PATIENCE_S
+        self._made = 0
+        self._lost = False
+        self._collided = False
+
+    def wait_s(self, error: Exception) -> float:
+        """Seconds to wait before the next attempt; random.
+
+        Raises:
+            Exception: This error, after which there is none.
+        """
+        self._made += 1
+        if isinstance(error, JobExistsError):
+            # What the other transaction did is there to be found by now.
+            if self._collided:
+                raise error
+            self._collided = True
+            return 0.0
+        if isinstance(error, DatabaseUnavailableError):
+            if self._made == _ATTEMPTS or time.monotonic() > self._end:
+                logger.warning("gave up after %d attempts: %s", self._made, error.detail)
+                raise error
+            self._lost, backoff_s = True, _LOST_BACKOFF_S
+        else:
+            if not (isinstance(error, DBAPIError) and is_passing(error)) or self._made == _ATTEMPTS:
+                raise error
+            logger.info("transaction broken off by the database, attempt %d: %s", self._made, error.orig)
+            backoff_s = _BACKOFF_S
+        # Not all at once again; randomness is what parts them.
+        return backoff_s * self._made * random.random()  # noqa: S311 - no secret
+
+    def succeeded(self) -> None:
+        """Note that the last attempt has done it."""
+        if self._lost:
+            logger.info("lost the connection to the database, and found it again at attempt %d", self._made + 1)
 
 
 class Store:
@@ -68,7 +103,8 @@ class Store:
     async def write(self, work: Callable[[Transaction], T]) -> T:
         """Do `work` in a transaction, and again from the start when the database broke it off or went away.
 
-        Databases end one of two transactions that wait for each other; the other one's rows are then free.
+        Databases end one of two transactions that wait for each other; the other one's rows are then free. Work that
+        inserts a job at the same time as another transaction is done again, too, and then finds the job.
 
         Args:
             work: Does nothing but read and write through the transaction, so that it can be repeated. When the
@@ -88,27 +124,20 @@ class Store:
         return await self._repeated(work, read_only=True)
 
     async def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool) -> T:
-        end, attempt, lost = time.monotonic() + _PATIENCE_S, 0, False
+        def begin(connection: Connection) -> tuple[T, Transaction]:
+            transaction = Transaction(connection)
+            return work(transaction), transaction
+
+        attempts = _Attempts()
         while True:
-            attempt += 1
             try:
-                done = await self._run(lambda connection: work(Transaction(connection)), read_only=read_only)
-            except DBAPIError as error:
-                if not is_passing(error) or attempt == _ATTEMPTS:
-                    raise
-                logger.info("transaction broken off by the database, attempt %d: %s", attempt, error.orig)
-                backoff_s = _BACKOFF_S
-            except DatabaseUnavailableError as error:
-                if attempt == _ATTEMPTS or time.monotonic() > end:
-                    logger.warning("gave up after %d attempts: %s", attempt, error.detail)
-                    raise
-                lost, backoff_s = True, _LOST_BACKOFF_S
+                done, transaction = await self._run(begin, read_only=read_only)
+            except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
+                await asyncio.sleep(attempts.wait_s(error))
             else:
-                if lost:
-                    logger.info("lost the connection to the database, and found it again at attempt %d", attempt)
+                attempts.succeeded()
+                transaction.write_log()
                 return done
-            # Not all at once again; randomness is what parts them.
-            await asyncio.sleep(backoff_s * attempt * random.random())  # noqa: S311 - no secret
 
     async def _run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         try:

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -50,19 +50,6 @@ from bso_server.storage.rows import (
 from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials
 from zeus_plugins.protocol import JobRegistration, Origin, TrialState
 
-# How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
-_ATTEMPTS = 8
-_BACKOFF_S = 0.05
-
-# The same where connections are lost: a database that starts anew needs seconds. Many clients wait for five at most.
-_LOST_BACKOFF_S = 0.2
-_PATIENCE_S = 3.0
-
-T = TypeVar("T")
-
-Row = RowMapping | Mapping[str, Any]
-"""A table's row by the names of its columns."""
-
 logger = logging.getLogger("bso_server")
 
 
@@ -80,6 +67,16 @@ class Transaction:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._log: list[tuple[object, ...]] = []
+
+    def log(self, message: str, *arguments: object) -> None:
+        """Have a line logged once the transaction is in force; one that is rolled back or repeated says nothing."""
+        self._log.append((message, *arguments))
+
+    def write_log(self) -> None:
+        """Log what there is to say of this transaction, which has been committed."""
+        for message, *arguments in self._log:
+            logger.info(message, *arguments)
 
     def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
         """What a query that only reads finds; `store_reads` holds those that no decision needs."""

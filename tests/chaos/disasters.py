@@ -21,7 +21,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs

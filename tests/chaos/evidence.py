@@ -10,7 +10,7 @@ from typing import Any
 
 from bso_server.core.history import History
 from bso_server.core.model import OBSERVED
-from bso_server.service.commands import load_history
+from bso_server.service.loading import load_history
 from bso_server.storage.queries import epochs_of
 from bso_server.storage.rows import StoredJob, StoredTrial
 from bso_server.storage.transaction import Transaction

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Literal
 
 from bso_server.errors import BsoError
-from bso_server.service.commands import BatchSizeService
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store

@@ -1,0 +1,70 @@
+"""What a request may not say of a job or a trial, as functions that raise."""
+
+from __future__ import annotations
+
+from bso_server.core.access import Caller, Scope
+from bso_server.errors import ForbiddenError, InvalidReportError, JobConflictError
+from bso_server.service import views
+from bso_server.storage.rows import StoredJob, StoredTrial
+from zeus_plugins.protocol import GpuConfig, JobRegistration
+
+
+def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
+    """Refuse to register a job again that differs from the one with its id.
+
+    Raises:
+        JobConflictError: It differs.
+    """
+    before, after = existing.model_dump(), asked.model_dump()
+    differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
+    if differences:
+        raise JobConflictError(
+            f"job {existing.job_id!r} exists with another configuration: {'; '.join(differences)}. "
+            "Use another job_id, or delete the job to start over",
+            field="job_id",
+        )
+
+
+def refuse_other_size(trial: StoredTrial, batch_size: int) -> None:
+    """Refuse what names another batch size than the trial's.
+
+    Raises:
+        InvalidReportError: It does.
+    """
+    dispatched = trial.record.batch_size
+    if dispatched != batch_size:
+        raise InvalidReportError(
+            f"trial {trial.record.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
+            field="batch_size",
+        )
+
+
+def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
+    """Refuse power limits that were measured on other GPUs than the job's.
+
+    Raises:
+        InvalidReportError: They were.
+    """
+    registered = views.gpus_of(job.registration)
+    if gpus != registered:
+        raise InvalidReportError(
+            f"job {job.job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
+            field="gpus",
+        )
+
+
+def refuse_other_owner(trial: StoredTrial, caller: Caller) -> None:
+    """Refuse a caller with another token than the one that the trial was dispatched to.
+
+    Raises:
+        ForbiddenError: The trial is another token's.
+    """
+    if trial.owner is not None and caller.token_id not in (None, trial.owner):
+        raise ForbiddenError(
+            f"trial {trial.record.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "
+            f"token {caller.token_id} cannot report on it, keep it alive, or end it without scope {Scope.ADMIN}"
+        )
+
+
+def _described(gpus: GpuConfig) -> str:
+    return f"{gpus.number_of_gpus} x {gpus.gpu_model} of {gpus.max_power:g} W together"

@@ -1,0 +1,278 @@
+"""Reports, and how many of them share one commit.
+
+A report is the request that a training sends after each epoch, so it is most of what a server does. What a report costs
+is its commit: the database answers only when the disk has the transaction, which takes milliseconds whatever the
+transaction holds, while the statements of a report take microseconds. SQLite lets in one writer at a time, so that
+separate commits would queue behind the disk; PostgreSQL and MariaDB would sync their logs once per report.
+
+`GroupCommit` therefore lets reports share a commit: those that arrive while one transaction runs wait, and the next
+transaction takes them all. No delay is added to form a group. One that arrives at an idle server starts at once, with
+whatever has reached the socket together with it; under load the groups grow by themselves, because more arrives while
+the disk is busy. No answer precedes its commit.
+
+A group must not make one report suffer for another:
+
+- A report that is refused (unknown trial, contradiction, a trial of another caller) gets its own error; `ReportBatch`
+  judges the others and saves them.
+- A transaction that fails as a whole leaves nothing behind, and its reports are taken one by one: the report that is to
+  blame gets the error, the others their answers.
+- While the database is away all of them get that error at once: one by one they would fare no better, only later.
+- A client that leaves does not take its report back: the report is committed with its group.
+
+All reports of a group are judged in the order of their arrival, each by the rows as the one before has left them, and
+written by few statements, whatever their number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
+from datetime import datetime
+from typing import Generic, TypeVar
+
+from bso_server.core import policy
+from bso_server.core.access import Caller
+from bso_server.core.history import History
+from bso_server.core.lease import LeasePolicy
+from bso_server.core.model import TAKES_REPORTS, Report, TrialRecord
+from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
+from bso_server.service import moves
+from bso_server.service.loading import load_history
+from bso_server.service.refusals import refuse_other_owner, refuse_other_size
+from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import EndReason, ReportResponse, TrainingResult, TrialState
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+CallersReport = tuple[TrainingResult, Caller]
+"""A report and its sender."""
+
+# Turns of the event loop before a group is taken, some microseconds each: a request that has reached the socket by then
+# is in the group. That many lie between the socket and `submit`.
+_TURNS = 3
+
+# One group must not grow so large that its members wait long, or that a database refuses the statement.
+_LARGEST_GROUP = 200
+
+
+class GroupCommit(Generic[Item, Answer]):
+    """Hands items to `commit` in groups, one group at a time.
+
+    Args:
+        commit: Handles a group in one transaction: an answer, or the error of that item alone, per item, in order. When
+            it raises, nothing of the group is in force, and its items are committed one by one.
+    """
+
+    def __init__(self, commit: Callable[[Sequence[Item]], Awaitable[Sequence[Answer | Exception]]]) -> None:
+        self._commit = commit
+        self._waiting: list[tuple[Item, asyncio.Future[Answer]]] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def submit(self, item: Item) -> Answer:
+        """Commit an item with others; the answer comes after the commit.
+
+        Raises:
+            Exception: The item's own error, or that of its transaction.
+        """
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._work())
+        return await future
+
+    async def _work(self) -> None:
+        while self._waiting:
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            group, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
+            try:
+                outcomes = await self._commit([item for item, _ in group])
+            except Exception as error:
+                if len(group) == 1:
+                    _settle(group[0][1], error)
+                else:
+                    await self._one_by_one(group)
+            else:
+                for (_, future), outcome in zip(group, outcomes, strict=True):
+                    _settle(future, outcome)
+
+    async def _one_by_one(self, group: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        """Find out whose fault it was that the group failed: the others must not suffer for it."""
+        for item, future in group:
+            try:
+                (outcome,) = await self._commit([item])
+            except Exception as error:
+                _settle(future, error)
+            else:
+                _settle(future, outcome)
+
+
+def _settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:
+    # A client that left has cancelled its future; what it sent is committed all the same.
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
+
+
+class ReportBatch:
+    """The reports that one transaction takes, with the rows that they lock and change.
+
+    Args:
+        transaction: Reads, locks and saves the rows.
+        reports: In the order of their arrival.
+        now: The present instant, aware.
+        leases: How long silent trials count as alive.
+    """
+
+    def __init__(
+        self, transaction: Transaction, reports: Sequence[CallersReport], now: datetime, leases: LeasePolicy
+    ) -> None:
+        self._transaction = transaction
+        self._reports = reports
+        self._now = now
+        self._leases = leases
+        found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in reports})
+        self._jobs_before = {job.job.job_id: job for job, _ in found.values()}
+        self._trials_before = {key: trial for key, (_, trial) in found.items()}
+        self._histories: dict[str, History] = {}
+        self._begin()
+
+    def take(self) -> list[ReportResponse | Exception]:
+        """Judge and save all reports: an answer, or the error of that report alone, for each in order."""
+        with_bounds_to_come = {
+            trial.job_id
+            for trial in self._trials_before.values()
+            if policy.needs_bound(self._jobs_before[trial.job_id].job, trial.record)
+        }
+        if with_bounds_to_come:
+            # Bounds rest on the job's history, which must not move on while it is read.
+            self._lock_jobs(self._jobs_before)
+            for job_id in with_bounds_to_come:
+                self._histories[job_id], _ = load_history(self._transaction, self._jobs_before[job_id])
+        answers = self._judge()
+        if self._changed_jobs and not self._transaction.locks_jobs_with_trials:
+            # Which jobs end a trial is known only now. What the others of their trials did meanwhile may matter.
+            self._lock_jobs([job.job.job_id for job in self._changed_jobs])
+            answers = self._judge()
+        self._save()
+        return answers
+
+    def _begin(self) -> None:
+        """Set all rows back to what the transaction has found."""
+        self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
+        self._epochs: list[dict[str, object]] = []
+
+    def _lock_jobs(self, job_ids: Collection[str]) -> None:
+        """Lock these jobs, if their trials' locks have not, and take their rows as they are by then."""
+        if not self._transaction.locks_jobs_with_trials:
+            self._jobs_before |= self._transaction.locked_jobs(job_ids)
+
+    @property
+    def _changed_jobs(self) -> list[StoredJob]:
+        return [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
+
+    @property
+    def _changed_trials(self) -> list[tuple[StoredTrial, StoredTrial]]:
+        """The trials that reports have changed, each before and after."""
+        both = ((self._trials_before[key], trial) for key, trial in self._trials.items())
+        return [(before, after) for before, after in both if after is not before]
+
+    def _judge(self) -> list[ReportResponse | Exception]:
+        self._begin()
+        answers: list[ReportResponse | Exception] = []
+        for result, caller in self._reports:
+            try:
+                answers.append(self._answer(result, caller))
+            except BsoError as error:
+                answers.append(error)
+        return answers
+
+    def _answer(self, result: TrainingResult, caller: Caller) -> ReportResponse:
+        job, trial = self._found(result)
+        refuse_other_owner(trial, caller)
+        report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
+        repeated = trial.record.state is TrialState.RUNNING and trial.record.last_report == report
+        if repeated or trial.record.state not in TAKES_REPORTS:
+            return _answer_again(job, trial.record, report)
+        trial = moves.revived(trial)
+        if policy.needs_bound(job.job, trial.record):
+            trial = replace(trial, record=policy.bounded(self._histories[trial.job_id], trial.record, report))
+        verdict = policy.judge(job.job, trial.record, report, job.min_cost_j, judged_by=result.judged_by)
+        job, trial = moves.reported(
+            job, trial, report, verdict, energy_source=result.energy_source, now=self._now, leases=self._leases
+        )
+        self._note(job, trial)
+        return ReportResponse(
+            stop_train=verdict.stop,
+            converged=verdict.converged,
+            message=verdict.message,
+            reason=verdict.reason,
+            stop_rule=None if verdict.stop else verdict.rule,
+        )
+
+    def _found(self, result: TrainingResult) -> tuple[StoredJob, StoredTrial]:
+        trial = self._trials.get((result.job_id, result.trial_number))
+        if trial is None:
+            raise UnknownTrialError(result.job_id, result.trial_number)
+        refuse_other_size(trial, result.batch_size)
+        return self._jobs[trial.job_id], trial
+
+    def _note(self, job: StoredJob, trial: StoredTrial) -> None:
+        self._jobs[trial.job_id] = job
+        self._trials[trial.key] = trial
+        record = trial.record
+        if record.ended_event is None:
+            # The last report of a trial that has ended stands in its own row.
+            self._epochs.append(
+                {
+                    "job_id": trial.job_id,
+                    "trial_number": record.trial_number,
+                    "report_number": record.reports,
+                    "epoch": record.epoch,
+                    "time_s": record.time_s,
+                    "energy_j": record.energy_j,
+                    "metric": record.metric,
+                    "reported_at": trial.reported_at,
+                }
+            )
+
+    def _save(self) -> None:
+        changed = self._changed_trials
+        progressed = [after for before, after in changed if _has_only_progressed(before.record, after.record)]
+        moved = [after for before, after in changed if not _has_only_progressed(before.record, after.record)]
+        self._transaction.update_progress(progressed)
+        self._transaction.update_trials(moved)
+        self._transaction.insert_epochs(self._epochs)
+        self._transaction.update_jobs(self._changed_jobs)
+        for trial in moved:
+            if trial.record.ended_event is not None:
+                self._transaction.log(
+                    "job %s trial %d: %s", trial.job_id, trial.record.trial_number, trial.record.message
+                )
+
+
+def _has_only_progressed(before: TrialRecord, after: TrialRecord) -> bool:
+    return before.state is after.state and before.bound == after.bound
+
+
+def _answer_again(job: StoredJob, record: TrialRecord, report: Report) -> ReportResponse:
+    """The answer that this very report got, from what the trial keeps of it."""
+    if record.last_report != report or record.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
+        raise ReportConflictError(
+            f"trial {record.trial_number} has ended ({record.state}) and takes no further report",
+            field="trial_number",
+        )
+    alive = record.state in TAKES_REPORTS
+    return ReportResponse(
+        stop_train=not alive,
+        converged=record.state is TrialState.COMPLETED,
+        message=record.message or "",
+        reason=EndReason.KEEP_TRAINING if alive else record.end_reason,
+        stop_rule=policy.stop_rule(job.job, record, job.min_cost_j) if alive else None,
+    )
