@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: .venv demo test test-long lint bench clean
+.PHONY: .venv demo test test-rest test-all test-long lint bench clean
 
 .venv: $(STAMP)
 
@@ -21,9 +21,19 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/zeus-plugins demo
 
-# A file's tests share servers and databases, so that they stay together; much of the time is spent waiting for processes.
+# A file's tests share servers and processes, so that they stay together.
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+# What a change may break, in five minutes on two cores.
 test: $(STAMP)
-	@$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	@$(PYTEST) -m "not slow" --hypothesis-profile fast --durations 10
+
+# What `make test` left out, and more examples of what it took samples of.
+test-rest: $(STAMP)
+	@$(PYTEST) -m "slow or hypothesis" --durations 10
+
+test-all: $(STAMP)
+	@$(PYTEST) --durations 10
 
 # Those of the tests that are left to chance, for about forty minutes instead of three.
 test-long: export ZEUS_TEST_CHAOS_S ?= 600

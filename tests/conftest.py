@@ -8,9 +8,10 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
-from tests.support.databases import MYSQL_URL, POSTGRES_URL, fresh_database
+from tests.support.databases import DATABASES, MYSQL_URL, POSTGRES_URL, fresh_database
 from tests.support.servers import Server, bso_server
 from tests.support.threads import heartbeat_threads
 
@@ -20,6 +21,22 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A shell has its background jobs ignore Ctrl-C, and ignored signals are inherited by all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# `make test` takes the first, `make test-all` the second (``--hypothesis-profile``); a test that says its own number of
+# examples means it. The examples of `make test` are the same each time.
+hypothesis.settings.register_profile("fast", max_examples=20, deadline=None, derandomize=True, database=None)
+hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None)
+hypothesis.settings.load_profile("thorough")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Outside of the files about storage, `make test` is content with SQLite."""
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if marks & {"postgresql", "mysql"} and "storage" not in marks:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")
@@ -43,7 +60,7 @@ def _no_heartbeats_go_on() -> Iterator[None]:
     assert [thread for thread in heartbeat_threads() if thread not in before] == []
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql", "mysql"])
+@pytest.fixture(scope="module", params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an empty database, of each kind in turn; tests of a module share it."""
     if request.param == "sqlite":

@@ -46,6 +46,7 @@ def answers(figures: dict[str, Any]) -> dict[str, dict[str, int]]:
     return {route["route"]: route["answers"] for route in figures["routes"]}
 
 
+@pytest.mark.slow
 def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path) -> None:
     shape = f"--jobs {JOBS} --concurrency {CONCURRENCY} --epochs {EPOCHS} --rounds {ROUNDS}".split()
     nobody = f"http://127.0.0.1:{free_port()}"

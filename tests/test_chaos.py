@@ -31,6 +31,7 @@ from tests.support.servers import bso_server
 from zeus_plugins.protocol import Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.chaos,
     pytest.mark.skipif(sys.platform != "linux", reason="worker processes are found by /proc"),
 ]

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.servers import bso_server
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.slow
 def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "zeus_plugins", "demo", "--quick", "--directory", str(tmp_path / "demo")],

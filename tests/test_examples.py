@@ -18,19 +18,27 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+SLOW = pytest.mark.slow
 MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
 
 
 @pytest.mark.parametrize(
     ("script", "job_id", "arguments"),
     [
-        ("lightning_digits.py", "digits-1", ["--recurrences", "2"]),
-        ("lightning_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
-        ("plain_pytorch.py", "digits-1", ["--recurrences", "1"]),
-        ("plain_pytorch.py", "digits-1", ["--recurrences", "2"]),
-        ("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"]),
+        pytest.param("lightning_digits.py", "digits-1", ["--recurrences", "2"], marks=SLOW, id="lightning"),
+        pytest.param(
+            "lightning_digits.py",
+            "digits-1",
+            ["--recurrences", "1", "--devices", "2"],
+            marks=SLOW,
+            id="lightning on two processes",
+        ),
+        pytest.param("plain_pytorch.py", "digits-1", ["--recurrences", "1"], id="plain"),
+        pytest.param(
+            "plain_pytorch.py", "digits-1", ["--recurrences", "2"], marks=SLOW, id="plain without a server URL"
+        ),
+        pytest.param("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"], marks=SLOW, id="hugging face"),
     ],
-    ids=["lightning", "lightning on two processes", "plain", "plain without a server URL", "hugging face"],
 )
 def test_an_example_trains_as_often_as_asked(
     server: Server,
@@ -95,6 +103,7 @@ def sentiment() -> Any:
         sys.path.remove(str(EXAMPLES))
 
 
+@pytest.mark.slow
 def test_each_recurrence_trains_on_the_next_slice_of_a_folder(server: Server, tmp_path: Path) -> None:
     write_slice(tmp_path, 1, LIST, LINES)
     write_slice(tmp_path, 2, LINES, LIST)

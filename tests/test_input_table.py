@@ -714,6 +714,7 @@ def send_endless(server: Server, path: str, size: int, *, chunked: bool) -> http
 
 
 @in_proc
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/jobs", "/report"])
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
 def test_a_body_of_100_mb(any_server: Server, scene: Scene, path: str, chunked: bool) -> None:
@@ -734,6 +735,7 @@ def test_100_000_faults_in_one_body(any_server: Server, scene: Scene) -> None:
 
 
 @in_proc
+@pytest.mark.slow
 def test_unknown_names_leave_no_trace(any_server: Server, scene: Scene) -> None:
     """The server's whole memory, roughly; tests/test_memory.py looks closer."""
 

@@ -33,6 +33,8 @@ from zeus_plugins.protocol import (
     TrialState,
 )
 
+pytestmark = pytest.mark.storage
+
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
 

@@ -61,6 +61,7 @@ def outside(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) -> None:
     listed = outside(bare, "-m", "pip", "--disable-pip-version-check", "list", "--format", "json", folder=tmp_path)
     installed = {re.sub(r"[-_.]+", "-", each["name"]).lower() for each in json.loads(listed.stdout)}
@@ -69,6 +70,7 @@ def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) 
     assert installed <= OURS | THEIRS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     ["zeus_plugins", "zeus_plugins.energy", "zeus_plugins.optimizer", "zeus_plugins.cli.doctor", "zeus_plugins.cli"],
@@ -79,6 +81,7 @@ def test_the_bare_installation_works(bare: Path, tmp_path: Path, module: str) ->
     assert not Path(done.stdout.strip()).is_relative_to(ROOT)
 
 
+@pytest.mark.slow
 def test_the_commands_work_in_it(bare: Path, tmp_path: Path) -> None:
     command = bare.parent / "zeus-plugins"
     told = json.loads(outside(command, "doctor", "--json", folder=tmp_path).stdout)
@@ -90,6 +93,7 @@ def test_the_commands_work_in_it(bare: Path, tmp_path: Path) -> None:
     assert json.loads(measured.stderr.splitlines()[-1])["exit_status"] == 3
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_named_with_its_remedy(bare: Path, tmp_path: Path) -> None:
     done = outside(bare.parent / "zeus-plugins", "demo", folder=tmp_path)
     assert done.returncode == 1

@@ -29,11 +29,12 @@ from bso_server.core.access import Scope
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from tests.support.databases import MYSQL, POSTGRESQL
 from tests.support.servers import Server, bso_server
 from tests.support.wire import begin, reached
 
 # A SQLite file has no connection that could be lost.
-pytestmark = pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True, scope="module")
+pytestmark = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
 
 PATIENCE_S = 60.0
 CUTS = 12

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 import bso_server
 from bso_server.app import create_app
@@ -53,6 +54,7 @@ async def _ask(http: httpx.AsyncClient, trial: dict[str, Any], kind: int, number
             return await http.get("/api/jobs", headers=bearer(f"zbso_{number:08x}_{'x' * 43}"))
 
 
+@pytest.mark.slow
 def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     app = create_app(Settings(database_url=url, allowed_hosts="bso.example"))

@@ -121,6 +121,7 @@ def kinds_of_requests() -> Iterator[tuple[str, str, GenerationMode]]:
             yield method, path, GenerationMode.NEGATIVE
 
 
+@pytest.mark.slow
 @pytest.mark.fuzz
 @pytest.mark.parametrize(("method", "path", "mode"), list(kinds_of_requests()))
 def test_made_up_requests(

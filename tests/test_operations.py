@@ -28,6 +28,7 @@ from bso_server.settings import Settings
 from bso_server.storage.database import SqliteDatabase, open_database
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.store import Store
+from tests.support.databases import MYSQL, POSTGRESQL
 from tests.support.servers import SERVER_START_S, Server, bso_server, free_port
 from tests.support.wire import begin
 
@@ -176,7 +177,7 @@ def test_a_database_that_cannot_be_reached_is_one_line_naming_it(kind: str) -> N
         assert "quiet" not in line
 
 
-@pytest.mark.parametrize("database_url", ["postgresql", "mysql"], indirect=True)
+@pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
 def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None:
     url = make_url(database_url).set(username="zeus_nobody", password="quiet")  # noqa: S106 - nobody's
     answer = bso_server("db", "check", "--database-url", url.render_as_string(hide_password=False))

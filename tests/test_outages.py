@@ -123,6 +123,8 @@ class Scenario:
     state: TrialState = TrialState.COMPLETED
 
 
+pytestmark = pytest.mark.slow
+
 SCENARIOS = {
     "away-before-the-start": Scenario({"start": Site.is_killed}, Site.is_started, origin=Origin.OFFLINE),
     "hangs-before-the-start": Scenario({"start": Site.hangs}, Site.goes_on, origin=Origin.OFFLINE),

@@ -32,6 +32,8 @@ from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
 from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
 
+pytestmark = pytest.mark.storage
+
 T = TypeVar("T")
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
 

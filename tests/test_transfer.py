@@ -28,6 +28,8 @@ from tests.support.service import HOUR_S, Server, live, serve
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
 
+pytestmark = pytest.mark.storage
+
 JSON = {"content-type": "application/json"}
 
 

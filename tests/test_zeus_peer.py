@@ -25,7 +25,7 @@ from zeus_plugins.protocol import (
     TrialState,
 )
 
-pytestmark = pytest.mark.zeus_peer
+pytestmark = [pytest.mark.slow, pytest.mark.zeus_peer]
 
 JOB: dict[str, Any] = {
     "job_id_prefix": "peer",

@@ -17,6 +17,11 @@ from sqlalchemy.ext.asyncio import create_async_engine
 POSTGRES_URL = os.environ.get("ZEUS_TEST_POSTGRES_URL", "postgresql+asyncpg://postgres@127.0.0.1:5432/postgres")
 MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.1:3306/")
 
+POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.postgresql)
+MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
+DATABASES = ("sqlite", POSTGRESQL, MYSQL)
+"""The kinds of databases, as parameters of the fixture `database_url`."""
+
 
 def administer(admin_url: str, statement: str) -> None:
     async def run() -> None:
