@@ -21,6 +21,7 @@ from tests.support.job_bench import make_shared_server  # noqa: F401 - a fixture
 from tests.support.servers import Server, bso_server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.energy.rapl import POWERCAP
+from zeus_plugins.training.environment import VARIABLES
 
 CHECKS = ["versions", "environment", "nvidia", "rapl", "energy", "server", "outbox"]
 
@@ -241,3 +242,22 @@ def test_a_place_where_nothing_can_wait_is_told_of(ask: Any, tmp_path: Path) -> 
     assert level == "warning"
     assert "cannot be written" in text
     assert "set ZEUS_STATE_DIR" in text
+
+
+# ---- The environment -----------------------------------------------------------------------------------------------
+
+
+def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, shared_server: Server) -> None:
+    report = ask(ZEUS_SERVER_URL=shared_server.url, ZEUS_BSO_TOKEN="hush", ZEUS_BSO_TIMEOUT_S="2.5")  # noqa: S106 - no real token
+
+    (details,) = (each["details"] for each in report.findings if each["check"] == "environment")
+    assert list(details) == [variable.name for variable in VARIABLES]
+    told = {name: (each["is_set"], each["value"], each["unit"]) for name, each in details.items()}
+    assert told["ZEUS_SERVER_URL"] == told["ZEUS_BSO_TOKEN"] == (True, "(set)", "")
+    assert told["ZEUS_BSO_TIMEOUT_S"] == (True, "2.5", "seconds")
+    assert told["ZEUS_JOB_ID"] == (False, "made by the server; `rec01+try01`", "")
+    level, text = report.only("environment")
+    assert level == "ok"
+    assert text.startswith("set: ZEUS_SERVER_URL=(set), ZEUS_BSO_TOKEN=(set), ZEUS_BSO_TIMEOUT_S=2.5")
+    assert "; not set: " in text
+    assert "ZEUS_JOB_ID (made by the server" in text

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import Finite, Joules, NonNegativeFinite, NonNegativeInt, Seconds, WireMessage
+from zeus_plugins.training import environment
 
 __all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
 
@@ -32,14 +33,14 @@ class Variables:
         USE_OPTIMAL_PL: Whether to set the power limit that was found best: ``True`` or ``False``.
     """
 
-    LOG_DIR = "ZEUS_LOG_DIR"
-    JOB_ID = "ZEUS_JOB_ID"
-    COST_THRESH = "ZEUS_COST_THRESH"
-    ETA_KNOB = "ZEUS_ETA_KNOB"
-    TARGET_METRIC = "ZEUS_TARGET_METRIC"
-    MONITOR_PATH = "ZEUS_MONITOR_PATH"
-    PROFILE_PARAMS = "ZEUS_PROFILE_PARAMS"
-    USE_OPTIMAL_PL = "ZEUS_USE_OPTIMAL_PL"
+    LOG_DIR = environment.LOG_DIR.name
+    JOB_ID = environment.JOB_ID.name
+    COST_THRESH = environment.COST_THRESHOLD_J.name
+    ETA_KNOB = environment.ETA_KNOB.name
+    TARGET_METRIC = environment.TARGET_METRIC.name
+    MONITOR_PATH = environment.MONITOR_PATH.name
+    PROFILE_PARAMS = environment.PROFILE_STEPS.name
+    USE_OPTIMAL_PL = environment.USE_BEST_POWER_LIMIT.name
 
 
 class TrainResult(WireMessage):

@@ -14,13 +14,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from zeus_plugins.client.http import NO_RETRIES, SERVER_URL_VARIABLE, TOKEN_VARIABLE, client_from_environment
-from zeus_plugins.client.outbox import STATE_DIRECTORY_VARIABLE, default_outbox
+from zeus_plugins.client.http import NO_RETRIES, client_from_environment
+from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
-from zeus_plugins.energy.auto import POWER_VARIABLE, choose
+from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.check import AGREEMENT, compare_nvml
 from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
-from zeus_plugins.energy.visible import VISIBLE_VARIABLE
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOError,
@@ -29,7 +28,7 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
 )
 from zeus_plugins.protocol import TrialId
-from zeus_plugins.training.session import JOB_ID_VARIABLE
+from zeus_plugins.training.environment import STATE_DIRECTORY, VARIABLES
 
 __all__ = ["Finding", "Level", "add_parser", "examine"]
 
@@ -42,15 +41,6 @@ DISTRIBUTIONS = (
     "accelerate",
     "nvidia-ml-py",
     "amdsmi",
-)
-VARIABLES = (
-    JOB_ID_VARIABLE,
-    POWER_VARIABLE,
-    STATE_DIRECTORY_VARIABLE,
-    VISIBLE_VARIABLE,
-    "CUDA_DEVICE_ORDER",
-    "HIP_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
 )
 
 _TIMEOUT_S = 5.0
@@ -107,11 +97,20 @@ def _versions() -> Finding:
 
 
 def _variables() -> Finding:
-    # A URL may hold a password; the check of the server shows it without.
-    shown = {name: os.environ[name] for name in VARIABLES if name in os.environ}
-    shown |= {name: "(set)" for name in (SERVER_URL_VARIABLE, TOKEN_VARIABLE) if os.environ.get(name)}
-    text = ", ".join(f"{name}={value}" for name, value in shown.items()) or "none that matters here is set"
-    return Finding("environment", Level.OK, text, shown)
+    """All variables that a training reads, set or not. The check of the server shows its URL, without a password."""
+    shown = {variable.name: variable.shown() for variable in VARIABLES}
+    stated = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None) or "none"
+    defaults = ", ".join(f"{each.name} ({each.default})" for each in VARIABLES if shown[each.name] is None)
+    details = {
+        each.name: {
+            "is_set": shown[each.name] is not None,
+            "value": each.default if shown[each.name] is None else shown[each.name],
+            "unit": each.unit,
+            "meaning": each.meaning,
+        }
+        for each in VARIABLES
+    }
+    return Finding("environment", Level.OK, f"set: {stated}; not set: {defaults}", details)
 
 
 def _nvidia_gpus() -> Iterator[Finding]:
@@ -237,7 +236,7 @@ def _outbox() -> Finding:
         text = (
             f"{outbox.directory} cannot be written, so results are lost when a training ends while the server is away"
         )
-        return Finding("outbox", Level.WARNING, f"{text}: set {STATE_DIRECTORY_VARIABLE}", details)
+        return Finding("outbox", Level.WARNING, f"{text}: set {STATE_DIRECTORY}", details)
     text = f"{outbox.directory}: {len(waiting)} waiting, {len(refused)} refused by a server"
     if waiting:
         text += "; `zeus-plugins sync` delivers what waits"

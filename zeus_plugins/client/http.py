@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import os
 import random
 import re
@@ -48,6 +47,7 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialPowerProfile,
 )
+from zeus_plugins.training import environment
 
 __all__ = [
     "EMBEDDED",
@@ -60,9 +60,9 @@ __all__ = [
     "client_from_environment",
 ]
 
-SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
-TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
-TIMEOUT_VARIABLE = "ZEUS_BSO_TIMEOUT_S"
+SERVER_URL_VARIABLE = environment.SERVER_URL.name
+TOKEN_VARIABLE = environment.TOKEN.name
+TIMEOUT_VARIABLE = environment.TIMEOUT_S.name
 
 EMBEDDED = "embedded:"
 """The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
@@ -462,11 +462,10 @@ def client_from_environment(
     Raises:
         ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
     """
-    environ = os.environ if environ is None else environ
-    url = server_url if server_url is not None else environ.get(SERVER_URL_VARIABLE)
+    url = server_url if server_url is not None else environment.SERVER_URL.text(environ)
     if timeout_s is None:
-        timeout_s = _timeout_of(environ)
-    chosen_token = token if token is not None else environ.get(TOKEN_VARIABLE)
+        timeout_s = environment.TIMEOUT_S.number(environ, is_positive=True) or _DEFAULT_TIMEOUT_S
+    chosen_token = token if token is not None else environment.TOKEN.text(environ)
     if not url:
         if chosen_token:
             _logger.warning(
@@ -479,17 +478,6 @@ def client_from_environment(
     if url.strip().startswith(EMBEDDED):
         chosen_token = None  # Of a server elsewhere.
     return BsoClient(url, token=chosen_token, timeout_s=timeout_s, transport=transport)
-
-
-def _timeout_of(environ: Mapping[str, str]) -> float:
-    text = environ.get(TIMEOUT_VARIABLE) or str(_DEFAULT_TIMEOUT_S)
-    try:
-        timeout_s = float(text)
-    except ValueError:
-        timeout_s = math.nan
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise ZeusBSOConfigError(f"{TIMEOUT_VARIABLE} is {text!r}: set it to a number of seconds above 0, or unset it")
-    return timeout_s
 
 
 def _embedded(server_url: str) -> tuple[httpx.BaseTransport, str]:

@@ -24,9 +24,9 @@ from typing import IO, Literal
 from pydantic import ValidationError
 
 from zeus_plugins.protocol import Ending, Evaluation, JobRegistration, PowerLimitChoice, TrialId, WireMessage
+from zeus_plugins.training import environment
 
 __all__ = [
-    "STATE_DIRECTORY_VARIABLE",
     "Box",
     "BoxBusyError",
     "BoxError",
@@ -37,7 +37,6 @@ __all__ = [
     "state_directory",
 ]
 
-STATE_DIRECTORY_VARIABLE = "ZEUS_STATE_DIR"
 
 _SUFFIX = ".jsonl"
 _REFUSED_SUFFIX = ".refused"
@@ -375,8 +374,7 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
     Args:
         environ: Environment variables; those of the process by default.
     """
-    environ = os.environ if environ is None else environ
-    stated = environ.get(STATE_DIRECTORY_VARIABLE)
+    stated = environment.STATE_DIRECTORY.text(environ)
     if stated:
         return Path(stated)
     try:
@@ -384,11 +382,11 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
     except RuntimeError:  # A container's user without a name or a HOME.
         home = Path(tempfile.gettempdir())
     if sys.platform == "win32":
-        base = Path(environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+        base = Path(environment.LOCALAPPDATA.text(environ) or home / "AppData" / "Local")
     elif sys.platform == "darwin":
         base = home / "Library" / "Application Support"
     else:
-        base = Path(environ.get("XDG_STATE_HOME") or home / ".local" / "state")
+        base = Path(environment.XDG_STATE_HOME.text(environ) or home / ".local" / "state")
     return base / "zeus-plugins"
 
 

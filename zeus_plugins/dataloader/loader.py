@@ -22,13 +22,8 @@ or, with ``ZEUS_USE_OPTIMAL_PL=False``, only accounted for.
 from __future__ import annotations
 
 import logging
-import math
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -37,12 +32,13 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeus_plugins import energy
-from zeus_plugins.dataloader.power_limit import LoaderPower, is_observed, known_profile, profile_path, profiling_steps
-from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, adapted
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.dataloader.power_limit import LoaderPower, known_profile, profile_path
+from zeus_plugins.dataloader.settings import Settings
+from zeus_plugins.dataloader.training import Training, synchronize
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfiler, ZeusCost, find_devices
-from zeus_plugins.protocol import GpuConfig
-from zeus_plugins.train_result import TrainResult, Variables, result_path
+from zeus_plugins.training import environment
 from zeus_plugins.training.adapters import decided_by_rank_zero
 
 __all__ = ["ZeusDataLoader"]
@@ -54,90 +50,6 @@ _LEAST_TIME_S = 1e-6
 _logger = logging.getLogger("zeus_plugins")
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the environment variables say."""
-
-    log_dir: Path
-    job_id: str
-    cost_thresh_j: float
-    eta: float
-    target_metric: float
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str]) -> _Settings:
-        target = environ.get(Variables.TARGET_METRIC)
-        if not target:
-            raise ZeusBSOConfigError(
-                f"{Variables.TARGET_METRIC} is not set: set it to the value of the validation metric to reach"
-            )
-        eta = _number(environ, Variables.ETA_KNOB, 0.5)
-        if not 0 <= eta <= 1:
-            raise ZeusBSOConfigError(f"{Variables.ETA_KNOB} is {eta}: η lies between 0 and 1")
-        return cls(
-            log_dir=Path(environ.get(Variables.LOG_DIR) or "zeus_log"),
-            job_id=environ.get(Variables.JOB_ID) or _DEFAULT_JOB_ID,
-            cost_thresh_j=_number(environ, Variables.COST_THRESH, math.inf),
-            eta=eta,
-            target_metric=_number(environ, Variables.TARGET_METRIC, math.nan),
-        )
-
-
-def _number(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name)
-    if not text:
-        return default
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if math.isnan(number):
-        raise ZeusBSOConfigError(f"{name} is {text!r}: set it to a number")
-    return number
-
-
-class _Account:
-    """What a training has cost, epoch by epoch. Knows neither loaders nor devices.
-
-    Args:
-        settings: Its η and threshold count.
-        max_power_w: Maximum power, summed over the devices, watts.
-    """
-
-    def __init__(self, settings: _Settings, max_power_w: float) -> None:
-        self._settings = settings
-        self._max_power_w = max_power_w
-        self.time_s = self.energy_j = 0.0
-        self.epochs = 0
-        self.source: str | None = None
-        self._cost_before_epoch_j = 0.0
-        self._last_epoch_j: float | None = None
-
-    @property
-    def cost_j(self) -> float:
-        """``η·energy + (1 − η)·max_power·time``, joules."""
-        return self._settings.eta * self.energy_j + (1 - self._settings.eta) * self._max_power_w * self.time_s
-
-    def add(self, measured: Measurement) -> None:
-        """Count a window."""
-        self.time_s += measured.time_s
-        self.energy_j += measured.energy_j
-        self.source = measured.source
-
-    def end_epoch(self) -> None:
-        """Count an epoch."""
-        self.epochs += 1
-        self._last_epoch_j = self.cost_j - self._cost_before_epoch_j
-        self._cost_before_epoch_j = self.cost_j
-
-    @property
-    def next_would_cross(self) -> bool:
-        """Whether another epoch like the last one would cross the threshold; not known before the first."""
-        if self._last_epoch_j is None:
-            return False
-        return self.cost_j + self._last_epoch_j > self._settings.cost_thresh_j
 
 
 class ZeusDataLoader(DataLoader[T]):
@@ -193,14 +105,13 @@ class ZeusDataLoader(DataLoader[T]):
         super().__init__(dataset, batch_size=batch_size // self._world_size, **options)
         self._global_batch_size = batch_size
         self._max_epochs = max_epochs
-        self._training: _Training | None = None
+        self._training: Training | None = None
         self._of: weakref.ref[ZeusDataLoader[Any]] | None = None
         if max_epochs is not None:
             if train_loader is not None:
                 raise ZeusBSOConfigError("a loader with max_epochs trains: leave out either max_epochs or train_loader")
-            environ = os.environ if environ is None else environ
-            self._training = _Training(_Settings.of(environ), batch_size, max_epochs, monitor, is_main=self._rank == 0)
-            self._training.power = self._power(environ, self._training, devices)
+            self._training = Training(Settings.of(environ), batch_size, max_epochs, monitor, is_main=self._rank == 0)
+            self._training.power = self._power(self._training, devices)
             ZeusDataLoader._latest = weakref.ref(self)
             return
         self._of = ZeusDataLoader._latest if train_loader is None else weakref.ref(train_loader)
@@ -281,15 +192,13 @@ class ZeusDataLoader(DataLoader[T]):
         except TypeError:  # The data do not know their number.
             return None
 
-    def _power(
-        self, environ: Mapping[str, str], training: _Training, devices: Sequence[PowerLimitDevice] | None
-    ) -> LoaderPower | None:
+    def _power(self, training: Training, devices: Sequence[PowerLimitDevice] | None) -> LoaderPower | None:
         """What finds the power limit, where one is wanted and there are GPUs."""
-        steps, observe = profiling_steps(environ), is_observed(environ)
+        steps, observe = training.settings.profile_steps, training.settings.is_observed
         if steps is None or (devices is None and not torch.cuda.is_available()):
             return None
         # One process of each machine controls its GPUs.
-        controls = self._world_size == 1 or os.environ.get("LOCAL_RANK", "0") == "0"
+        controls = self._world_size == 1 or (environment.LOCAL_RANK.text() or "0") == "0"
         path = profile_path(training.settings.log_dir, self._global_batch_size) if self._rank == 0 else None
         profiler = PowerLimitProfiler(
             (lambda: find_devices() if devices is None else devices) if controls else None,
@@ -301,7 +210,7 @@ class ZeusDataLoader(DataLoader[T]):
             batch_size=self._global_batch_size,
             observe=observe,
             all_gather=None if self._world_size == 1 else self._gathered,
-            synchronize=_synchronize,
+            synchronize=synchronize,
         )
         return LoaderPower(profiler, path, observe=observe)
 
@@ -310,7 +219,7 @@ class ZeusDataLoader(DataLoader[T]):
         distributed.all_gather_object(gathered, thing)
         return gathered
 
-    def _of_training(self, what: str) -> _Training:
+    def _of_training(self, what: str) -> Training:
         if self._training is None:
             raise ZeusBSOOperationOrderError(f"{what} is a matter of the training loader: the one with max_epochs")
         return self._training
@@ -322,154 +231,6 @@ class ZeusDataLoader(DataLoader[T]):
             return answers[0]
 
         return decided_by_rank_zero(decide, rank=self._rank, world_size=self._world_size, broadcast=broadcast)
-
-
-class _Training:
-    """One training: where it stands, what it has cost, and its result.
-
-    Args:
-        settings: From the environment.
-        batch_size: Global batch size.
-        max_epochs: Epochs to train at most.
-        monitor: Measures; None: the best one of this machine.
-        is_main: Whether this is rank 0, which measures and writes.
-    """
-
-    def __init__(
-        self,
-        settings: _Settings,
-        batch_size: int,
-        max_epochs: int,
-        monitor: EnergyMonitor | WindowMonitor | None,
-        *,
-        is_main: bool,
-    ) -> None:
-        self.settings = settings
-        self.power: LoaderPower | None = None
-        self._batch_size = batch_size
-        self._max_epochs = max_epochs
-        self._is_main = is_main
-        self.monitor: EnergyMonitor | None = None
-        self._account: _Account | None = None
-        if is_main:
-            self.monitor = energy.auto() if monitor is None else adapted(monitor)
-            gpus: GpuConfig = self.monitor.gpus()
-            self._account = _Account(settings, gpus.max_power)
-        self.epoch = 0
-        self.reached = False
-        self.is_in_epoch = False
-        self._has_begun = False
-        self._is_measuring = False
-        self._metric: float | None = None
-
-    def begin(self) -> None:
-        """Begin, once."""
-        if self._has_begun:
-            raise ZeusBSOOperationOrderError("a loader trains once: make a new one for another training")
-        self._has_begun = True
-
-    def goes_on(self) -> bool:
-        """Whether another epoch is trained; the result is written when not. Rank 0 only."""
-        account = self._the_account
-        crosses = account.next_would_cross
-        if not self.reached and self.epoch < self._max_epochs and not crosses:
-            return True
-        if not self.reached:
-            self._write()
-        if crosses and not self.reached:
-            _logger.warning(
-                "stopped after %d epochs: another one would cross the threshold, %.4g J, of which %.4g J are spent",
-                *(self.epoch, self.settings.cost_thresh_j, account.cost_j),
-            )
-        return False
-
-    def end_epoch(self) -> None:
-        """An epoch is over."""
-        self.epoch += 1
-        self.is_in_epoch = False
-        if self._account is not None:
-            self._account.end_epoch()
-
-    def end(self) -> None:
-        """The training is over, in whatever way."""
-        self.is_in_epoch = False
-        if self.power is not None:
-            self.power.close()
-
-    def report(self, metric: float, *, higher_is_better: bool) -> None:
-        """Take a metric."""
-        if not self.is_in_epoch:
-            raise ZeusBSOOperationOrderError("report the metric inside `for epoch in train_loader.epochs():`")
-        if math.isnan(metric):
-            return
-        target = self.settings.target_metric
-        self._metric = metric if math.isfinite(metric) else None
-        if metric >= target if higher_is_better else metric <= target:
-            self.reached = True
-            if self._is_main:
-                self._write(epochs=self.epoch + 1)
-
-    @contextmanager
-    def stepping(self, steps: int | None) -> Iterator[Callable[[], None]]:
-        """A pass over the training data; gives what to call after each step.
-
-        Args:
-            steps: How many there will be; None: nobody knows.
-        """
-        if self.power is None:
-            yield lambda: None
-            return
-        self.power.begin_pass(steps)
-        try:
-            yield self.power.end_step
-        finally:
-            self.power.end_pass()
-
-    @contextmanager
-    def measured(self, *, trains: bool = False) -> Iterator[None]:
-        """Count what is done meanwhile.
-
-        Args:
-            trains: Whether it is a pass over the training data.
-        """
-        if self.monitor is None or self._account is None:
-            yield
-            return
-        if self._is_measuring:
-            raise ZeusBSOBadOperationError(
-                "finish one pass over the data before the next begins: they would count twice"
-            )
-        self._is_measuring = True
-        _synchronize()
-        self.monitor.begin_window(_WINDOW)
-        try:
-            yield
-        finally:
-            self._is_measuring = False
-            _synchronize()
-            spent = self.monitor.end_window(_WINDOW)
-            self._account.add(self.power.accounted(spent) if trains and self.power is not None else spent)
-
-    @property
-    def _the_account(self) -> _Account:
-        if self._account is None:
-            raise ZeusBSOBadOperationError("only rank 0 decides")
-        return self._account
-
-    def _write(self, epochs: int | None = None) -> None:
-        account, settings = self._the_account, self.settings
-        settings.log_dir.mkdir(parents=True, exist_ok=True)
-        TrainResult(
-            energy=account.energy_j,
-            time=max(account.time_s, _LEAST_TIME_S),
-            cost=account.cost_j,
-            num_epochs=self._max_epochs,
-            reached=self.reached,
-            end_epoch=self.epoch if epochs is None else epochs,
-            metric=self._metric,
-            power_limit_w=None if self.power is None else self.power.chosen_limit_w,
-            energy_source=account.source,
-        ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
 
 
 def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, int]:
@@ -501,9 +262,3 @@ def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, i
             f"{world_size}: leave out its num_replicas and rank"
         )
     return rank, world_size
-
-
-def _synchronize() -> None:
-    """Wait for what the device was given to do: its energy belongs to this window."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
-        torch.cuda.synchronize()

@@ -3,48 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitProfiler
-from zeus_plugins.train_result import Variables
 
-__all__ = ["LoaderPower", "is_observed", "known_profile", "profile_path", "profiling_steps"]
+__all__ = ["LoaderPower", "known_profile", "profile_path"]
 
 _logger = logging.getLogger("zeus_plugins")
-
-
-def profiling_steps(environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Steps of warm-up and of measurement for each limit; None when no limit is to be looked for.
-
-    Raises:
-        ZeusBSOConfigError: The variable says something else.
-    """
-    text = environ.get(Variables.PROFILE_PARAMS)
-    if not text:
-        return None
-    try:
-        warmup, measure = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ZeusBSOConfigError(
-            f"{Variables.PROFILE_PARAMS} is {text!r}: set it to two whole numbers of steps, warm-up,measurement"
-        ) from None
-    return warmup, measure
-
-
-def is_observed(environ: Mapping[str, str]) -> bool:
-    """Whether the best limit is only looked for, and not set.
-
-    Raises:
-        ZeusBSOConfigError: The variable says neither True nor False.
-    """
-    text = environ.get(Variables.USE_OPTIMAL_PL) or "True"
-    if text not in ("True", "False"):
-        raise ZeusBSOConfigError(f"{Variables.USE_OPTIMAL_PL} is {text!r}: set it to True or False")
-    return text == "False"
 
 
 def profile_path(log_dir: Path, batch_size: int) -> Path:

@@ -6,7 +6,6 @@ has met a real one, and the tests pretend one.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.energy.visible import chosen_indices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.training import environment
 
 __all__ = ["AmdSmi", "AmdSmiMonitor"]
 
 # The first hides GPUs from everything that runs on ROCm. Of the others, HIP obeys the first that is set.
-ROCR_VARIABLE = "ROCR_VISIBLE_DEVICES"
-HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 Answer = TypeVar("Answer")
 
@@ -91,7 +89,7 @@ class AmdSmiMonitor(CounterMonitor[GpuConfig]):
                 names = ", ".join(map(str, gpus))
                 raise ZeusBSOConfigError(
                     f"the GPUs are of several models ({names}), and costs measured on them do not compare: choose those"
-                    f" of one model by device_indices or {HIP_VARIABLES[0]}"
+                    f" of one model by device_indices or {environment.HIP_VISIBLE_DEVICES}"
                 )
             for gpu in gpus:
                 _check_whole(gpu)
@@ -186,11 +184,12 @@ def _enumeration(amdsmi: AmdSmi, handle: Any, place: int) -> tuple[int, str]:
 
 
 def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
-    hip_variable = next((name for name in HIP_VARIABLES if name in os.environ), None)
+    hip = environment.HIP_VISIBLE_DEVICES.text()
+    hip = environment.CUDA_VISIBLE_DEVICES.text() if hip is None else hip
     visible = machine
-    for variable in (ROCR_VARIABLE, hip_variable):
-        if variable is not None and variable in os.environ:
-            visible = _listed(os.environ[variable], visible)
+    for setting in (environment.ROCR_VISIBLE_DEVICES.text(), hip):
+        if setting is not None:
+            visible = _listed(setting, visible)
     if not visible:
         raise NoGpuError(f"no AMD GPU is visible: the driver lists {len(machine)}")
     return visible

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +15,12 @@ from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, N
 from zeus_plugins.energy.nvml import Nvml, NvmlMonitor, describe_gpus, open_gpus
 from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
 from zeus_plugins.energy.rapl import POWERCAP, RaplMonitor
-from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.training.environment import ESTIMATED_POWER_W
 
-__all__ = ["DEFAULT_ESTIMATED_POWER_W", "POWER_VARIABLE", "Choice", "auto", "choose", "stated_power_w"]
+__all__ = ["DEFAULT_ESTIMATED_POWER_W", "Choice", "auto", "choose", "stated_power_w"]
 
 logger = logging.getLogger("zeus_plugins.energy")
-
-POWER_VARIABLE = "ZEUS_ESTIMATED_POWER_W"
 
 DEFAULT_ESTIMATED_POWER_W = 65.0
 """Watts assumed where nothing is measured and nobody states better ones.
@@ -113,7 +109,7 @@ def choose(
     estimate, power_w = _estimate(estimated_power_w, _described(device_indices, nvml) if trains_on_gpu else None)
     warning = (
         f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × time, not measured."
-        f" State the watts that this machine really draws by the environment variable {POWER_VARIABLE} or by"
+        f" State the watts that this machine really draws by the environment variable {ESTIMATED_POWER_W} or by"
         " energy_monitor=EstimateMonitor(power_w=...)."
     )
     return Choice(estimate, tuple(causes), warning)
@@ -167,8 +163,8 @@ def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[s
         power_w, _ = _power_w(estimated_power_w)
         RaplMonitor(root=powercap, max_power_w=power_w).gpus()  # Raises unless the limit was all that was missing.
         warning = (
-            f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {POWER_VARIABLE} to the watts"
-            " of its data sheet (TDP)."
+            f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to the"
+            " watts of its data sheet (TDP)."
         )
         return Choice(RaplMonitor(root=powercap, max_power_w=power_w), tuple(causes), warning)
     return Choice(RaplMonitor(root=powercap), tuple(causes))
@@ -200,19 +196,7 @@ def stated_power_w(power_w: float | None = None) -> float | None:
     """
     if power_w is not None:
         return power_w
-    text = os.environ.get(POWER_VARIABLE)
-    if text is None:
-        return None
-    try:
-        power_w = float(text)
-    except ValueError:
-        power_w = math.nan
-    if not (math.isfinite(power_w) and power_w > 0):
-        raise ZeusBSOConfigError(
-            f"the environment variable {POWER_VARIABLE} is {text!r}: set it to the watts that the machine draws while"
-            " training, a finite number above 0, or unset it"
-        )
-    return power_w
+    return ESTIMATED_POWER_W.number(is_positive=True)
 
 
 @functools.cache  # a recurring cause is told once

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,17 +11,16 @@ from zeus_plugins.energy.counters import CounterMonitor, CounterWindows
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.energy.visible import (
     MIG_PREFIX,
-    VISIBLE_VARIABLE,
     chosen_indices,
     shared_counter,
     visible_devices,
 )
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.training.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 
 __all__ = ["Nvml", "NvmlGpu", "NvmlMonitor", "describe_gpus", "open_gpus"]
 
-ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
 MILLI = 1000
 
 Answer = TypeVar("Answer")
@@ -162,7 +160,7 @@ def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) ->
         count = nvml.nvmlDeviceGetCount()
     except nvml.NVMLError as error:
         raise NoGpuError(f"the NVIDIA driver does not answer: {error}") from error
-    visible = visible_devices(os.environ.get(VISIBLE_VARIABLE), count)
+    visible = visible_devices(CUDA_VISIBLE_DEVICES.text(), count)
     gpus = tuple(_open_gpu(nvml, index, visible[index]) for index in chosen_indices(indices, len(visible)))
     _check_alike(gpus)
     if any(isinstance(device, int) for device in visible):
@@ -192,10 +190,10 @@ def _open_gpu(nvml: Nvml, index: int, device: int | str) -> NvmlGpu:
         name = nvml.nvmlDeviceGetName(handle)
     except nvml.NVMLError as error:
         if str(device).startswith(MIG_PREFIX):  # drivers know ids of their own generation only, in two notations
-            raise shared_counter(f"{device} in {VISIBLE_VARIABLE}, of which the driver says {error}") from error
+            raise shared_counter(f"{device} in {CUDA_VISIBLE_DEVICES}, of which the driver says {error}") from error
         raise ZeusBSOConfigError(
-            f"GPU {device} cannot be opened: {error}. In {VISIBLE_VARIABLE}, name GPUs by their index or by their full"
-            " UUID as `nvidia-smi -L` prints it"
+            f"GPU {device} cannot be opened: {error}. In {CUDA_VISIBLE_DEVICES}, name GPUs by their index or by their"
+            " full UUID as `nvidia-smi -L` prints it"
         ) from error
     return NvmlGpu(nvml, handle, index, name.decode() if isinstance(name, bytes) else name)
 
@@ -232,16 +230,17 @@ def _check_alike(gpus: Sequence[NvmlGpu]) -> None:
     if _models(gpus) > 1:
         raise ZeusBSOConfigError(
             f"the GPUs are of several models ({_listing(gpus)}), and costs measured on them do not compare: choose"
-            f" those of one model by device_indices or {VISIBLE_VARIABLE}"
+            f" those of one model by device_indices or {CUDA_VISIBLE_DEVICES}"
         )
 
 
 def _check_numbering(machine: Sequence[NvmlGpu]) -> None:
     """Refuse to guess which GPU an index means: NVML counts by PCI bus, CUDA by speed unless told otherwise."""
-    if _models(machine) > 1 and os.environ.get(ORDER_VARIABLE) != "PCI_BUS_ID":
+    if _models(machine) > 1 and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
         raise ZeusBSOConfigError(
             f"this machine's GPUs are of several models (by PCI bus: {_listing(machine)}), and CUDA may number them in"
-            f" another order than their driver: set {ORDER_VARIABLE}=PCI_BUS_ID or list UUIDs in {VISIBLE_VARIABLE}"
+            f" another order than their driver: set {CUDA_DEVICE_ORDER}=PCI_BUS_ID or list UUIDs in"
+            f" {CUDA_VISIBLE_DEVICES}"
         )
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.environment import CUDA_VISIBLE_DEVICES
 
-__all__ = ["MIG_PREFIX", "VISIBLE_VARIABLE", "chosen_indices", "shared_counter", "visible_devices"]
+__all__ = ["MIG_PREFIX", "chosen_indices", "shared_counter", "visible_devices"]
 
-VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 MIG_PREFIX = "MIG-"
 
 
@@ -31,10 +31,10 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
     """
     visible = tuple(range(count)) if setting is None else _listed(setting, count)
     if not visible:
-        hidden = f", hidden by {VISIBLE_VARIABLE}={setting!r}" if count else ""
+        hidden = f", hidden by {CUDA_VISIBLE_DEVICES}={setting!r}" if count else ""
         raise NoGpuError(f"no GPU is visible: the driver lists {count}{hidden}")
     if len(set(visible)) < len(visible):
-        raise ZeusBSOConfigError(f"{VISIBLE_VARIABLE} is {setting!r}: name each GPU once")
+        raise ZeusBSOConfigError(f"{CUDA_VISIBLE_DEVICES} is {setting!r}: name each GPU once")
     return visible
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -15,6 +14,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOOperationOrderError
+from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
@@ -105,7 +105,7 @@ def cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) 
 
 def processes_here(args: TrainingArguments) -> int:
     """Processes of the training on this machine, as its launcher has said; without its word, all of them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    return int(LOCAL_WORLD_SIZE.text() or args.world_size)
 
 
 def gpu_indices(args: TrainingArguments) -> Sequence[int]:

@@ -8,10 +8,11 @@ import subprocess
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
+from zeus_plugins.training.environment import POWER_LIMIT_COMMAND
 
 __all__ = ["COMMAND_VARIABLE", "CommandDevice"]
 
-COMMAND_VARIABLE = "ZEUS_POWER_LIMIT_COMMAND"
+COMMAND_VARIABLE = POWER_LIMIT_COMMAND.name
 
 _FIELDS = ("index", "watts")
 _TIMEOUT_S = 30.0

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from zeus_plugins.energy.nvml import Nvml
-from zeus_plugins.power_limit.command import COMMAND_VARIABLE, CommandDevice
+from zeus_plugins.power_limit.command import CommandDevice
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
 from zeus_plugins.power_limit.nvml import open_devices
+from zeus_plugins.training.environment import POWER_LIMIT_COMMAND
 
 __all__ = ["find_devices"]
 
@@ -28,7 +28,7 @@ def find_devices(
         PowerLimitUnavailableError: There is none, or one that the job has not to itself.
         ZeusBSOConfigError: The GPUs are of several models, one that was named does not exist, or the command is wrong.
     """
-    command = command or os.environ.get(COMMAND_VARIABLE)
+    command = command or POWER_LIMIT_COMMAND.text()
     if device_indices is not None and not device_indices:
         raise PowerLimitUnavailableError("the training runs on no NVIDIA GPU")
     devices = open_devices(device_indices, nvml=nvml)

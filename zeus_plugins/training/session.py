@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import secrets
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
@@ -47,10 +46,10 @@ from zeus_plugins.protocol import (
     TrialState,
     WireMessage,
 )
+from zeus_plugins.training import environment
 from zeus_plugins.training.outcomes import detail_of, ending_of, is_lost_peer
 
 __all__ = [
-    "JOB_ID_VARIABLE",
     "OnUnreachable",
     "TrialInfo",
     "TrialSession",
@@ -61,7 +60,6 @@ __all__ = [
 OnUnreachable = Literal["default", "raise"]
 """What becomes of a training that begins while the server is away: see `TrialSession`."""
 
-JOB_ID_VARIABLE = "ZEUS_JOB_ID"
 
 _WINDOW = "zeus_bso_trial"
 # The wire asks for a time above 0, and a coarse clock may see none pass between two evaluations.
@@ -169,7 +167,7 @@ class TrialSession:
         environ: Mapping[str, str] | None = None,
     ) -> None:
         check_on_unreachable(on_unreachable)
-        self._job = _with_job_id_from(os.environ if environ is None else environ, job)
+        self._job = _with_job_id_from(environ, job)
         self._client = client
         self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox(environ)
@@ -539,7 +537,7 @@ class TrialSession:
                 "the earlier ones: set job_id=%r or %s=%s to continue this job at its next recurrence",
                 registered.job_id,
                 registered.job_id,
-                JOB_ID_VARIABLE,
+                environment.JOB_ID.name,
                 registered.job_id,
             )
             # Kept, so that asking again after a failed dispatch does not make one more job.
@@ -653,15 +651,15 @@ def end_trial_from_another_rank(client: BsoClient, trial: TrialInfo | None, erro
         _logger.warning("could not end trial %d of job %s: %s", trial_id.trial_number, trial_id.job_id, failure)
 
 
-def _with_job_id_from(environ: Mapping[str, str], job: JobSpec) -> JobSpec:
-    job_id = environ.get(JOB_ID_VARIABLE)
+def _with_job_id_from(environ: Mapping[str, str] | None, job: JobSpec) -> JobSpec:
+    job_id = environment.JOB_ID.text(environ)
     if job.job_id is not None or not job_id:
         return job
     try:
         return JobSpec.model_validate({**job.model_dump(), "job_id": job_id})
     except ValidationError as error:
         problems = "; ".join(problem["msg"] for problem in error.errors())
-        raise ZeusBSOConfigError(f"{JOB_ID_VARIABLE}={job_id} does not fit the job: {problems}") from None
+        raise ZeusBSOConfigError(f"{environment.JOB_ID}={job_id} does not fit the job: {problems}") from None
 
 
 def _joined_sources(earlier: str | None, latest: str) -> str:

@@ -1,0 +1,221 @@
+"""One training of a `ZeusDataLoader`: its epochs, its cost and its result. Knows no loader."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from zeus_plugins import energy
+from zeus_plugins.dataloader.power_limit import LoaderPower
+from zeus_plugins.dataloader.settings import Settings
+from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, adapted
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.train_result import TrainResult, result_path
+
+__all__ = ["Training", "synchronize"]
+
+_WINDOW = "zeus_dataloader"
+_LEAST_TIME_S = 1e-6
+
+_logger = logging.getLogger("zeus_plugins")
+
+
+class _Account:
+    """The cost of a training, epoch by epoch. Knows no device.
+
+    Args:
+        settings: Its η and threshold count.
+        max_power_w: Maximum power, summed over the devices, watts.
+    """
+
+    def __init__(self, settings: Settings, max_power_w: float) -> None:
+        self._settings = settings
+        self._max_power_w = max_power_w
+        self.time_s = self.energy_j = 0.0
+        self.epochs = 0
+        self.source: str | None = None
+        self._cost_before_epoch_j = 0.0
+        self._last_epoch_j: float | None = None
+
+    @property
+    def cost_j(self) -> float:
+        """``η·energy + (1 − η)·max_power·time``, joules."""
+        return self._settings.eta * self.energy_j + (1 - self._settings.eta) * self._max_power_w * self.time_s
+
+    def add(self, measured: Measurement) -> None:
+        """Count a window."""
+        self.time_s += measured.time_s
+        self.energy_j += measured.energy_j
+        self.source = measured.source
+
+    def end_epoch(self) -> None:
+        """Count an epoch."""
+        self.epochs += 1
+        self._last_epoch_j = self.cost_j - self._cost_before_epoch_j
+        self._cost_before_epoch_j = self.cost_j
+
+    @property
+    def next_would_cross(self) -> bool:
+        """Whether another epoch like the last one would cross the threshold; not known before the first."""
+        if self._last_epoch_j is None:
+            return False
+        return self.cost_j + self._last_epoch_j > self._settings.cost_thresh_j
+
+
+class Training:
+    """The state of one training.
+
+    Args:
+        settings: From the environment.
+        batch_size: Global batch size.
+        max_epochs: Epochs to train at most.
+        monitor: Measures; None: the best one of this machine.
+        is_main: Whether this is rank 0, which measures and writes.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        batch_size: int,
+        max_epochs: int,
+        monitor: EnergyMonitor | WindowMonitor | None,
+        *,
+        is_main: bool,
+    ) -> None:
+        self.settings = settings
+        self.power: LoaderPower | None = None
+        self._batch_size = batch_size
+        self._max_epochs = max_epochs
+        self._is_main = is_main
+        self.monitor: EnergyMonitor | None = None
+        self._account: _Account | None = None
+        if is_main:
+            self.monitor = energy.auto() if monitor is None else adapted(monitor)
+            gpus: GpuConfig = self.monitor.gpus()
+            self._account = _Account(settings, gpus.max_power)
+        self.epoch = 0
+        self.reached = False
+        self.is_in_epoch = False
+        self._has_begun = False
+        self._is_measuring = False
+        self._metric: float | None = None
+
+    def begin(self) -> None:
+        """Begin, once."""
+        if self._has_begun:
+            raise ZeusBSOOperationOrderError("a loader trains once: make a new one for another training")
+        self._has_begun = True
+
+    def goes_on(self) -> bool:
+        """Whether another epoch is trained; the result is written when not. Rank 0 only."""
+        account = self._the_account
+        crosses = account.next_would_cross
+        if not self.reached and self.epoch < self._max_epochs and not crosses:
+            return True
+        if not self.reached:
+            self._write()
+        if crosses and not self.reached:
+            _logger.warning(
+                "stopped after %d epochs: another one would cross the threshold, %.4g J, of which %.4g J are spent",
+                *(self.epoch, self.settings.cost_thresh_j, account.cost_j),
+            )
+        return False
+
+    def end_epoch(self) -> None:
+        """An epoch is over."""
+        self.epoch += 1
+        self.is_in_epoch = False
+        if self._account is not None:
+            self._account.end_epoch()
+
+    def end(self) -> None:
+        """The training is over, in whatever way."""
+        self.is_in_epoch = False
+        if self.power is not None:
+            self.power.close()
+
+    def report(self, metric: float, *, higher_is_better: bool) -> None:
+        """Take a metric."""
+        if not self.is_in_epoch:
+            raise ZeusBSOOperationOrderError("report the metric inside `for epoch in train_loader.epochs():`")
+        if math.isnan(metric):
+            return
+        target = self.settings.target_metric
+        self._metric = metric if math.isfinite(metric) else None
+        if metric >= target if higher_is_better else metric <= target:
+            self.reached = True
+            if self._is_main:
+                self._write(epochs=self.epoch + 1)
+
+    @contextmanager
+    def stepping(self, steps: int | None) -> Iterator[Callable[[], None]]:
+        """A pass over the training data; gives what to call after each step.
+
+        Args:
+            steps: How many there will be; None: nobody knows.
+        """
+        if self.power is None:
+            yield lambda: None
+            return
+        self.power.begin_pass(steps)
+        try:
+            yield self.power.end_step
+        finally:
+            self.power.end_pass()
+
+    @contextmanager
+    def measured(self, *, trains: bool = False) -> Iterator[None]:
+        """Count what is done meanwhile.
+
+        Args:
+            trains: Whether it is a pass over the training data.
+        """
+        if self.monitor is None or self._account is None:
+            yield
+            return
+        if self._is_measuring:
+            raise ZeusBSOBadOperationError(
+                "finish one pass over the data before the next begins: they would count twice"
+            )
+        self._is_measuring = True
+        synchronize()
+        self.monitor.begin_window(_WINDOW)
+        try:
+            yield
+        finally:
+            self._is_measuring = False
+            synchronize()
+            spent = self.monitor.end_window(_WINDOW)
+            self._account.add(self.power.accounted(spent) if trains and self.power is not None else spent)
+
+    @property
+    def _the_account(self) -> _Account:
+        if self._account is None:
+            raise ZeusBSOBadOperationError("only rank 0 decides")
+        return self._account
+
+    def _write(self, epochs: int | None = None) -> None:
+        account, settings = self._the_account, self.settings
+        settings.log_dir.mkdir(parents=True, exist_ok=True)
+        TrainResult(
+            energy=account.energy_j,
+            time=max(account.time_s, _LEAST_TIME_S),
+            cost=account.cost_j,
+            num_epochs=self._max_epochs,
+            reached=self.reached,
+            end_epoch=self.epoch if epochs is None else epochs,
+            metric=self._metric,
+            power_limit_w=None if self.power is None else self.power.chosen_limit_w,
+            energy_source=account.source,
+        ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
+
+
+def synchronize() -> None:
+    """Wait for what the device was given to do: its energy belongs to this window."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        torch.cuda.synchronize()

@@ -1,0 +1,136 @@
+"""Every environment variable that the training side reads, declared once; nothing else here reads the environment.
+
+An argument comes before its variable, and the variable before the default. `zeus-plugins doctor` lists `VARIABLES`, and
+docs/environment.md has them as a table. The server in the training's process reads its own settings as well
+(`bso_server.settings`).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zeus_plugins.errors import ZeusBSOConfigError
+
+__all__ = ["VARIABLES", "Variable"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: As it is set.
+        meaning: The noun that its value stands for.
+        default: The value, in words, where it is not set.
+        unit: Of a number.
+        is_secret: Whether its value must not be shown.
+        may_be_empty: Whether an empty value is none, rather than a mistake.
+    """
+
+    name: str
+    meaning: str
+    default: str = "none"
+    unit: str = ""
+    is_secret: bool = False
+    may_be_empty: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    def text(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The value, which may be empty; None where it is not set.
+
+        Args:
+            environ: Environment variables; those of the process by default.
+        """
+        return (os.environ if environ is None else environ).get(self.name)
+
+    def number(self, environ: Mapping[str, str] | None = None, *, is_positive: bool = False) -> float | None:
+        """The value as a number; None where it is not set.
+
+        Args:
+            environ: Environment variables; those of the process by default.
+            is_positive: Whether it has to be finite and above 0.
+
+        Raises:
+            ZeusBSOConfigError: It is no such number.
+        """
+        text = self.text(environ)
+        if text is None or (not text and self.may_be_empty):
+            return None
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if math.isnan(number) or (is_positive and not 0 < number < math.inf):
+            wanted = f"a finite number of {self.unit} above 0" if is_positive else "a number"
+            raise ZeusBSOConfigError(
+                f"the environment variable {self} is {text!r}: set it to {wanted}, {self.meaning}, or unset it"
+            )
+        return number
+
+    def shown(self, environ: Mapping[str, str] | None = None) -> str | None:
+        """The value for people to see: a secret only as ``(set)``; None where it is not set."""
+        text = self.text(environ)
+        return "(set)" if self.is_secret and text else text
+
+
+# The server
+SERVER_URL = Variable(
+    "ZEUS_SERVER_URL",
+    "the URL of the batch size optimization server",
+    "a server in the training's process",
+    is_secret=True,  # it may hold a password
+)
+TOKEN = Variable("ZEUS_BSO_TOKEN", "the server's access token", is_secret=True)
+TIMEOUT_S = Variable("ZEUS_BSO_TIMEOUT_S", "the patience for an answer of the server", "10", "seconds")
+STATE_DIRECTORY = Variable(
+    "ZEUS_STATE_DIR",
+    "the directory of results that wait for the server",
+    "`zeus-plugins` in the user's state directory",
+)
+XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linux", "`~/.local/state`")
+LOCALAPPDATA = Variable("LOCALAPPDATA", "the user's state directory, on Windows", "`~/AppData/Local`")
+
+# The job, or one run that a master launches
+JOB_ID = Variable("ZEUS_JOB_ID", "the job's id; in a launched run, the run's name", "made by the server; `rec01+try01`")
+LOG_DIR = Variable("ZEUS_LOG_DIR", "the directory of a launched run's logs and results", "`zeus_log`")
+TARGET_METRIC = Variable("ZEUS_TARGET_METRIC", "the value of the validation metric for a launched run to reach")
+COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the cost that a launched run must not cross", "`inf`", "joules")
+ETA_KNOB = Variable("ZEUS_ETA_KNOB", "η of a launched run's cost, from 0 to 1", "0.5")
+PROFILE_STEPS = Variable(
+    "ZEUS_PROFILE_PARAMS",
+    "`warmup,measure` for each power limit of a launched run",
+    "power limits are left alone",
+    "steps",
+)
+USE_BEST_POWER_LIMIT = Variable(
+    "ZEUS_USE_OPTIMAL_PL", "`True` to set the best power limit, `False` to account for it only", "`True`"
+)
+MONITOR_PATH = Variable("ZEUS_MONITOR_PATH", "the path of Zeus's power monitor, for scripts that use it")
+
+# Energy and power limits
+ESTIMATED_POWER_W = Variable(
+    "ZEUS_ESTIMATED_POWER_W",
+    "the power that the machine draws while training, where nothing measures it",
+    "the GPUs' power limits, or else 65",
+    "watts",
+    may_be_empty=False,
+)
+POWER_LIMIT_COMMAND = Variable(
+    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "the driver is asked directly"
+)
+CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the visible GPUs, by index, UUID or MIG id", "all")
+CUDA_DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "the order of CUDA's indices", "`FASTEST_FIRST`")
+HIP_VISIBLE_DEVICES = Variable("HIP_VISIBLE_DEVICES", "the visible AMD GPUs", "`CUDA_VISIBLE_DEVICES`")
+ROCR_VISIBLE_DEVICES = Variable("ROCR_VISIBLE_DEVICES", "the AMD GPUs that the driver shows", "all")
+
+# Launchers of several processes
+LOCAL_RANK = Variable("LOCAL_RANK", "the process's number on its machine", "0")
+LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "the number of processes on the machine", "all of the training")
+
+VARIABLES = tuple(each for each in globals().values() if isinstance(each, Variable))
+"""All of them, in the order of their declaration."""
