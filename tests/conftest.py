@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
 import hypothesis
 import pytest
 
-from tests.support.databases import DATABASES, MYSQL_URL, POSTGRES_URL, fresh_database
-from tests.support.servers import Server, bso_server
+from tests.support.databases import DATABASES, empty_database
+from tests.support.servers import Server
 from tests.support.threads import heartbeat_threads
 
 # No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
@@ -63,26 +65,41 @@ def _no_heartbeats_go_on() -> Iterator[None]:
 @pytest.fixture(scope="module", params=DATABASES)
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of an empty database, of each kind in turn; tests of a module share it."""
-    if request.param == "sqlite":
-        yield f"sqlite:///{tmp_path_factory.mktemp('database') / 'bso.sqlite3'}"
-    else:
-        yield from fresh_database(POSTGRES_URL if request.param == "postgresql" else MYSQL_URL)
+    with empty_database(request.param, tmp_path_factory.mktemp("database")) as url:
+        yield url
 
 
-@pytest.fixture(scope="module")
-def any_server(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server on each kind of database in turn; tests of a module share it."""
-    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
-    assert upgrade.returncode == 0, upgrade.stderr
-    server = Server(database_url, tmp_path_factory.mktemp("server") / "server.log")
-    server.start()
-    yield server
-    server.kill()
+@pytest.fixture(scope="session")
+def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+    """The servers that all tests of this process share, by kind of database; each starts when it is needed."""
+    with ExitStack() as until_the_end:
+
+        @cache
+        def server_on(kind: str) -> Server:
+            folder = tmp_path_factory.mktemp("server")
+            server = Server(until_the_end.enter_context(empty_database(kind, folder)), folder / "server.log")
+            until_the_end.callback(server.kill)
+            server.start("--migrate")
+            return server
+
+        yield server_on
+
+
+@pytest.fixture(scope="module", params=DATABASES)
+def any_server(request: pytest.FixtureRequest, _servers: Callable[[str], Server]) -> Server:
+    """A server on each kind of database in turn, which everybody uses: a test has jobs of its own there."""
+    return _servers(request.param)
+
+
+@pytest.fixture(scope="session")
+def shared_server(_servers: Callable[[str], Server]) -> Server:
+    """A server on SQLite, which everybody uses: a test has jobs of its own there, and leaves it running."""
+    return _servers("sqlite")
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    """A server on a SQLite file of its own."""
+    """A server on a SQLite file of its own, for a test that kills it, or looks at all that it has."""
     server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
     server.start()
     yield server

@@ -17,7 +17,6 @@ import pytest
 
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
-from tests.support.job_bench import make_shared_server  # noqa: F401 - a fixture
 from tests.support.servers import Server, bso_server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.energy.rapl import POWERCAP
@@ -80,9 +79,9 @@ def test_a_machine_with_a_server_is_usable(ask: Any, shared_server: Server, stat
     assert report.status == 0
 
 
-def test_the_doctor_changes_nothing_on_the_server(ask: Any, shared_server: Server) -> None:
-    ask(ZEUS_SERVER_URL=shared_server.url)
-    listed = bso_server("jobs", "list", "--json", "--server-url", shared_server.url)
+def test_the_doctor_changes_nothing_on_the_server(ask: Any, server: Server) -> None:
+    ask(ZEUS_SERVER_URL=server.url)
+    listed = bso_server("jobs", "list", "--json", "--server-url", server.url)
     assert json.loads(listed.stdout)["jobs"] == []
 
 

@@ -34,7 +34,6 @@ from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
     SERVERS_SIZE,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.servers import Server, free_port
 from zeus_plugins.errors import (

@@ -24,7 +24,6 @@ from tests.support.hf_bench import (
 from tests.support.hf_models import Classifier, quiet_trainer, val_digits
 from tests.support.job_bench import (
     CountingMonitor,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.huggingface import ZeusEnergyTrainerCallback

@@ -20,7 +20,6 @@ from tests.support.hf_bench import (
 from tests.support.hf_powered import Powered
 from tests.support.job_bench import (
     NEVER,
-    make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
 from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table

@@ -29,7 +29,6 @@ from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
     CountingMonitor,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOConfigError

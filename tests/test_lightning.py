@@ -24,7 +24,6 @@ from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
     SERVERS_SIZE,
-    make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
 from tests.support.lightning_bench import (

@@ -10,9 +10,6 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from tests.support.job_bench import (
-    make_shared_server,  # noqa: F401 - a fixture
-)
 from tests.support.lightning_bench import (
     QUIET,
     Bench,

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from tests.support.job_bench import (
     NEXT_SIZE,
     SERVERS_SIZE,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_bench import (
     QUIET,

@@ -11,7 +11,6 @@ from lightning.pytorch import Callback, Trainer
 
 from tests.support.job_bench import (
     NEVER,
-    make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
 from tests.support.lightning_bench import (

@@ -20,7 +20,6 @@ from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
     SERVERS_SIZE,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_bench import (
     QUIET,

@@ -17,7 +17,6 @@ from tests.support.job_bench import (
     EPOCH_OF_48,
     NEVER,
     NEXT_SIZE,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_bench import (
     QUIET,

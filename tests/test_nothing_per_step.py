@@ -23,7 +23,6 @@ import zeus_plugins
 from tests.support import hf_models, lightning_models
 from tests.support.job_bench import (
     JobBench,
-    make_shared_server,  # noqa: F401 - a fixture
     seconds_and_joules,
 )
 from tests.support.lightning_bench import QUIET

@@ -172,7 +172,7 @@ class Ran:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("site")
-    for database_url in fresh_database(POSTGRES_URL):
+    with fresh_database(POSTGRES_URL) as database_url:
         server = Server(database_url, folder / "server.log")
         server.start("--migrate")
         yield Site(server, Outbox(folder / "state" / "outbox"))

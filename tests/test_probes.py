@@ -27,7 +27,6 @@ from tests.support.job_bench import (
     NEVER,
     SERVERS_SIZE,
     JobBench,
-    make_shared_server,  # noqa: F401 - a fixture
 )
 from tests.support.lightning_bench import QUIET
 from tests.support.servers import Server

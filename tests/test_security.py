@@ -6,7 +6,7 @@ import asyncio
 import base64
 import csv
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -48,6 +48,15 @@ def assert_refused(answer: httpx.Response, status: int, *words: str) -> None:
     assert body["message"] == body["detail"]
     for word in words:
         assert word in body["message"]
+
+
+@pytest.fixture(scope="module")
+def any_server(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One of this file's own: the first token closes a server to whoever has none."""
+    server = Server(database_url, tmp_path_factory.mktemp("server") / "server.log")
+    server.start("--migrate")
+    yield server
+    server.kill()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ import asyncio
 import os
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -35,6 +37,7 @@ def administer(admin_url: str, statement: str) -> None:
     asyncio.run(run())
 
 
+@contextmanager
 def fresh_database(admin_url: str) -> Iterator[str]:
     """A database of its own on a running server; without one the test is skipped, except in CI, where it fails."""
     name = f"zeus_test_{uuid.uuid4().hex[:12]}"
@@ -48,3 +51,13 @@ def fresh_database(admin_url: str) -> Iterator[str]:
     yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
     force = " WITH (FORCE)" if admin_url.startswith("postgresql") else ""
     administer(admin_url, f"DROP DATABASE {name}{force}")
+
+
+@contextmanager
+def empty_database(kind: str, folder: Path) -> Iterator[str]:
+    """The URL of a database of this kind, one of `DATABASES`; a file is made in the folder."""
+    if kind == "sqlite":
+        yield f"sqlite:///{folder / 'bso.sqlite3'}"
+    else:
+        with fresh_database(POSTGRES_URL if kind == "postgresql" else MYSQL_URL) as url:
+            yield url

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
-
-import pytest
 
 from tests.support.servers import Server
 from zeus_plugins import JobSpec
@@ -94,13 +92,3 @@ class JobBench:
             session.begin_measurement()
             assert session.report(1.0, 1).converged
             session.end()
-
-
-@pytest.fixture(scope="module", name="shared_server")
-def make_shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One server for all tests that leave it running."""
-    folder = tmp_path_factory.mktemp("server")
-    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
-    server.start()
-    yield server
-    server.kill()

@@ -9,9 +9,6 @@ import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from tests.support.job_bench import (
-    make_shared_server,  # noqa: F401 - a fixture
-)
 from tests.support.lightning_bench import (
     Interrupt,
     make_bench,  # noqa: F401 - a fixture

@@ -16,8 +16,11 @@ from pathlib import Path
 import httpx
 
 from bso_server.cli import main
+from tests.support import warm
 
 SERVER_START_S = 60.0
+# What a server imports.
+NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop")
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Server:
     database_url: str
     log: Path
     port: int = 0
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: warm.Process | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
@@ -35,11 +38,8 @@ class Server:
 
     def start(self, *arguments: str) -> None:
         self.port = self.port or free_port()
-        command = [sys.executable, "-m", "bso_server", "serve", "--port", str(self.port)]
-        with self.log.open("a") as output:
-            self.process = subprocess.Popen(
-                [*command, "--database-url", self.database_url, *arguments], stdout=output, stderr=subprocess.STDOUT
-            )
+        command = ["bso_server", "serve", "--port", str(self.port), "--database-url", self.database_url, *arguments]
+        self.process = warm.start(*command, modules=NEEDED, output=self.log)
         wait_until_up(self.process, self.url, self.log)
 
     def kill(self) -> None:
@@ -64,7 +64,7 @@ def free_port() -> int:
         return port
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def wait_until_up(process: warm.Process, url: str, log: Path) -> None:
     deadline = time.monotonic() + SERVER_START_S
     while True:
         try:
@@ -72,7 +72,7 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path) -> None
         except httpx.HTTPError:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server did not start: {log.read_text()}") from None
-            time.sleep(0.05)
+            time.sleep(0.02)
         else:
             return
 
