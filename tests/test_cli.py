@@ -6,13 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import httpx
 import pytest
 
+from bso_server.cli import main as bso_server_main
 from bso_server.settings import Settings
 from tests.support.servers import Server, bso_server, free_port, wait_until_up
+from zeus_plugins.cli import main as zeus_plugins_main
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult
 
@@ -203,3 +207,19 @@ def test_precedence_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     assert (settings.server_port, settings.log_level, settings.echo_sql) == (1003, "ERROR", True)
     assert settings.server_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("main", [bso_server_main, zeus_plugins_main])
+def test_both_commands_say_their_version(
+    main: Callable[[Sequence[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out.split()[1] == version("zeus-plugins")
+
+
+def test_no_import_of_the_server_is_deprecated() -> None:
+    command = [sys.executable, "-W", "error", "-m", "bso_server", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

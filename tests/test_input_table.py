@@ -198,7 +198,7 @@ def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
     trials = [{"trial_number": "first"}] * 1000
     body = {"job": job, "created_at": "now", "survivors": None, "rng_state": None, "trials": trials}
     with scene.nothing_stored():
-        answer = scene.http.post("/api/jobs/import", json=body)
+        answer = scene.http.post("/api/import", json=body)
         assert_refused(answer, 422, "trials.0.trial_number")
     assert answer.json()["message"].endswith(" more")
 
@@ -532,7 +532,7 @@ WITH_BODY = [
     ("PATCH", "/trials"),
     ("PATCH", "/trials/heartbeat"),
     ("PUT", "/trials/power_profile"),
-    ("POST", "/api/jobs/import"),
+    ("POST", "/api/import"),
 ]
 with_body = pytest.mark.parametrize(
     ("method", "path"), WITH_BODY, ids=[f"{method} {path}" for method, path in WITH_BODY]
@@ -544,7 +544,7 @@ def good_body(scene: Scene, path: str) -> dict[str, Any]:
     match path:
         case "/jobs":
             return {**JOB, "job_id": "job-refused"}
-        case "/api/jobs/import":
+        case "/api/import":
             export: dict[str, Any] = scene.http.get(f"/api/jobs/{scene.running['job_id']}/export").json()
             return {**export, "job": {**export["job"], "job_id": "job-refused"}}
         case _:
@@ -653,7 +653,7 @@ def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
     ["created_at", "version", "job.max_power", "trials.0.time_s", "trials.0.batch_size", "trials.1.epochs.0.metric"],
 )
 def test_an_import_with_what_is_no_number(scene: Scene, where: str, token: str) -> None:
-    export = good_body(scene, "/api/jobs/import")
+    export = good_body(scene, "/api/import")
     parent: Any = export
     *parents, last = where.split(".")
     for key in parents:
@@ -661,7 +661,7 @@ def test_an_import_with_what_is_no_number(scene: Scene, where: str, token: str) 
     parent[last] = "the place"
     body = json.dumps(export).replace('"the place"', token)
     with scene.nothing_stored():
-        assert_refused(scene.http.post("/api/jobs/import", content=body, headers=JSON), 422, where)
+        assert_refused(scene.http.post("/api/import", content=body, headers=JSON), 422, where)
 
 
 # --- Memory -----------------------------------------------------------------------------------------------------------

@@ -265,8 +265,8 @@ class TestAnswersThatGetLostAfterTheCommit:
         export = lossy.get("/api/jobs/moved/export").raise_for_status().json()
         export["job"]["job_id"] = "moved-2"
 
-        assert lossy.post("/api/jobs/import", json=export).status_code == 201
-        assert lossy.post("/api/jobs/import", json=export).status_code == 409
+        assert lossy.post("/api/import", json=export).status_code == 201
+        assert lossy.post("/api/import", json=export).status_code == 409
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 200
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
 

@@ -46,7 +46,7 @@ ROUTES = [
     ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/events"),
     ("GET", "/api/jobs/{job_id}/export"),
-    ("POST", "/api/jobs/import"),
+    ("POST", "/api/import"),
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/version"),
@@ -130,7 +130,7 @@ def test_made_up_requests(
     with requests.Session() as session:
 
         @settings(
-            max_examples=IMPORTS if path == "/api/jobs/import" else EXAMPLES[mode],
+            max_examples=IMPORTS if path == "/api/import" else EXAMPLES[mode],
             deadline=None,
             derandomize=ASKED_EXAMPLES is None,
             database=None,

@@ -151,7 +151,7 @@ class TestTokens:
             ("PUT", "/trials/power_profile", {"report", "admin"}),
             ("GET", "/api/jobs/none/power_profiles", {"read", "report", "admin"}),
             ("DELETE", "/jobs?job_id=none", {"admin"}),
-            ("POST", "/api/jobs/import", {"admin"}),
+            ("POST", "/api/import", {"admin"}),
         ],
     )
     def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:
@@ -193,7 +193,7 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
     }
     assert all(route.startswith("GET ") for route in needed["read"])
     assert {"GET /api/jobs", "GET /api/jobs/{job_id:str}", "GET /schema/openapi.json"} <= needed["read"]
-    assert {"DELETE /jobs", "POST /api/jobs/import"} <= needed["admin"]
+    assert {"DELETE /jobs", "POST /api/import"} <= needed["admin"]
 
 
 class TestOwners:

@@ -102,7 +102,7 @@ class TestOverHttp:
         first = lived(http)
         copy = renamed(http.get(f"/api/jobs/{first}/export").json())
         second = copy["job"]["job_id"]
-        answer = http.post("/api/jobs/import", json=copy)
+        answer = http.post("/api/import", json=copy)
 
         assert answer.status_code == 201, answer.text
         assert (answer.json()["job_id"], answer.json()["trials"]) == (second, 5)
@@ -117,18 +117,18 @@ class TestOverHttp:
 
     def test_a_running_trial_goes_on_in_the_imported_job(self, http: httpx.Client, export: dict[str, Any]) -> None:
         copy = renamed(export)
-        http.post("/api/jobs/import", json=copy).raise_for_status()
+        http.post("/api/import", json=copy).raise_for_status()
         trial = {"job_id": copy["job"]["job_id"], "batch_size": export["trials"][4]["batch_size"], "trial_number": 5}
         assert reached(http, trial, cost_j=500)["converged"]
 
     def test_a_job_that_exists_is_left_alone(self, http: httpx.Client, export: dict[str, Any]) -> None:
         before = view(http, export["job"]["job_id"])
-        assert_refused(http.post("/api/jobs/import", json=export), 409, "job.job_id", "exists")
+        assert_refused(http.post("/api/import", json=export), 409, "job.job_id", "exists")
         assert view(http, export["job"]["job_id"]) == before
 
     def test_a_job_without_trials(self, http: httpx.Client, export: dict[str, Any]) -> None:
         copy = renamed({**export, "trials": [], "survivors": None, "rng_state": None})
-        http.post("/api/jobs/import", json=copy).raise_for_status()
+        http.post("/api/import", json=copy).raise_for_status()
         assert begin(http, copy["job"]["job_id"])["trial_number"] == 1
 
 
@@ -181,7 +181,7 @@ def test_a_malformed_export_is_refused_and_leaves_nothing(
     copy = renamed(export)
     job_id = copy["job"]["job_id"]
     spoil(copy)
-    answer = http.post("/api/jobs/import", json=copy)
+    answer = http.post("/api/import", json=copy)
 
     assert_refused(answer, 422, None)
     fields = [error["field"] for error in answer.json()["errors"]]
@@ -229,7 +229,7 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str
             inner = inner[key]
         alike = [value for value in leaves(export) if type(value) is type(inner[last])]
         inner[last] = data.draw(st.sampled_from(alike) | ODD if alike else ODD)
-    answer = http.post("/api/jobs/import", content=json.dumps(copy), headers=JSON)
+    answer = http.post("/api/import", content=json.dumps(copy), headers=JSON)
 
     assert answer.status_code in {201, 409, 422}, answer.text
     if answer.status_code == 201:
@@ -237,7 +237,7 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str
         assert view(http, job_id)["job"]["stage"] in {"pruning", "bandit"}
         again = renamed(http.get(f"/api/jobs/{job_id}/export").json())
         again["job"]["job_id_prefix"] = "move"
-        assert http.post("/api/jobs/import", json=again).status_code == 201
+        assert http.post("/api/import", json=again).status_code == 201
         for _ in range(3):
             suggested = http.get("/jobs/batch_size", params={"job_id": job_id})
             assert suggested.status_code in {200, 409}, suggested.text

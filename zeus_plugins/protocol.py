@@ -101,7 +101,7 @@ class Paths:
     POWER_PROFILE = "/trials/power_profile"
     # Read API
     API_JOBS = "/api/jobs"
-    IMPORT = "/api/jobs/import"
+    IMPORT = "/api/import"
     HEALTH = "/health/live"
     READY = "/health/ready"
     VERSION = "/version"

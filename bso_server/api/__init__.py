@@ -14,7 +14,6 @@ HANDLERS = [
     training.delete_job,
     jobs.list_jobs,
     jobs.show_job,
-    jobs.show_job_named_import,
     jobs.list_trials,
     jobs.list_arms,
     jobs.list_epochs,

@@ -6,13 +6,13 @@ from http import HTTPStatus
 
 from litestar import get, post
 from litestar.openapi.spec import SecurityRequirement
+from litestar.params import JSONBody
 
 from bso_server.api.auth import needs
+from bso_server.api.parameters import Reader, Service
 from bso_server.api.responses import errors
 from bso_server.core.access import Scope
-from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_IMPORT_BYTES, JobExport, Liveness, VersionView
-from bso_server.service.queries import JobReader
 from zeus_plugins.protocol import JobSummary, Paths
 
 # In the OpenAPI document: no token is needed.
@@ -31,7 +31,7 @@ _OPEN: list[SecurityRequirement] = [{}]
         HTTPStatus.UNPROCESSABLE_ENTITY,
     ),
 )
-async def import_job(data: JobExport, service: BatchSizeService) -> JobSummary:
+async def import_job(data: JSONBody[JobExport], service: Service) -> JobSummary:
     """Create a job with all its trials from what another server exported."""
     return await service.import_job(data)
 
@@ -49,13 +49,13 @@ async def live() -> Liveness:
     security=_OPEN,
     responses=errors(HTTPStatus.SERVICE_UNAVAILABLE, always=()),
 )
-async def ready(reader: JobReader) -> Liveness:
+async def ready(reader: Reader) -> Liveness:
     """Say whether the database answers and has the right schema."""
     await reader.check_ready()
     return Liveness()
 
 
 @get(Paths.VERSION, summary="What is running", opt=needs(None), security=_OPEN, responses=errors(always=()))
-async def show_version(reader: JobReader) -> VersionView:
+async def show_version(reader: Reader) -> VersionView:
     """The version of the server, and of the schema that it needs."""
     return reader.version()

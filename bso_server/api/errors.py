@@ -131,7 +131,7 @@ def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
     """What the client calls a field; a handler may have another name for a parameter."""
     parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
     names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
-    return getattr(names, "query", None) or getattr(names, "header", None) or key
+    return getattr(names, "name", None) or key
 
 
 def _without_prefix(message: str) -> str:

@@ -8,9 +8,10 @@ from litestar import get
 
 from bso_server.api.parameters import (
     JobCursor,
-    JobId,
     JobIdPrefix,
+    JobInPath,
     Limit,
+    Reader,
     Since,
     StageFilter,
     StateFilter,
@@ -27,7 +28,6 @@ from bso_server.service.messages import (
     PowerProfileList,
     TrialPage,
 )
-from bso_server.service.queries import JobReader
 from zeus_plugins.protocol import JobList, JobView, Paths
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
@@ -36,7 +36,7 @@ _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 @get(Paths.API_JOBS, summary="List jobs", responses=errors(HTTPStatus.UNPROCESSABLE_ENTITY))
 async def list_jobs(
-    reader: JobReader,
+    reader: Reader,
     prefix: JobIdPrefix = None,
     stage: StageFilter = None,
     limit: Limit = DEFAULT_PAGE,
@@ -47,21 +47,15 @@ async def list_jobs(
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
-async def show_job(job_id: JobId, reader: JobReader) -> JobView:
+async def show_job(job_id: JobInPath, reader: Reader) -> JobView:
     """One job with its arms and all of its trials."""
     return await reader.show_job(job_id)
 
 
-@get(Paths.IMPORT, include_in_schema=False)
-async def show_job_named_import(reader: JobReader) -> JobView:
-    """The job of that name, whose path is also another route's."""
-    return await reader.show_job("import")
-
-
 @get(_JOB + "/trials", summary="List trials", responses=_ERRORS)
 async def list_trials(
-    job_id: JobId,
-    reader: JobReader,
+    job_id: JobInPath,
+    reader: Reader,
     in_state: StateFilter = None,
     limit: Limit = DEFAULT_PAGE,
     cursor: TrialCursor = 0,
@@ -71,36 +65,36 @@ async def list_trials(
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
-async def list_arms(job_id: JobId, reader: JobReader) -> ArmList:
+async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
     """What is known of each of the job's batch sizes."""
     return await reader.list_arms(job_id)
 
 
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
-async def list_epochs(job_id: JobId, trial_number: TrialNumber, reader: JobReader) -> EpochList:
+async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
     """Every report of a trial that is kept, in order."""
     return await reader.list_epochs(job_id, trial_number)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)
-async def list_events(job_id: JobId, reader: JobReader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventPage:
+async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventPage:
     """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
     return await reader.list_events(job_id, since=since, limit=limit)
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
-async def list_power_profiles(job_id: JobId, reader: JobReader) -> PowerProfileList:
+async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
     """What the job's trials have measured of power limits, in order of dispatch."""
     return await reader.list_power_profiles(job_id)
 
 
 @get(_JOB + "/export", summary="Export a job", responses=_ERRORS)
-async def export_job(job_id: JobId, reader: JobReader) -> JobExport:
+async def export_job(job_id: JobInPath, reader: Reader) -> JobExport:
     """Everything that is kept of the job, to be imported elsewhere."""
     return await reader.export_job(job_id)
 
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
-async def trials_csv(job_id: JobId, reader: JobReader) -> str:
+async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
     """All of the job's trials as a table, with a header line."""
     return await reader.trials_csv(job_id)

@@ -1,7 +1,7 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
 Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
-Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`routes.report`).
+Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.report`).
 """
 
 from __future__ import annotations

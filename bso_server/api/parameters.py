@@ -1,21 +1,32 @@
-"""Parameters beside the body."""
+"""What handlers take beside the body: parameters of the request, and the service that answers it."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from litestar.params import Parameter
+from litestar.di import NamedDependency
+from litestar.params import HeaderParameter, PathParameter, QueryParameter
 
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_PAGE
+from bso_server.service.queries import JobReader
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, Stage, TrialState
+
+Service = NamedDependency[BatchSizeService]
+
+Reader = NamedDependency[JobReader]
 
 # The largest number that every database takes for an integer column.
 _LARGEST = 2**31 - 1
 
-JobId = Annotated[str, Parameter(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")]
+JobInPath = Annotated[str, PathParameter(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")]
 
-_IDEMPOTENCY_KEY = Parameter(
-    header="Idempotency-Key",
+JobInQuery = Annotated[
+    str, QueryParameter(name="job_id", pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")
+]
+
+_IDEMPOTENCY_KEY = HeaderParameter(
+    name="Idempotency-Key",
     pattern=r"^[\x21-\x7e]+$",
     min_length=1,
     max_length=255,
@@ -26,28 +37,28 @@ IdempotencyKey = Annotated[str | None, _IDEMPOTENCY_KEY]
 
 RequiredIdempotencyKey = Annotated[str, _IDEMPOTENCY_KEY]
 
-TrialNumber = Annotated[int, Parameter(ge=1, le=_LARGEST, description="The trial, counting from 1 within the job.")]
+TrialNumber = Annotated[int, PathParameter(ge=1, le=_LARGEST, description="The trial, counting from 1 within the job.")]
 
 JobIdPrefix = Annotated[
     str | None,
-    Parameter(
-        query="prefix",
+    QueryParameter(
+        name="prefix",
         pattern=ID_PATTERN,
         max_length=MAX_ID_LENGTH,
         description="Only jobs that were registered with this job_id_prefix.",
     ),
 ]
 
-StageFilter = Annotated[Stage | None, Parameter(query="stage", description="Only jobs in this stage.")]
+StageFilter = Annotated[Stage | None, QueryParameter(name="stage", description="Only jobs in this stage.")]
 
-StateFilter = Annotated[TrialState | None, Parameter(query="state", description="Only trials in this state.")]
+StateFilter = Annotated[TrialState | None, QueryParameter(name="state", description="Only trials in this state.")]
 
-Limit = Annotated[int, Parameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
+Limit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
 
 JobCursor = Annotated[
     str | None,
-    Parameter(
-        query="cursor",
+    QueryParameter(
+        name="cursor",
         pattern=ID_PATTERN,
         max_length=MAX_ID_LENGTH,
         description="The next_cursor of the page before; absent: the first page.",
@@ -56,12 +67,12 @@ JobCursor = Annotated[
 
 TrialCursor = Annotated[
     int,
-    Parameter(
-        query="cursor",
+    QueryParameter(
+        name="cursor",
         ge=0,
         le=_LARGEST,
         description="The next_cursor of the page before; absent: the first page.",
     ),
 ]
 
-Since = Annotated[int, Parameter(ge=0, le=_LARGEST, description="Only what happened after this event.")]
+Since = Annotated[int, QueryParameter(ge=0, le=_LARGEST, description="Only what happened after this event.")]

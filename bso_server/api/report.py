@@ -2,7 +2,7 @@
 
 Litestar still routes the request, limits its rate, lets `AccessControl` see it, and answers its errors. Reading the
 body and writing the answer are done here: the way there through a Litestar handler costs as much as all else that a
-report needs. `routes.openapi` describes the route.
+report needs. `api.openapi` describes the route.
 """
 
 from __future__ import annotations

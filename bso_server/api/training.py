@@ -1,6 +1,6 @@
 """The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits.
 
-The fifth one, ``POST /report``, is in `routes.report`.
+The fifth one, ``POST /report``, is in `api.report`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from http import HTTPStatus
 
 from litestar import Response, delete, get, patch, post, put
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import JSONBody
 
 from bso_server.api.auth import CallerRequest, needs
-from bso_server.api.parameters import IdempotencyKey, JobId, RequiredIdempotencyKey
+from bso_server.api.parameters import IdempotencyKey, JobInQuery, RequiredIdempotencyKey, Service
 from bso_server.api.responses import errors
 from bso_server.core.access import Scope
-from bso_server.service.batch_size_service import BatchSizeService
 from zeus_plugins.protocol import (
     Heartbeat,
     HeartbeatResponse,
@@ -44,7 +44,7 @@ _BODY = (
         **errors(HTTPStatus.CONFLICT, *_BODY),
     },
 )
-async def register_job(data: JobRegistration, service: BatchSizeService) -> Response[JobRegistration]:
+async def register_job(data: JSONBody[JobRegistration], service: Service) -> Response[JobRegistration]:
     """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
     registration, created = await service.register(data)
     return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
@@ -57,7 +57,10 @@ async def register_job(data: JobRegistration, service: BatchSizeService) -> Resp
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def suggest(
-    job_id: JobId, service: BatchSizeService, request: CallerRequest, idempotency_key: IdempotencyKey = None
+    job_id: JobInQuery,
+    service: Service,
+    request: CallerRequest,
+    idempotency_key: IdempotencyKey = None,
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
     return await service.suggest(job_id, idempotency_key, caller=request.user)
@@ -70,7 +73,10 @@ async def suggest(
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
 async def record_offline(
-    data: OfflineTrial, service: BatchSizeService, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
+    data: JSONBody[OfflineTrial],
+    service: Service,
+    request: CallerRequest,
+    idempotency_key: RequiredIdempotencyKey,
 ) -> TrialDispatch:
     """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
     return await service.record_offline(data, idempotency_key, caller=request.user)
@@ -82,7 +88,7 @@ async def record_offline(
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
 )
-async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRequest) -> None:
+async def end_trial(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
     await service.end_trial(data, caller=request.user)
 
@@ -93,7 +99,7 @@ async def end_trial(data: TrialEnd, service: BatchSizeService, request: CallerRe
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
-async def heartbeat(data: Heartbeat, service: BatchSizeService, request: CallerRequest) -> HeartbeatResponse:
+async def heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
     return await service.heartbeat(data, caller=request.user)
 
@@ -104,7 +110,7 @@ async def heartbeat(data: Heartbeat, service: BatchSizeService, request: CallerR
     opt=needs(Scope.REPORT),
     responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
 )
-async def store_power_profile(data: TrialPowerProfile, service: BatchSizeService, request: CallerRequest) -> None:
+async def store_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
     await service.store_power_profile(data, caller=request.user)
 
@@ -116,6 +122,6 @@ async def store_power_profile(data: TrialPowerProfile, service: BatchSizeService
     opt=needs(Scope.ADMIN),
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
-async def delete_job(job_id: JobId, service: BatchSizeService) -> None:
+async def delete_job(job_id: JobInQuery, service: Service) -> None:
     """Delete a job with all its trials."""
     await service.delete_job(job_id)

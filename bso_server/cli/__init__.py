@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import uvicorn
@@ -51,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bso-server", description="The batch size optimization server.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run the server")

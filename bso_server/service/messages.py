@@ -280,7 +280,7 @@ class TrialExport(WireMessage):
 
 
 class JobExport(WireMessage):
-    """A whole job: answer of ``GET /api/jobs/{job_id}/export``, body of ``POST /api/jobs/import``.
+    """A whole job: answer of ``GET /api/jobs/{job_id}/export``, body of ``POST /api/import``.
 
     Attributes:
         format: Says what this is.
