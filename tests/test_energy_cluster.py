@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.servers import free_port
+from tests.support.ranks import run_ranks
+from tests.support.warm import TORCH
 from zeus_plugins.energy import ClusterMonitor, EstimateMonitor
 from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
-
-ROOT = Path(__file__).parent.parent
-LONG_S = 120.0
 
 
 @pytest.fixture(scope="module", name="stories")
 def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of the two nodes tells of each scene."""
     folder = tmp_path_factory.mktemp("nodes")
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.two_nodes", str(folder)],
-            env=os.environ | address | {"RANK": str(rank)},
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            _, errors = rank.communicate(timeout=LONG_S)
-            assert rank.returncode == 0, errors
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    status = run_ranks("tests.support.two_nodes", str(folder), modules=TORCH, output=folder / "output")
+    assert status == [0, 0], (folder / "output").read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -3,47 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.servers import Server, free_port
+from tests.support.ranks import run_ranks
+from tests.support.servers import Server
+from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client.http import BsoClient
 
-LIMIT_S = 120
 JOB_ID = "digits-nodes"
-REPOSITORY = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("training", ["lightning_nodes", "hf_nodes"])
 def test_the_energy_of_both_nodes_is_reported_and_logged(server: Server, tmp_path: Path, training: str) -> None:
-    here = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **here}
-    nodes = []
-    for rank in range(2):
-        with (tmp_path / f"output{rank}").open("w") as output:
-            nodes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", f"tests.{training}", server.url, JOB_ID, str(tmp_path)],
-                    cwd=REPOSITORY,
-                    env=os.environ
-                    | address
-                    | {"NODE_RANK": str(rank)}
-                    | ({"RANK": str(rank)} if training == "hf_nodes" else {}),
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for rank, node in enumerate(nodes):
-            assert node.wait(timeout=LIMIT_S) == 0, (tmp_path / f"output{rank}").read_text()
-    finally:
-        for node in nodes:
-            node.kill()
-            node.wait()
+    framework = LIGHTNING if training == "lightning_nodes" else TRANSFORMERS
+    command = [f"tests.support.{training}", server.url, JOB_ID, str(tmp_path)]
+    status = run_ranks(*command, modules=framework, output=tmp_path / "output", nodes=2)
+    assert status == [0, 0], (tmp_path / "output").read_text()
 
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["steps"] == second["steps"] > 0

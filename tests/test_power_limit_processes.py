@@ -5,43 +5,29 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.power_limit_bench import BEST_W, FOUND_W, is_as_the_table
-from tests.support.servers import Server, free_port
+from tests.support.ranks import run_ranks
+from tests.support.servers import Server
+from tests.support.warm import LIGHTNING, TRANSFORMERS
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.power_limit import PowerLimitProfile
 
-ROOT = Path(__file__).parent.parent
-LIMIT_S = 180
 PER_EPOCH = 6
 
 
 def run(framework: str, folder: Path, *arguments: str) -> list[dict[str, Any]]:
     """What each of the processes saw."""
-    command = (
-        f"torch.distributed.run --nproc_per_node 2 --master_port {free_port()} -m tests.support.power_limit_processes"
+    status = run_ranks(
+        *("tests.support.power_limit_processes", str(folder), framework, *arguments),
+        modules=LIGHTNING if framework == "lightning" else TRANSFORMERS,
+        output=folder / "output",
     )
-    with (folder / "output").open("w") as output:
-        training = subprocess.Popen(
-            [sys.executable, "-m", *command.split(), str(folder), framework, *arguments],
-            cwd=ROOT,
-            start_new_session=True,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        status = training.wait(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(training.pid, signal.SIGKILL)
-        pytest.fail(f"the processes hang: {(folder / 'output').read_text()}")
-    assert status == 0, (folder / "output").read_text()
+    assert status == [0, 0], (folder / "output").read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

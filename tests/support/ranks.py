@@ -1,0 +1,75 @@
+"""The processes of one distributed training, as ``torchrun`` starts and ends them, but in an instant.
+
+What ``torchrun`` and other launchers do themselves is left to the tests that start those.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.support import warm
+from tests.support.servers import free_port
+
+# A process that waits for another one for ever shows as a test that fails by this limit.
+LIMIT_S = 240.0
+POLL_S = 0.02
+# Longer than a process needs to end that is told to.
+GRACE_S = 30.0
+
+
+def run_ranks(
+    *command: str,
+    modules: Sequence[str],
+    output: Path,
+    nodes: int = 1,
+    environ: Mapping[str, str] | None = None,
+) -> list[int]:
+    """Run ``python -m`` with a module's name and its arguments on two ranks; both have ended.
+
+    As with ``torchrun``, when one fails the other is told to end.
+
+    Args:
+        command: The module and the arguments.
+        modules: What the processes need to have imported.
+        output: The file for what they all say.
+        nodes: The number of nodes that this machine plays: 1 or 2.
+        environ: Variables that they have beside the tests' own.
+
+    Returns:
+        The exit status of each rank.
+
+    Raises:
+        AssertionError: Not all have ended in time.
+    """
+    common = {
+        **os.environ,
+        **(environ or {}),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": str(2 // nodes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "TORCHELASTIC_RUN_ID": "tests",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = []
+    for rank in range(2):
+        node = rank if nodes == 2 else 0
+        own = {"RANK": rank, "LOCAL_RANK": rank - node, "GROUP_RANK": node, "NODE_RANK": node}
+        own_environ = common | {name: str(number) for name, number in own.items()}
+        ranks.append(warm.start(*command, modules=modules, output=output, environ=own_environ))
+    deadline = time.monotonic() + LIMIT_S
+    try:
+        while None in (ended := [rank.poll() for rank in ranks]):
+            if any(ended):
+                for rank in ranks:
+                    rank.terminate()
+                return [rank.wait(GRACE_S) for rank in ranks]
+            assert time.monotonic() < deadline, f"the processes hang: {output.read_text()}"
+            time.sleep(POLL_S)
+        return [rank.wait() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
