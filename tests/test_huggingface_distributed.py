@@ -19,7 +19,9 @@ if not os.environ.get("CI"):
 
 from tests.support.hf_distributed_training import BATCH_SIZE, NOWHERE, WAYS, WORLD_SIZE, batch_size_of
 from tests.support.hf_models import TRAIN_IMAGES
+from tests.support.ranks import run_ranks
 from tests.support.servers import Server, free_port
+from tests.support.warm import TRANSFORMERS
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState, TrialView
 
@@ -40,8 +42,14 @@ ENDS_AT_ONCE = {"unreachable", "without server", "never", "memory"}
 PER_PROCESS = BATCH_SIZE // WORLD_SIZE
 
 
+def run(server_url: str, folder: Path, *ways: str) -> bool:
+    """Train on two processes; whether both ended well."""
+    command = ["tests.support.hf_distributed_training", server_url, JOB_ID, str(folder), *ways]
+    return not any(run_ranks(*command, modules=TRANSFORMERS, output=folder / "output"))
+
+
 def launch(launcher: str, server_url: str, folder: Path, *ways: str) -> int:
-    """Train on two processes.
+    """Train on two processes that a launcher starts.
 
     Returns:
         The launcher's exit status.
@@ -95,8 +103,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
     folder = tmp_path_factory.mktemp("ran")
     server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
     server.start()
-    status = launch("torchrun", server.url, folder, *(way for way in WAYS if way != "memory"))
-    assert status == 0, (folder / "output").read_text()
+    went_well = run(server.url, folder, *(way for way in WAYS if way != "memory"))
+    assert went_well, (folder / "output").read_text()
     yield Ran(server, folder)
     server.kill()
 
@@ -137,14 +145,22 @@ def test_both_processes_train_without_the_server(ran: Ran) -> None:
         assert set(seen["sizes"][:-1]) == {PER_PROCESS}
 
 
-def test_accelerate_launch(server: Server, tmp_path: Path) -> None:
-    assert launch("accelerate", server.url, tmp_path, "plain") == 0, (tmp_path / "output").read_text()
+def test_memory_that_runs_out_on_another_process_is_told(server: Server, tmp_path: Path) -> None:
+    run(server.url, tmp_path, "memory")
+    assert only_trial(server, "memory").state is TrialState.INFEASIBLE, (tmp_path / "output").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_launchers(server: Server, tmp_path: Path, launcher: str) -> None:
+    assert launch(launcher, server.url, tmp_path, "plain") == 0, (tmp_path / "output").read_text()
     for seen in seen_by_each(tmp_path, "plain"):
         assert set(seen["sizes"][:-1]) == {PER_PROCESS}
         assert seen["steps"] == -(-TRAIN_IMAGES // BATCH_SIZE)
     assert only_trial(server, "plain").state is TrialState.COMPLETED
 
 
-def test_memory_that_runs_out_on_another_process_is_told(server: Server, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_memory_that_runs_out_on_another_process_is_told_under_torchrun(server: Server, tmp_path: Path) -> None:
     launch("torchrun", server.url, tmp_path, "memory")
     assert only_trial(server, "memory").state is TrialState.INFEASIBLE, (tmp_path / "output").read_text()
