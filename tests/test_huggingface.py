@@ -125,7 +125,7 @@ class Meddler(TrainerCallback):
 
 def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), Meddler())
-    with pytest.raises(ZeusBSOConfigError, match=r"delivers \[48.0\] samples per batch instead of 12"):
+    with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
         trainer.train()
     assert sizes_of(trainer) == []
 

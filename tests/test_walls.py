@@ -135,6 +135,33 @@ def test_only_adapters_import_frameworks(module: str) -> None:
     assert is_adapter or not offenders(imports(module), FRAMEWORKS)
 
 
+@pytest.mark.parametrize("module", modules("zeus_plugins/training/*.py"))
+def test_a_training_is_decided_without_a_framework(module: str) -> None:
+    names = imports(module)
+    assert not offenders(names, {"zeus_plugins.huggingface", "zeus_plugins.lightning"})
+    assert module != "zeus_plugins/training/metrics.py" or own(names) == {
+        "zeus_plugins.errors",
+        "zeus_plugins.errors.ZeusBSOConfigError",
+    }
+
+
+# What the public classes of a framework do not offer has one place, which the contract tests check.
+@pytest.mark.parametrize("module", modules("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py"))
+def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> None:
+    if module.endswith("/_trainer.py"):
+        return
+    tree = ast.parse((ROOT / module).read_text())
+    private = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.endswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+    assert not private
+
+
 @pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
 def test_only_the_client_and_its_way_to_the_server_in_this_process_know_httpx(module: str) -> None:
     knows = module in {"zeus_plugins/client/http.py", "zeus_plugins/client/local.py"}

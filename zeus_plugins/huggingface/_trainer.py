@@ -1,26 +1,159 @@
-"""What the callbacks need to know of the Hugging Face Trainer."""
+"""Hugging Face's Trainer as the callbacks need it: its private attributes and the patches of it stand here.
+
+`_attach.py` has the wrapping of `Trainer.train`. `tests/test_huggingface_contract.py` checks all of them against the
+transformers and accelerate that are installed.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
 
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import Trainer, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
-from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOOperationOrderError
+from zeus_plugins.training import run
 from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
+from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
 
-T = TypeVar("T")
+__all__ = [
+    "HuggingFacePort",
+    "afterwards",
+    "all_gathered",
+    "already_training",
+    "arguments_of_train",
+    "beforehand",
+    "checkpointed",
+    "cluster_of",
+    "gpu_indices",
+    "log",
+    "node_monitor",
+    "not_attached",
+    "processes_here",
+    "saved_in_checkpoint",
+    "trainer_under_construction",
+]
 
 
-_logger = logging.getLogger("zeus_plugins")
+class HuggingFacePort:
+    """A `TrainerPort` of Hugging Face's Trainer.
+
+    Args:
+        trainer: The trainer, before `train` has done anything.
+
+    Attributes:
+        control: That of the present event; another callback may put one in place of the trainer's.
+    """
+
+    no_accumulation = None
+    keeps_optimizers = True
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self.control = trainer.control
+        self._args = args = trainer.args
+        self.rank = args.process_index
+        self.local_rank = args.local_process_index
+        self.world_size = args.world_size
+        self.spans_nodes = args.world_size > processes_here(args)
+        # Tensor, context and sequence parallelism have several processes work on the same data.
+        per_process = trainer._train_batch_size * args.gradient_accumulation_steps
+        self._processes = trainer.get_total_train_batch_size(args) // per_process
+        self._devices_here = max(1, args.n_gpu)
+        self.devices = self._processes * self._devices_here
+
+    @property
+    def gpu_indices(self) -> Sequence[int]:
+        """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
+        return gpu_indices(self._args)
+
+    @property
+    def accumulation(self) -> int:
+        """Batches per optimizer step, as is in force now."""
+        return self._args.gradient_accumulation_steps
+
+    def broadcast(self, thing: Any) -> Any:
+        """Return what process 0 passes."""
+        return broadcast_object_list([thing])[0]
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        """Return what each process passes."""
+        return all_gathered(thing)
+
+    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+        """Set the arguments, and the size of every train loader there will be."""
+        trainer, args = self._trainer, self._args
+        # With split batches, accelerate deals the trainer's batch out to all processes.
+        shares = self._processes if trainer.accelerator.split_batches else 1
+        patches.set_attribute(args, "per_device_train_batch_size", split.per_device * shares)
+        patches.set_attribute(args, "gradient_accumulation_steps", split.accumulation)
+        patches.set_attribute(args, "auto_find_batch_size", False)  # it would shrink the size within the training
+        patches.set_attribute(trainer, "_train_batch_size", args.train_batch_size)
+
+        def resize(loader: Any) -> None:
+            if _rebalancing_sampler(loader) is None:  # that one follows the arguments
+                resize_process_loader(loader, split.per_device * self._devices_here, self._processes, patches)
+
+        afterwards(trainer, "get_train_dataloader", resize, patches)
+
+    def delivered(self) -> set[float | None]:
+        """Samples per batch and device that the parts of the present train loader would deliver."""
+        loader = self._trainer.callback_handler.train_dataloader
+        sampler = _rebalancing_sampler(loader)
+        if sampler is None:
+            return {size / self._devices_here for size in process_batch_sizes(loader, self._processes)}
+        return {sampler.effective_batch_size / (self.devices * self.accumulation)}
+
+    def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The optimizer and its scheduler."""
+        return [self._trainer.optimizer], [self._trainer.lr_scheduler]
+
+    def log(self, metrics: dict[str, float]) -> None:
+        """Have all callbacks that log take note."""
+        self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
+
+    def stop(self) -> None:
+        """Have `train` end."""
+        self.control.should_training_stop = True
+
+
+def arguments_of_train(
+    resume_from_checkpoint: Any = None, trial: Any = None, *_: Any, **__: Any
+) -> tuple[str | bool | None, Any]:
+    """The arguments of `Trainer.train` that concern a trial: the checkpoint, and the trial of a search."""
+    return resume_from_checkpoint, trial
+
+
+def saved_in_checkpoint(
+    checkpoint: str | os.PathLike[str] | bool, args: TrainingArguments, key: str
+) -> Mapping[str, Any] | None:
+    """What `checkpointed` had under this key when a checkpoint was saved, if anything.
+
+    Args:
+        checkpoint: Its folder; True is the latest of the trainer's own folder.
+        args: The trainer's.
+        key: The name.
+    """
+    find_latest: Callable[[str | None], str | None] = get_last_checkpoint  # it has no annotations
+    folder = find_latest(args.output_dir) if isinstance(checkpoint, bool) else checkpoint
+    if folder is None:
+        return None
+    try:
+        state = json.loads(Path(folder, TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:  # the trainer says so better
+        return None
+    saved: Mapping[str, Any] | None = (state.get("stateful_callbacks") or {}).get(key)
+    return saved
 
 
 def not_attached() -> ZeusBSOOperationOrderError:
@@ -86,21 +219,13 @@ def afterwards(trainer: Trainer, name: str, then: Callable[[Any], None], patches
     patches.set_attribute(trainer, name, extended)
 
 
-def node_monitor(args: TrainingArguments, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    return energy.adapted(monitor) if monitor is not None else energy.auto(device_indices=gpu_indices(args))
+def node_monitor(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
+    return run.node_monitor(HuggingFacePort(trainer), monitor)
 
 
 def cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
     """What measures a training on several machines, made by all processes together; None for one machine."""
-    args = trainer.args
-    if args.world_size <= processes_here(args):
-        return None
-    measures = args.local_process_index == 0
-    return ClusterMonitor(
-        (lambda: node_monitor(args, monitor)) if measures else None,
-        rank=args.process_index,
-        all_gather=all_gathered,
-    )
+    return run.cluster_monitor(HuggingFacePort(trainer), monitor)
 
 
 def processes_here(args: TrainingArguments) -> int:
@@ -119,3 +244,11 @@ def gpu_indices(args: TrainingArguments) -> Sequence[int]:
 
 def all_gathered(thing: object) -> list[Any]:
     return cast("list[Any]", gather_object([thing]))
+
+
+def _rebalancing_sampler(loader: Any) -> Any:
+    """The sampler that makes a step's batches of different sizes (``train_sampling_strategy="batch_rebalance"``)."""
+    sampler = getattr(loader, "batch_sampler", None)
+    while sampler is not None and not hasattr(sampler, "effective_batch_size"):
+        sampler = getattr(sampler, "batch_sampler", None)
+    return sampler

@@ -82,7 +82,7 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
             self._cluster.synchronize()
         if not state.is_world_process_zero:
             return
-        monitor = self._cluster or node_monitor(args, self._energy_monitor)
+        monitor = self._cluster or node_monitor(self._trainer, self._energy_monitor)
         meter = EpochMeter(monitor, checkpointed(state).get(_ENERGY_STATE_KEY))
         meter.begin()
         self._meter, self._totals = meter, meter.totals

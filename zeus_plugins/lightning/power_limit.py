@@ -17,6 +17,7 @@ from zeus_plugins.lightning._trainer import (
     LightningModule,
     Trainer,
     all_gathered,
+    delivered_batch_sizes,
     gpu_indices,
     is_rehearsal,
 )
@@ -29,7 +30,6 @@ from zeus_plugins.power_limit import (
     ZeusCost,
 )
 from zeus_plugins.power_limit.options import ProfilerOptions, Rank, choice_of
-from zeus_plugins.training.loaders import delivered_batch_size
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
@@ -227,9 +227,8 @@ def _rank(trainer: Trainer) -> Rank:
 
 def _delivered_batch_size(trainer: Trainer) -> int | None:
     """The global batch size that the train loaders deliver, or None when they do not say."""
-    combined = trainer.fit_loop._combined_loader
-    per_device = None if combined is None else delivered_batch_size(combined.flattened[0])
-    return None if per_device is None else per_device * trainer.world_size * trainer.accumulate_grad_batches
+    per_device = next(iter(delivered_batch_sizes(trainer)), None)
+    return None if per_device is None else int(per_device) * trainer.world_size * trainer.accumulate_grad_batches
 
 
 def _batches_in_a_row(trainer: Trainer) -> int | None:

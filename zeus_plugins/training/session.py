@@ -111,6 +111,21 @@ class TrialInfo(WireMessage):
             raise ValueError("a trial has a trial_number, or a key by which it is recorded")
         return self
 
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Self:
+        """The trial that a checkpoint holds.
+
+        Args:
+            state: What `TrialSession.state_dict` returned, with a trial.
+
+        Raises:
+            ZeusBSOConfigError: It is something else.
+        """
+        try:
+            return cls.model_validate(dict(state))
+        except ValidationError as error:
+            raise ZeusBSOConfigError(f"the checkpoint holds no trial that can be continued: {error}") from None
+
     @property
     def trial_id(self) -> TrialId | None:
         """The trial's name on the wire; None while the server has not recorded it."""
@@ -124,8 +139,8 @@ class TrialInfo(WireMessage):
         return "the offline trial" if self.trial_number is None else f"trial {self.trial_number}"
 
     @property
-    def is_ours(self) -> bool:
-        """Whether its server is one of this project: Zeus's gives no reasons, and knows no heartbeats."""
+    def has_extended_server(self) -> bool:
+        """Whether its server takes more than Zeus's does, such as heartbeats: Zeus's gives no reasons."""
         return self.reason is not None
 
     @property
@@ -322,7 +337,7 @@ class TrialSession:
                 "(%s) than its cost: give both callbacks the same energy_monitor",
                 choice.gpus,
             )
-        elif self.trial.is_ours:
+        elif self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -373,10 +388,7 @@ class TrialSession:
             return
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
-        try:
-            self._trial = TrialInfo.model_validate(dict(state))
-        except ValidationError as error:
-            raise ZeusBSOConfigError(f"the checkpoint holds no trial that can be continued: {error}") from None
+        self._trial = TrialInfo.restored(state)
         if self._job.job_id not in (None, self._trial.job_id):
             _logger.warning(
                 "the checkpoint belongs to job %s, not to job %s: continuing its trial there",
@@ -412,7 +424,7 @@ class TrialSession:
         elif trial.unmeasured is not None:
             closed = f"its energy could not be measured: {trial.unmeasured}"
         else:
-            closed = self._take_up(trial)
+            closed = self._continue_on_server(trial)
         trial = self.trial
         if closed is None:
             _logger.info(
@@ -428,7 +440,7 @@ class TrialSession:
         )
         return False
 
-    def _take_up(self, trial: TrialInfo) -> str | None:
+    def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Go on with a checkpoint's trial. Why the server takes no more reports on it, or None when it does."""
         registration = self._registration_of(trial)
         sender = self._sender(registration, trial)
@@ -437,7 +449,7 @@ class TrialSession:
         try:
             trial_id = trial.trial_id or recorded(self._client, sender)
             self._update(trial_number=trial_id.trial_number)
-            heard = self._client.heartbeat(trial_id, regular=False) if trial.is_ours else None
+            heard = self._client.heartbeat(trial_id, regular=False) if trial.has_extended_server else None
         except ZeusBSORuntimeError as error:
             if error.status == HTTPStatus.NOT_FOUND and not error.is_foreign:
                 return str(error)
@@ -514,7 +526,7 @@ class TrialSession:
             self._outbox,
             self._sender(registration, trial),
             trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
-            takes_heartbeats=trial.is_ours,
+            takes_heartbeats=trial.has_extended_server,
         )
         self._reporter = reporter
         if told_of is not None:  # Before its thread meets the same trouble.

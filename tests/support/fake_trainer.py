@@ -1,0 +1,104 @@
+"""A trainer without a framework, alone or as one rank of several, whose ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+from zeus_plugins.training.loaders import BatchSplit
+from zeus_plugins.training.patches import Patches
+
+T = TypeVar("T")
+
+# Ranks that wait for one that never comes break the test by this limit.
+LIMIT_S = 30.0
+
+
+class Group:
+    """Lets the threads that play the ranks exchange objects.
+
+    Args:
+        world_size: Their number.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._things: list[Any] = [None] * world_size
+        self._barrier = threading.Barrier(world_size)
+
+    def exchanged(self, rank: int, thing: Any) -> list[Any]:
+        self._things[rank] = thing
+        self._barrier.wait(LIMIT_S)
+        things = list(self._things)
+        self._barrier.wait(LIMIT_S)
+        return things
+
+
+class Loader:
+    batch_size = 16
+
+
+class FakeTrainer:
+    """A `TrainerPort` that does what it is told, and notes it."""
+
+    gpu_indices: Sequence[int] = ()
+    accumulation = 1
+    no_accumulation: str | None = None
+    keeps_optimizers = True
+    spans_nodes = False
+
+    def __init__(self, rank: int = 0, group: Group | None = None, devices: int | None = None) -> None:
+        self._group = group or Group(1)
+        self.rank = self.local_rank = rank
+        self.world_size = self._group.world_size
+        self.devices = devices or self.world_size
+        self.loader = Loader()
+        self.splits: list[BatchSplit] = []
+        self.optimizer = SimpleNamespace(param_groups=[{"lr": 0.1}], defaults={})
+        self.scheduler = SimpleNamespace(base_lrs=[0.1])
+        self.logged: list[dict[str, float]] = []
+        self.is_stopped = False
+
+    def broadcast(self, thing: Any) -> Any:
+        return self._group.exchanged(self.rank, thing)[0]
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        return self._group.exchanged(self.rank, thing)
+
+    def deliver(self, split: BatchSplit, patches: Patches) -> None:
+        self.splits.append(split)
+        patches.set_attribute(self, "accumulation", split.accumulation)
+        patches.set_attribute(self.loader, "batch_size", split.per_device)
+
+    def delivered(self) -> Collection[float | None]:
+        return [self.loader.batch_size]
+
+    def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        return [self.optimizer], [self.scheduler]
+
+    def log(self, metrics: dict[str, float]) -> None:
+        self.logged.append(metrics)
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+
+def on_each_rank(world_size: int, train: Callable[[FakeTrainer], T]) -> list[T | Exception]:
+    """What `train` returned or raised on each of several ranks."""
+    group = Group(world_size)
+    ends: list[Any] = [None] * world_size
+
+    def play(rank: int) -> None:
+        try:
+            ends[rank] = train(FakeTrainer(rank, group))
+        except Exception as error:
+            ends[rank] = error
+
+    threads = [threading.Thread(target=play, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * LIMIT_S)
+    return ends
