@@ -18,7 +18,7 @@ from bso_server.settings import Settings
 from tests.support.servers import Server, bso_server, free_port, wait_until_up
 from zeus_plugins.cli import main as zeus_plugins_main
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult
+from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult, TrialView
 
 JOB = JobRegistration(
     job_id="night.ly-1",
@@ -73,7 +73,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
         "infeasible": None,
     }
     first, second = shown["trials"]
-    assert first["reason"] == "exploring, round 1 of 2: the default"
+    assert first["reason"] == "exploring: your default size [round 1 of 2]"
     fields = ["trial_number", "batch_size", "state", "origin", "time_s", "energy_j", "energy_source", "cost_j"]
     assert [first[name] for name in fields] == [1, 16, "completed", "exploration", 5, 500, "nvml", 500]
     assert (first["epochs"], first["metric"]) == (3, 0.95)
@@ -82,12 +82,30 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
 
 
 def test_show_reads_well(used_server: Server) -> None:
-    text = bso_server("jobs", "show", "night.ly-1", "--database-url", used_server.database_url).stdout
+    show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
+    text, numbers = bso_server(*show).stdout, bso_server(*show, "--verbose").stdout
     assert text.splitlines()[0] == ("job night.ly-1: pruning stage, 2 trials, lowest cost 500 J, best batch size 16")
     assert "energy by nvml" in text
     # Nobody was asked for one.
     assert "TOKEN" not in text
-    assert "exploring, round 1 of 2: smaller than the default, 16" in text
+    assert "exploring: smaller than your default size, 16\n" in text
+    assert "exploring: smaller than your default size, 16 [round 1 of 2]\n" in numbers
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        (
+            "tried 8: could be cheaper than 32 (chance 75 %) [2 J, 3 J]",
+            "tried 8: could be cheaper than 32 (chance 75 %)",
+        ),
+        # As version 0.1 wrote it.
+        ("exploring, round 1 of 2: the default", "exploring, round 1 of 2: the default"),
+        ("", ""),
+    ],
+)
+def test_a_reason_without_its_numbers(reason: str, words: str) -> None:
+    assert TrialView.model_construct(reason=reason).reason_in_words == words
 
 
 def test_list(used_server: Server) -> None:

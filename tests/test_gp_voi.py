@@ -63,8 +63,7 @@ def test_until_one_reaches_the_target_sizes_are_tried_from_the_default_on() -> N
         assert (trial.batch_size, trial.origin) == (expected, Origin.EXPLORATION)
         assert run(life, trial, needed=math.inf).state is TrialState.EXHAUSTED
     assert suggest(life.history, life.rng).reason == (
-        "no size has reached the target yet in 7 trials: the nearest to the default, 64, of those that missed it "
-        "least often"
+        "no run has reached the target yet: 128 is near your default, 64 [7 trials missed it, those at 128 least often]"
     )
 
 
@@ -226,16 +225,19 @@ def test_reasons_have_the_numbers_in_them() -> None:
     reason = suggest(life.history, life.rng).reason
     # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
     for part in (
-        "worth a try: expected cost",
-        "expected cost 101.7 J at 64",
+        "tried 32: could be cheaper than 64 (chance ",
+        " %) [expected cost ",
+        " J at 32, 101.7 J at 64;",
         "chance to cost less 0.",
         "expected loss of",
     ):
         assert part in reason
     recur(life, 40, {8: 50, 16: 40, 32: 30, 64: 10, 128: 30}.__getitem__, lambda _: 10)
-    assert "the lowest known; not worth a try:" in suggest(life.history, life.rng).reason
+    assert suggest(life.history, life.rng).reason.startswith("best so far; a try of 128 would not pay [expected cost ")
     run(life, life.dispatch(32), needed=math.inf)
-    assert "no try after 1 in a row that missed the target" in suggest(life.history, life.rng).reason
+    reason = suggest(life.history, life.rng).reason
+    assert reason.startswith("best so far, after a run that missed the target [expected cost ")
+    assert reason.endswith(" J; 1 missed it in a row]")
 
 
 # --- When a trial is stopped ------------------------------------------------------------------------------------------
@@ -257,18 +259,18 @@ def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> Non
     life.trials[-1] = trial
     life.report(trial, 10.0, epoch=1, metric=0.0)
     trial = life.trials[-1]
-    assert trial.bound == EpochBound(20, "2 times the 10 expected")
+    assert trial.bound == EpochBound(20, "2 times the epochs that it should need [10]")
     assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=20)
     ended = run(life, trial, needed=math.inf)
     assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, 20)
     assert life.history.arms[64].belief.failures == 1
-    assert life.ask().bound == EpochBound(20, "2 times the 10 expected")
+    assert life.ask().bound == EpochBound(20, "2 times the epochs that it should need [10]")
     # From the second miss in a row on, it gets twice as many each time.
     life.move(life.trials[-1], TrialState.ABANDONED)
     assert run(life, life.dispatch(8), needed=math.inf, epoch_j=1000).epoch <= 2
     bound = life.ask().bound
     assert bound is not None
-    assert bound.reason.startswith("4 times the 10")
+    assert bound.reason.startswith("4 times the epochs that it should need [10")
 
 
 def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() -> None:
@@ -321,7 +323,7 @@ def test_whoever_was_sent_as_the_incumbent_is_treated_as_one() -> None:
     life.report(trial, 100.0, epoch=1, metric=0.0)
     bound = life.trials[1].bound
     assert bound is not None
-    assert bound.reason.startswith("2 times the")
+    assert bound.reason.startswith("2 times the epochs")
 
 
 def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:

@@ -45,13 +45,15 @@ def test_a_job_finds_its_cheapest_size_and_says_why(database_url: str) -> None:
         assert view.stage is Stage.BANDIT
         assert [trial.batch_size for trial in view.trials[-4:]] == [32] * 4
         assert {trial.origin for trial in view.trials[-4:]} == {Origin.INCUMBENT}
-        assert view.trials[0].reason == "no size has reached the target yet: the default"
-        assert "worth a try: expected cost" in view.trials[1].reason
+        assert view.trials[0].reason == "first run: your default size"
+        assert view.trials[1].reason_in_words == "tried 8: could be cheaper than 16 (chance 48 %)"
+        assert "[expected cost 417.4 J at 8, 406.7 J at 16; chance to cost less 0.48, " in view.trials[1].reason
         last = view.trials[-1]
         assert "expected cost" in last.reason
         assert last.epoch_bound == 8
         assert (last.epoch_bound_reason or "").startswith("2 times the ")
-        assert "; it has 8 epochs: 2 times the " in job_text(view)
+        assert "; at most 8 epochs: 2 times the epochs that it should need [4" in job_text(view, verbose=True)
+        assert "[" not in job_text(view)
 
     serve(database_url, use, policy=GP_VOI)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from itertools import pairwise
 from typing import NamedTuple
@@ -152,17 +153,28 @@ def test_reasons_come_with_their_numbers() -> None:
     reasons: list[str] = [reason(life)]
     live(life, lambda life: reasons.append(reason(life)))
     for number, *parts in (
-        (1, "round 1 of 2", "the default"),
-        (2, "round 1 of 2", "smaller than the default, 32"),
-        (4, "round 1 of 2", "larger than the default, 32"),
+        (1, "round 1 of 2", "your default size"),
+        (2, "round 1 of 2", "smaller than your default size, 32"),
+        (4, "round 1 of 2", "larger than your default size, 32"),
         (5, "round 2 of 2", "the cheapest of the round before"),
         (6, "round 2 of 2", "larger than the cheapest of the round before, 16"),
-        (9, "2 of the 3 times"),
+        (9, "measured 3 times; ", "was measured twice"),
         # 64 has cost 122, 106 and 204 J: mean 144, standard deviation 42.9; over √3: 25.
         (12, "draw 99.98 J", "lowest of 3 sizes", "144 ± 25 J from 3 runs"),
     ):
         for part in parts:
             assert part in reasons[number - 1]
+
+
+def test_a_draw_is_told_in_plain_words() -> None:
+    life = Life(JOB, np.random.default_rng(SEED))
+    reasons: list[str] = []
+    live(life, lambda life: reasons.append(reason(life)))
+    plain = {one.split(" [")[0] for one in reasons if "Thompson draw" in one}
+    assert "best so far" in plain
+    others = plain - {"best so far"}
+    assert others
+    assert all(re.fullmatch("tried (16|32|64) again: could be cheaper than (16|32|64)", one) for one in others)
 
 
 def test_runs_at_the_same_time() -> None:
@@ -184,7 +196,7 @@ def test_runs_at_the_same_time() -> None:
     complete(3, 98)
     ask(32, Origin.EXPLORATION)  # trial 5
     ask(8, Origin.CONCURRENT)  # trial 6: now 8 is
-    for part in ("trial 5 is still exploring 32", "98 J in trial 3"):
+    for part in ("while trial 5 explores 32: ", "98 J in trial 3"):
         assert part in reason(life)
     complete(2, 95)
     complete(6, 103)

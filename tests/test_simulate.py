@@ -335,7 +335,7 @@ def test_simulating_by_command(files: list[str], tmp_path: Path, capsys: pytest.
     with history.open(newline="") as lines:
         trials = list(csv.DictReader(lines))
     assert {trial["policy"] for trial in trials} == {"zeus", "gp_voi"}
-    assert trials[0]["reason"] == "exploring, round 1 of 2: the default"
+    assert trials[0]["reason"] == "exploring: your default size [round 1 of 2]"
     text = capsys.readouterr().out
     assert "digits/mlp  gp_voi" in text
 

@@ -9,6 +9,7 @@ This module is the only one that both packages import.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from datetime import datetime
 from enum import StrEnum
@@ -105,6 +106,10 @@ class Paths:
     HEALTH = "/health/live"
     READY = "/health/ready"
     VERSION = "/version"
+
+
+# The numbers behind a decision, which end its reason; those of version 0.1 have none in brackets.
+_NUMBERS = re.compile(r" \[[^\[\]]*\]$")
 
 
 class PolicyName(StrEnum):
@@ -423,7 +428,7 @@ class TrialDispatch(TrialId):
 
     Attributes:
         origin: Why a trial was dispatched; None from a Zeus server.
-        reason: The same in words, with numbers; None from a Zeus server.
+        reason: The same in words, with the numbers in brackets at the end; None from a Zeus server.
         stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
         power_profile: The newest profile that an earlier trial of the job at this batch size has left; None where there
             is none, for ``POST /trials`` (that training has begun), and from a Zeus server.
@@ -551,7 +556,7 @@ class TrialView(WireMessage):
         batch_size: Global batch size.
         state: Where the trial stands.
         origin: Why it was dispatched.
-        reason: Why this batch size was chosen, in words.
+        reason: Why this batch size was chosen: plain words, and in brackets at the end the numbers behind them.
         message: The last verdict or the way it ended, in words.
         started_at: When it was dispatched (UTC).
         ended_at: When it ended (UTC), or None.
@@ -565,7 +570,7 @@ class TrialView(WireMessage):
         owner: Id of the token that it was dispatched to, which is no secret; None where the server asked for none.
         epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
             them, and with other policies.
-        epoch_bound_reason: Why, in words.
+        epoch_bound_reason: Why, in the same form.
         power_limit_w: The power limit of each GPU that the training chose, watts; None where it sets none.
         power_limits: How many limits it knew the cost of; None where it looks for none.
     """
@@ -590,6 +595,11 @@ class TrialView(WireMessage):
     epoch_bound_reason: str | None = None
     power_limit_w: float | None = None
     power_limits: int | None = None
+
+    @property
+    def reason_in_words(self) -> str:
+        """The reason without the numbers."""
+        return _NUMBERS.sub("", self.reason)
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:

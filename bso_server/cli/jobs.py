@@ -46,7 +46,9 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
 
     show = jobs.add_parser("show", help="one job with its arms and trials")
     show.add_argument("job_id", metavar="JOB")
-    show.add_argument("--json", action="store_true", help="print JSON")
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--verbose", action="store_true", help="print the numbers behind each decision, too")
     add_source(show)
     show.set_defaults(run=_show)
 
@@ -96,7 +98,7 @@ def read_job(options: argparse.Namespace) -> JobView:
 
 def _show(options: argparse.Namespace) -> None:
     job = read_job(options)
-    print(job.model_dump_json(indent=2) if options.json else job_text(job))
+    print(job.model_dump_json(indent=2) if options.json else job_text(job, verbose=options.verbose))
 
 
 def _export(options: argparse.Namespace) -> None:

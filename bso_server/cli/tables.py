@@ -21,8 +21,13 @@ def job_list_text(jobs: JobList) -> str:
     return table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
 
 
-def job_text(view: JobView) -> str:
-    """The job's standing, a table of its arms and one of its trials."""
+def job_text(view: JobView, *, verbose: bool = False) -> str:
+    """The job's standing, a table of its arms and one of its trials.
+
+    Args:
+        view: The job.
+        verbose: Show the numbers behind each decision and the trials' epoch bounds, too.
+    """
     head = (
         f"job {view.job.job_id}: {view.stage} stage, {len(view.trials)} trials, "
         f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
@@ -54,7 +59,7 @@ def job_text(view: JobView) -> str:
                 _number(trial.metric),
                 *([_power_limit(trial)] if limited else []),
                 *([_text(trial.owner)] if owned else []),
-                trial.reason if trial.epoch_bound is None else f"{trial.reason}; {_bound(trial)}",
+                _with_numbers(trial) if verbose else trial.reason_in_words,
             ]
             for trial in view.trials
         ],
@@ -64,8 +69,10 @@ def job_text(view: JobView) -> str:
     return "\n\n".join([head, arms, trials, energy])
 
 
-def _bound(trial: TrialView) -> str:
-    return f"it has {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
+def _with_numbers(trial: TrialView) -> str:
+    if trial.epoch_bound is None:
+        return trial.reason
+    return f"{trial.reason}; at most {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
 
 
 def _power_limit(trial: TrialView) -> str:

@@ -72,7 +72,7 @@ class EpochBound:
 
     Attributes:
         epochs: After so many epochs.
-        reason: Why, in words, with its numbers.
+        reason: Why, in the form of `Suggestion.reason`.
     """
 
     epochs: int
@@ -157,7 +157,7 @@ class Suggestion:
     Attributes:
         batch_size: Global batch size.
         origin: The kind of decision.
-        reason: The decision in words, with its numbers.
+        reason: The decision in plain words, which a newcomer understands, and in brackets at the end its numbers.
         survivors: In the bandit stage the sizes that it was entered with, ascending; else None.
         bound: When the trial is stopped, if that is known by now.
     """

@@ -73,25 +73,30 @@ def _suggested_by_zeus(history: History, rng: np.random.Generator) -> Suggestion
 
 
 def _explored(step: pruning.Explore, job: Job) -> Suggestion:
-    start = "the default" if step.round_number == 1 else "the cheapest of the round before"
+    if step.round_number > 1:
+        start = "the cheapest of the round before"
+    elif step.start == job.default_batch_size:
+        start = "your default size"
+    else:
+        start = "the largest size that fits"
     if step.batch_size == step.start:
         where = start
     else:
         where = f"{'smaller' if step.batch_size < step.start else 'larger'} than {start}, {step.start}"
-    reason = f"exploring, round {step.round_number} of {job.num_pruning_rounds}: {where}"
+    reason = f"exploring: {where} [round {step.round_number} of {job.num_pruning_rounds}]"
     return Suggestion(step.batch_size, Origin.EXPLORATION, reason)
 
 
 def _concurrent(history: History, running: TrialRecord) -> Suggestion:
-    waiting = f"trial {running.trial_number} is still exploring {running.batch_size}"
+    waiting = f"while trial {running.trial_number} explores {running.batch_size}"
     cheapest = history.cheapest
     if cheapest is None or cheapest.batch_size not in history.fitting_sizes:
         start = history.start_size or running.batch_size
-        return Suggestion(start, Origin.CONCURRENT, f"{waiting}; meanwhile {start}, nothing better being known")
+        return Suggestion(start, Origin.CONCURRENT, f"{waiting}: {start}, as nothing better is known")
     return Suggestion(
         cheapest.batch_size,
         Origin.CONCURRENT,
-        f"{waiting}; meanwhile the cheapest so far, {cheapest.cost_j:.4g} J in trial {cheapest.trial_number}",
+        f"{waiting}: the cheapest so far [{cheapest.cost_j:.4g} J in trial {cheapest.trial_number}]",
     )
 
 
@@ -111,15 +116,21 @@ def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generato
     batch_size, draws = bandit.choose(arms, min_observations=wanted, rng=rng)
     arm = arms[batch_size]
     if draws is None:
-        reason = f"seen {arm.observations} of the {wanted} times that every surviving size is tried before merit counts"
+        reason = f"each size is measured {_times(wanted)}; {batch_size} was measured {_times(arm.observations)}"
     elif arm.observations == 0:
-        reason = "never seen"
+        reason = "never measured before"
     else:
+        best = max((size for size in arms if arms[size].observations), key=lambda size: arms[size].mean)
+        merit = "best so far" if batch_size == best else f"tried {batch_size} again: could be cheaper than {best}"
         reason = (
-            f"Thompson draw {-draws[batch_size]:.4g} J, the lowest of {len(arms)} sizes; "
-            f"expected {-arm.mean:.4g} ± {arm.std:.2g} J from {arm.observations} runs"
+            f"{merit} [Thompson draw {-draws[batch_size]:.4g} J, the lowest of {len(arms)} sizes; "
+            f"expected {-arm.mean:.4g} ± {arm.std:.2g} J from {arm.observations} runs]"
         )
     return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def needs_bound(job: Job, trial: TrialRecord) -> bool:

@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         default=PolicyName.GP_VOI,
         help="how batch sizes are chosen (default %(default)s; zeus is the policy of the Zeus paper)",
     )
+    demo.add_argument("--verbose", action="store_true", help="show the numbers behind each decision, too")
     demo.set_defaults(run=_demo)
     doctor.add_parser(commands)
     energy.add_parser(commands)
@@ -83,4 +84,4 @@ def _demo(options: argparse.Namespace) -> None:
         from zeus_plugins.demo.runner import run
     except ModuleNotFoundError as error:
         raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
-    run(options.recurrences, options.directory, options.policy)
+    run(options.recurrences, options.directory, options.policy, verbose=options.verbose)

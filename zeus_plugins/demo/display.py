@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from zeus_plugins.protocol import JobSpec, PolicyName, TrialState, TrialView
@@ -37,12 +38,16 @@ class Display:
     Args:
         job: The recurring job.
         recurrences: How many are to come.
+        verbose: Show the numbers behind each decision, too.
         console: Where to write.
     """
 
-    def __init__(self, job: JobSpec, recurrences: int, console: Console | None = None) -> None:
+    def __init__(
+        self, job: JobSpec, recurrences: int, *, verbose: bool = False, console: Console | None = None
+    ) -> None:
         self._job = job
         self._recurrences = recurrences
+        self._verbose = verbose
         self._console = console or Console()
         self._settled: list[tuple[int, TrialView]] = []
         self._live: Live | None = None
@@ -75,7 +80,7 @@ class Display:
         if self._live is not None:
             self._live.update(self._table(), refresh=True)
         else:
-            cells = [name + " " + cell for name, cell in zip(_COLUMNS, _cells(recurrence, trial), strict=True)]
+            cells = [name + " " + cell for name, cell in zip(_COLUMNS, self._cells(recurrence, trial), strict=True)]
             self._console.print(" | ".join(cells), soft_wrap=True)
 
     def conclude(self, outcome: Outcome) -> None:
@@ -122,28 +127,27 @@ class Display:
         for name in _COLUMNS:
             table.add_column(name, justify="left" if name in {"why this size", "outcome"} else "right")
         for recurrence, trial in self._settled:
-            table.add_row(*_cells(recurrence, trial))
+            table.add_row(*self._cells(recurrence, trial))
         if under_way is not None:
             recurrence, present = under_way
             waiting = [str(recurrence), *[""] * (len(_COLUMNS) - 2), "starting …"]
-            table.add_row(*(waiting if present is None else _cells(recurrence, present)))
+            table.add_row(*(waiting if present is None else self._cells(recurrence, present)))
         return table
+
+    def _cells(self, recurrence: int, trial: TrialView) -> list[str]:
+        return [
+            str(recurrence),
+            str(trial.batch_size),
+            escape(trial.reason if self._verbose else trial.reason_in_words),
+            _number(trial.epochs, 0),
+            _number(trial.time_s, 1),
+            _number(trial.energy_j, 0),
+            _number(trial.cost_j, 0),
+            _OUTCOMES.get(trial.state, trial.state),
+        ]
 
 
 _COLUMNS = ("run", "batch size", "why this size", "epochs", "seconds", "energy J", "cost J", "outcome")
-
-
-def _cells(recurrence: int, trial: TrialView) -> list[str]:
-    return [
-        str(recurrence),
-        str(trial.batch_size),
-        trial.reason,
-        _number(trial.epochs, 0),
-        _number(trial.time_s, 1),
-        _number(trial.energy_j, 0),
-        _number(trial.cost_j, 0),
-        _OUTCOMES.get(trial.state, trial.state),
-    ]
 
 
 def _number(value: float | None, digits: int) -> str:

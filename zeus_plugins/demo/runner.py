@@ -48,13 +48,14 @@ class Outcome:
     directory: Path
 
 
-def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy) -> Outcome:
+def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, verbose: bool = False) -> Outcome:
     """Let the job recur, shown on the terminal; leave the database, a summary and a plot in `directory`.
 
     Args:
         recurrences: How often the training recurs, each time until it reaches its target.
         directory: Made if need be. The database of an earlier demo in it is replaced.
         policy: Chooses the batch sizes.
+        verbose: Show the numbers behind each decision, too.
 
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
@@ -62,7 +63,7 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy) -> O
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     database_url = _fresh_database(directory)
-    display = Display(job_by(policy), recurrences)
+    display = Display(job_by(policy), recurrences, verbose=verbose)
     with _server(database_url, directory / "server.log") as server_url, BsoClient(server_url) as client, display.live():
         seed = 0
         for recurrence in range(1, recurrences + 1):

@@ -87,16 +87,19 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     octaves = prior(job.batch_sizes).octaves[job.batch_sizes.index(job.default_batch_size)]
     index = min(available, key=lambda each: (beliefs[each].missed, octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
+    is_first = not any(arm.trials for arm in history.arms.values())
+    start = "first run" if is_first else "no run has reached the target yet"
     if size == job.default_batch_size:
-        where = "the default"
+        reason = f"{start}: your default size"
     else:
-        where = f"the nearest to the default, {job.default_batch_size}, of those that missed it least often"
-    after = f" in {missed} trials" if missed else ""
-    return Suggestion(size, Origin.EXPLORATION, f"no size has reached the target yet{after}: {where}")
+        reason = f"{start}: {size} is near your default, {job.default_batch_size}"
+    if missed:
+        reason += f" [{missed} trials missed it, those at {size} least often]"
+    return Suggestion(size, Origin.EXPLORATION, reason)
 
 
 def _chosen(history: History, outlook: Outlook) -> tuple[int, Origin, str]:
-    """Index of the size to play, why, and the same in words.
+    """Index of the size to play, the kind of decision, and its reason in words.
 
     A try that missed the target is followed by the incumbent until one of its runs has reached it: a recurrence of the
     job pays for one try at most.
@@ -104,26 +107,40 @@ def _chosen(history: History, outlook: Outlook) -> tuple[int, Origin, str]:
     incumbent = outlook.incumbent
     cost = f"expected cost {outlook.expected_cost_j(incumbent):.4g} J"
     if not outlook.incumbent_converges:
-        reason = f"no size that can run is known to reach the target any more; {cost}, the lowest not tried again yet"
+        reason = (
+            "no size that can still run is known to reach the target: this one looks cheapest "
+            f"[{cost}, the lowest of those that missed it least often]"
+        )
         return incumbent, Origin.EXPLORATION, reason
     missed = trials_missed(outlook.beliefs)
     if missed:
-        reason = f"{cost}, the lowest known; no try after {missed} in a row that missed the target"
+        reason = f"best so far, after a run that missed the target [{cost}; {missed} missed it in a row]"
         return incumbent, Origin.INCUMBENT, reason
     best = _best_try(history, outlook)
     if best is None:
-        return incumbent, Origin.INCUMBENT, f"{cost}, the lowest known; there is nothing to be tried"
+        return incumbent, Origin.INCUMBENT, f"best so far; there is no other size to try [{cost}]"
     index, value = best
-    told = (
-        f"chance to cost less {value.chance:.2g}, value of information {value.value:.3g} against an expected loss of "
-        f"{value.loss:.3g} (in runs of the best known size)"
+    size, best_size = history.job.batch_sizes[index], history.job.batch_sizes[incumbent]
+    numbers = (
+        f"expected cost {outlook.expected_cost_j(index):.4g} J at {size}, {outlook.expected_cost_j(incumbent):.4g} J "
+        f"at {best_size}; chance to cost less {value.chance:.2g}, value of information {value.value:.3g} against an "
+        f"expected loss of {value.loss:.3g} (in runs of {best_size})"
     )
-    sizes = history.job.batch_sizes
     if value.index <= 0:
-        reason = f"{cost}, the lowest known; not worth a try: {sizes[index]}, {told}"
-        return incumbent, Origin.INCUMBENT, reason
-    expected = f"expected cost {outlook.expected_cost_j(index):.4g} J"
-    return index, Origin.EXPLORATION, f"worth a try: {expected}, {cost} at {sizes[incumbent]}; {told}"
+        return incumbent, Origin.INCUMBENT, f"best so far; a try of {size} would not pay [{numbers}]"
+    arm = history.arms[size]
+    if not arm.observed.count:
+        tried = f"tried {size}"
+    elif not arm.completed.count:
+        tried = f"tried {size} again after it was stopped"
+    else:
+        tried = f"tried {size} again"
+    hope = f"could be cheaper than {best_size} (chance {_percent(value.chance)})"
+    return index, Origin.EXPLORATION, f"{tried}: {hope} [{numbers}]"
+
+
+def _percent(chance: float) -> str:
+    return "under 1 %" if chance < 0.01 else f"{min(chance, 0.99):.0%}".replace("%", " %")
 
 
 def _best_try(history: History, outlook: Outlook) -> tuple[int, Worth] | None:

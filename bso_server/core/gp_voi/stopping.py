@@ -61,7 +61,9 @@ def _bound_of_incumbent(job: Job, log_epochs: float, sd: float, missed: int) -> 
     allowed = math.exp(log_epochs) * times
     if allowed >= job.max_epochs:
         return unbounded(job)
-    return EpochBound(math.ceil(allowed * _ROUNDING), f"{times:.3g} times the {math.exp(log_epochs):.3g} expected")
+    return EpochBound(
+        math.ceil(allowed * _ROUNDING), f"{times:.3g} times the epochs that it should need [{math.exp(log_epochs):.4g}]"
+    )
 
 
 def bound_of_try(
@@ -102,7 +104,9 @@ def bound_of_try(
     log_never_beats = log_cdf((log_epochs - math.log(incumbent_j / least_j)) / sd)
     for epochs in _epochs_until(max_epochs):
         if epoch_j * (epochs + 1) > beta * incumbent_j:
-            return EpochBound(epochs, f"{beta:g} times the {incumbent_j:.4g} J expected of the best known size")
+            return EpochBound(
+                epochs, f"more would cost over {beta:g} times a run of the best size [{incumbent_j:.4g} J]"
+            )
         z = (log_epochs - math.log(epochs)) / sd
         log_survival = log_cdf(z)
         hopeless = epochs * least_j >= incumbent_j
@@ -112,8 +116,8 @@ def bound_of_try(
             if least_j * remaining > incumbent_j:
                 return EpochBound(
                     epochs,
-                    f"by then its chance to cost less than the best known size is {chance:.2g}, and to finish would "
-                    f"cost {least_j * remaining:.4g} J more, against {incumbent_j:.4g} J for a run of that",
+                    f"by then it is unlikely to be cheaper than the best size [chance {chance:.2g}; to finish would "
+                    f"cost {least_j * remaining:.4g} J more, a run of the best size {incumbent_j:.4g} J]",
                 )
     return EpochBound(max_epochs, "all that max_epochs allows")
 
