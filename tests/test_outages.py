@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,14 +14,14 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from tests.support.databases import POSTGRES_URL, administer, fresh_database
-from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, FRAMEWORKS
+from tests.support.databases import POSTGRES_URL, administer, empty_database
+from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, TRAININGS, train
 from tests.support.servers import Server
+from zeus_plugins.cli import main
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
-from zeus_plugins.protocol import JobView, Origin, TrialState
+from zeus_plugins.protocol import Origin, TrialState
 
-REPOSITORY = Path(__file__).parent.parent
 # A training that hangs shows as a test that fails by this limit.
 LIMIT_S = 120
 # A server that hangs costs a training twice as long, and some seconds at its end.
@@ -49,7 +45,7 @@ class Failing(BaseHTTPRequestHandler):
 
 @dataclass
 class Site:
-    """A server on PostgreSQL, and what may happen to it."""
+    """A server, and what may happen to it."""
 
     server: Server
     outbox: Outbox
@@ -123,8 +119,6 @@ class Scenario:
     state: TrialState = TrialState.COMPLETED
 
 
-pytestmark = pytest.mark.slow
-
 SCENARIOS = {
     "away-before-the-start": Scenario({"start": Site.is_killed}, Site.is_started, origin=Origin.OFFLINE),
     "hangs-before-the-start": Scenario({"start": Site.hangs}, Site.goes_on, origin=Origin.OFFLINE),
@@ -150,95 +144,45 @@ SCENARIOS = {
 }
 
 
-@dataclass
-class Ran:
-    """How the trainings of one framework went, by scenario.
-
-    Attributes:
-        seen: What the training saw.
-        left: Files in the outbox after the training.
-        synced: Exit status and output of ``zeus-plugins sync``, once the server was back.
-        left_then: Files in the outbox after that.
-        view: What the server knows in the end.
-    """
-
-    seen: dict[str, dict[str, Any]] = field(default_factory=dict)
-    left: dict[str, int] = field(default_factory=dict)
-    synced: dict[str, tuple[int, str]] = field(default_factory=dict)
-    left_then: dict[str, int] = field(default_factory=dict)
-    view: dict[str, JobView] = field(default_factory=dict)
+def cases() -> Iterator[Any]:
+    """Each scenario for a plain loop and one for each framework; the others of those are slow."""
+    for framework in TRAININGS:
+        for name, scenario in SCENARIOS.items():
+            kind, marks = "sqlite", []
+            if Site.loses_database in scenario.strikes.values():
+                kind, marks = "postgresql", [pytest.mark.postgresql]
+            if framework != "plain" and name != "away-in-the-middle-and-back":
+                marks.append(pytest.mark.slow)
+            yield pytest.param(framework, name, kind, marks=marks, id=f"{framework}-{name}")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    folder = tmp_path_factory.mktemp("site")
-    with fresh_database(POSTGRES_URL) as database_url:
-        server = Server(database_url, folder / "server.log")
+@pytest.fixture
+def site(kind: str, state_directory: Path, tmp_path: Path) -> Iterator[Site]:
+    with empty_database(kind, tmp_path) as database_url:
+        server = Server(database_url, tmp_path / "server.log")
         server.start("--migrate")
-        yield Site(server, Outbox(folder / "state" / "outbox"))
+        yield Site(server, Outbox(state_directory / "outbox"))
         server.kill()
 
 
-@pytest.fixture(scope="module", params=FRAMEWORKS)
-def ran(request: pytest.FixtureRequest, site: Site, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    framework, folder = request.param, tmp_path_factory.mktemp(request.param)
-    environ = {
-        **os.environ,
-        "ZEUS_STATE_DIR": str(site.outbox.directory.parent),
-        "ZEUS_BSO_TIMEOUT_S": str(TIMEOUT_S),
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    names = {name: f"{framework}-{name}" for name in SCENARIOS}
-    ran = Ran()
-    with (folder / "output").open("w+") as output:
-        command = [sys.executable, "-m", "tests.support.outage_training", framework, site.server.url, str(folder)]
-        training = subprocess.Popen(
-            [*command, *names.values()], cwd=folder, env=environ, stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            for name, scenario in SCENARIOS.items():
-                ran.seen[name] = accompany(training, folder, names[name], scenario, site)
-                ran.left[name] = len(site.outbox.waiting())
-                if scenario.recovery is not None:
-                    scenario.recovery(site)
-                sync = [sys.executable, "-m", "zeus_plugins", "sync"]
-                done = subprocess.run(
-                    sync, env={**environ, "ZEUS_BSO_TIMEOUT_S": "30"}, capture_output=True, text=True, check=False
-                )
-                ran.synced[name] = done.returncode, done.stdout + done.stderr
-                ran.left_then[name] = len(site.outbox.waiting())
-                with BsoClient(site.server.url) as client:
-                    ran.view[name] = client.show_job(names[name])
-            assert training.wait(LIMIT_S) == 0, (folder / "output").read_text()
-        finally:
-            training.kill()
-            training.wait()
-    return ran
+@pytest.mark.parametrize(("framework", "name", "kind"), list(cases()))
+def test_a_training_ends_by_its_own_rule_and_the_server_has_everything_once_in_the_end(
+    site: Site,
+    framework: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = SCENARIOS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", str(TIMEOUT_S))
 
+    def meet(point: str) -> None:
+        if point in scenario.strikes:
+            scenario.strikes[point](site)
 
-def accompany(
-    training: subprocess.Popen[bytes], folder: Path, name: str, scenario: Scenario, site: Site
-) -> dict[str, Any]:
-    """Strike at the points of a training until it has ended; what it saw."""
-    deadline = time.monotonic() + LIMIT_S
-    while not (folder / f"{name}.json").exists():
-        output = folder / "output"
-        assert training.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, f"the training hangs: {output.read_text()}"
-        for here in folder.glob(f"{name}.*"):
-            point = here.suffix.removeprefix(".")
-            if point in scenario.strikes:
-                scenario.strikes[point](site)
-            if point not in ("partial", "json"):
-                here.unlink()
-        time.sleep(0.01)
-    seen: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    return seen
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_training_ends_by_its_own_rule(ran: Ran, name: str) -> None:
-    seen, scenario = ran.seen[name], SCENARIOS[name]
+    seen = train(framework, site.server.url, name, meet)
     if scenario.state is TrialState.COMPLETED:
         assert seen == {"size": DEFAULT_SIZE, "epochs": EPOCHS}
     else:
@@ -246,14 +190,14 @@ def test_a_training_ends_by_its_own_rule(ran: Ran, name: str) -> None:
         assert f"{EPOCHS} epochs are over" in seen["message"]
         assert "judged without the server" in seen["message"]
 
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_the_server_has_everything_once_in_the_end(ran: Ran, name: str) -> None:
-    scenario = SCENARIOS[name]
-    assert ran.left[name] == (0 if scenario.is_delivered_by_training else 1)
-    status, output = ran.synced[name]
-    assert (status, ran.left_then[name]) == (0, 0), output
-    (trial,) = ran.view[name].trials
+    assert len(site.outbox.waiting()) == (0 if scenario.is_delivered_by_training else 1)
+    if scenario.recovery is not None:
+        scenario.recovery(site)
+    monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", "30")
+    status = main(["sync"])
+    assert (status, site.outbox.waiting()) == (0, []), capsys.readouterr()
+    with BsoClient(site.server.url) as client:
+        (trial,) = client.show_job(name).trials
     assert (trial.state, trial.origin, trial.batch_size) == (scenario.state, scenario.origin, DEFAULT_SIZE)
     assert (trial.epochs, trial.metric) == (EPOCHS, 1.0)
     assert (trial.time_s, trial.energy_j) == (EPOCHS, 10 * EPOCHS)

@@ -1,23 +1,10 @@
-"""Trainings that lose their server, as processes of their own.
-
-Usage: ``python -m tests.support.outage_training FRAMEWORK SERVER_URL FOLDER SCENARIO…``.
-Each scenario is one training with a
-job of that name. At each of its points (``SCENARIO.POINT``) a training makes a file of that name in the folder and
-waits until the file is gone, so that whoever started it may strike there. What each training saw is written to
-``FOLDER/SCENARIO.json``.
-"""
+"""Trainings that lose their server, and meet whoever takes it away at certain points."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from tests.support.job_bench import seconds_and_joules
 from zeus_plugins import BatchSizeOptimizer, JobSpec
@@ -28,10 +15,9 @@ SIZES = (24, 48)
 DEFAULT_SIZE = 48
 # Of a training that reaches its target; that of any other is out of reach.
 REACHED = 0.9
-FRAMEWORKS = ("plain", "lightning", "huggingface")
 
 Meet = Callable[[str], None]
-"""Waits at a point: ``start`` before anything, ``dispatched``, and ``epoch K`` before the K-th report."""
+"""Told of a point before the training goes on: ``start``, ``dispatched``, and ``epoch K`` before the K-th report."""
 
 
 def score_after(epoch: int) -> float:
@@ -128,27 +114,19 @@ def huggingface(server_url: str, job: JobSpec, meet: Meet) -> dict[str, Any]:
     return {"size": callback.trial.batch_size, "epochs": epochs}
 
 
-def main(framework: str, server_url: str, folder: Path, scenarios: list[str]) -> None:
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # the frameworks' advice on such small trainings
-    train = {"plain": plain, "lightning": lightning, "huggingface": huggingface}[framework]
-    for scenario in scenarios:
+TRAININGS: dict[str, Callable[[str, JobSpec, Meet], dict[str, Any]]] = {
+    "plain": plain,
+    "lightning": lightning,
+    "huggingface": huggingface,
+}
 
-        def meet(point: str, scenario: str = scenario) -> None:
-            here = folder / f"{scenario}.{point}"
-            here.touch()
-            while here.exists():
-                time.sleep(0.01)
 
-        meet("start")
+def train(framework: str, server_url: str, scenario: str, meet: Meet) -> dict[str, Any]:
+    """What a training with a job of the scenario's name saw."""
+    meet("start")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the frameworks' advice on such small trainings
         try:
-            seen = train(server_url, job_of(scenario), meet)
+            return TRAININGS[framework](server_url, job_of(scenario), meet)
         except ZeusBSOTrainFailError as error:
-            seen = {"error": type(error).__name__, "message": str(error)}
-        partial = folder / f"{scenario}.partial"
-        partial.write_text(json.dumps(seen))
-        partial.replace(folder / f"{scenario}.json")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+            return {"error": type(error).__name__, "message": str(error)}
