@@ -22,7 +22,7 @@ from bso_server.api.bodies import BodyRequest
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.api.report import report_route
-from bso_server.core.lease import LeasePolicy
+from bso_server.core.job import LeasePolicy
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader

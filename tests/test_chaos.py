@@ -19,16 +19,16 @@ from typing import TypeVar
 
 import pytest
 
+from bso_server.core.model import TrialRecord
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import open_database
-from bso_server.storage.rows import StoredTrial
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
-from tests.chaos.evidence import ALIVE, Acknowledgement, check_job, check_numbers, read_logs
+from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read_logs
 from tests.chaos.jobs import Job, jobs, result
 from tests.support.servers import bso_server
-from zeus_plugins.protocol import Origin, TrainingResult, TrialEnd, TrialState
+from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, TrialState
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,9 +100,9 @@ def check_jobs(database_url: str, every_job: list[Job], acknowledged: list[Ackno
 def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
     """Two days later no trial is left that a job would wait for, and each explores until it has tried all sizes."""
 
-    def alive(transaction: Transaction) -> list[StoredTrial]:
+    def alive(transaction: Transaction) -> list[TrialRecord]:
         trials = [trial for job in every_job for trial in transaction.all_trials(job.job_id)]
-        return [trial for trial in trials if trial.record.state in ALIVE]
+        return [trial for trial in trials if trial.state in ALIVE]
 
     async def explore_all(store: Store) -> int:
         service = BatchSizeService(store, clock=lambda: datetime.now(UTC) + AFTER_ALL_LEASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from itertools import product
 
@@ -10,14 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.cost import cost, early_stop_bound
 from bso_server.core.history import History
-from bso_server.core.model import TRANSITIONS, Job, Report, TrialRecord, check_transition
-from bso_server.core.policy import judge
+from bso_server.core.job import TRANSITIONS, check_transition
+from bso_server.core.model import JobConfig, Report, TrialRecord
+from bso_server.core.policy import judge, stop_rule
 from bso_server.errors import IllegalTransitionError, InvalidReportError
-from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, FINAL, EndReason, Origin, Stage, TrialState, cost
 
-JOB = Job(job_id="job", batch_sizes=(8, 16), default_batch_size=16, max_power=100.0, target_metric=0.9, max_epochs=10)
+JOB = JobConfig(
+    job_id="job", batch_sizes=(8, 16), default_batch_size=16, max_power=100.0, target_metric=0.9, max_epochs=10
+)
 RUNNING = TrialRecord(
     trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
 )
@@ -30,9 +31,10 @@ def test_cost_weighs_energy_against_time_at_maximum_power() -> None:
 
 
 def test_bound_needs_both_beta_and_a_cheapest_run() -> None:
-    assert early_stop_bound(2.0, 50.0) == 100.0
-    assert early_stop_bound(None, 50.0) == math.inf
-    assert early_stop_bound(2.0, None) == math.inf
+    assert stop_rule(JOB, RUNNING, 50.0).max_cost_j == 100.0
+    assert stop_rule(JOB, RUNNING, None).max_cost_j is None
+    assert stop_rule(replace(JOB, beta_knob=None), RUNNING, 50.0).max_cost_j is None
+    assert stop_rule(replace(JOB, beta_knob=1e308), RUNNING, 50.0).max_cost_j is None  # JSON has no infinity
 
 
 # With η = 0.5 and 100 W, a report of (time, energy) = (10, 1000) costs 1000 J.
@@ -59,7 +61,7 @@ def test_judge(metric: float, epoch: float, min_cost_j: float | None, state: Tri
 
 
 def test_judge_of_a_metric_that_falls() -> None:
-    job = Job(
+    job = JobConfig(
         job_id="job",
         batch_sizes=(8,),
         default_batch_size=8,
@@ -72,7 +74,7 @@ def test_judge_of_a_metric_that_falls() -> None:
 
 
 def test_without_beta_no_cost_is_too_high() -> None:
-    job = Job(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, beta_knob=None)
+    job = JobConfig(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, beta_knob=None)
     assert not judge(job, RUNNING, Report(1e9, 1e9, 1, metric=0.1), 1.0).stop
 
 
@@ -114,13 +116,13 @@ def test_totals_cannot_shrink(report: Report, field: str) -> None:
     ],
 )
 def test_a_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
-    trial = replace(RUNNING, reports=reports, epoch=last, metric=0.1)
+    trial = replace(RUNNING, report_count=reports, epoch=last, metric=0.1)
     assert not judge(JOB, trial, Report(1, 1, epoch, metric=0.5), None).stop
 
 
 @pytest.mark.parametrize(("reports", "epoch"), [(1, 1.5), (2, 2.0001), (7, 9.5)])
 def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: int, epoch: float) -> None:
-    trial = replace(RUNNING, reports=reports, epoch=float(reports), metric=0.1)
+    trial = replace(RUNNING, report_count=reports, epoch=float(reports), metric=0.1)
     with pytest.raises(InvalidReportError, match=f"{epoch:g} is none") as caught:
         judge(JOB, trial, Report(1, 1, epoch, metric=0.5), None)
     assert caught.value.field == "current_epoch"
@@ -129,13 +131,18 @@ def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: i
 
 
 def test_a_target_reached_for_nothing_is_refused() -> None:
-    energy_only = Job(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, eta_knob=1.0)
+    energy_only = JobConfig(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, eta_knob=1.0)
     with pytest.raises(InvalidReportError, match="cost of 0 J"):
         judge(energy_only, RUNNING, Report(time_s=10, energy_j=0, epoch=1, metric=1.0), None)
 
 
 def test_every_state_has_its_moves() -> None:
     assert set(TRANSITIONS) == set(TrialState)
+
+
+def test_final_states_are_those_without_a_move_and_living_ones_have_leases() -> None:
+    assert {state for state in TrialState if not TRANSITIONS[state]} == FINAL
+    assert {state for state in TrialState if TrialState.ABANDONED in TRANSITIONS[state]} == ALIVE
 
 
 @given(st.sampled_from(list(TrialState)), st.sampled_from(list(TrialState)))

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bso_server.core.history import History
-from bso_server.core.lease import LeasePolicy
+from bso_server.core.job import LeasePolicy
 from bso_server.errors import (
     InvalidReportError,
     KeyConflictError,
@@ -438,8 +438,8 @@ def test_an_offline_trial_that_cannot_be_is_refused(database_url: str) -> None:
 def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     job = transaction.job(job_id)
     assert job is not None
-    trials = [trial.record for trial in transaction.all_trials(job_id)]
-    replayed = History.of(job.job, trials, job.survivors)
+    trials = transaction.all_trials(job_id)
+    replayed = History.of(job.config, trials, job.survivors)
     remembered, _ = load_history(transaction, job)
     assert remembered.arms == replayed.arms
     assert remembered.cheapest == replayed.cheapest

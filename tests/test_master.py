@@ -350,10 +350,10 @@ def test_the_policy_in_this_process_goes_on_where_its_state_was_kept(tmp_path: P
             optimizer.observe(job, sizes[-1], prices[sizes[-1]] + 0.1 * len(sizes), converged=True)
         return sizes
 
-    whole = PolicyOptimizer(num_pruning_rounds=1, seed=3)
+    whole = PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3)
     whole.register_job(job, SIZES)
     expected = played(whole, 8)
-    first, second = (PolicyOptimizer(num_pruning_rounds=1, seed=3) for _ in range(2))
+    first, second = (PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3) for _ in range(2))
     first.register_job(job, SIZES)
     begun = played(first, 4)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -369,7 +369,7 @@ def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_agai
         "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
         + REACHES
     )
-    optimizer = PolicyOptimizer(num_pruning_rounds=1)
+    optimizer = PolicyOptimizer(policy="zeus", num_pruning_rounds=1)
     entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
     assert [(entry.bs, entry.reached) for entry in entries] == [
         (64, True),
@@ -381,7 +381,7 @@ def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_agai
 
 def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
     with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
-        master_of(tmp_path, PolicyOptimizer()).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
+        master_of(tmp_path, PolicyOptimizer(policy="zeus")).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
 
 
 @pytest.fixture
@@ -511,7 +511,7 @@ gpu_model = "none"
 
 
 # Both play the same sizes, in an order that tests know.
-OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": "seed = 1"}
+OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": 'policy = "zeus", seed = 1'}
 
 
 class Bench:

@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 
 from bso_server.app import leases_of
 from bso_server.cli.common import CommandError, settings_of
-from bso_server.core.lease import LeasePolicy
+from bso_server.core.job import LeasePolicy
 from bso_server.settings import Settings
 from bso_server.storage.database import SqliteDatabase, open_database
 from bso_server.storage.filesystem import network_filesystem

@@ -49,7 +49,7 @@ PUBLIC = {
         *("HeartbeatResponse", "JobList", "JobRegistration", "JobSpec", "JobSummary", "JobView", "OfflineTrial"),
         *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
         *("Stage", "StopRule", "TrainingResult", "TrialDispatch", "TrialEnd", "TrialId", "TrialPowerProfile"),
-        *("TrialState", "TrialView", "WireMessage"),
+        *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Goal", "Verdict", "cost", "is_reached"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
         *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge
-from bso_server.storage.rows import job_of
+from bso_server.storage.rows import config_of
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
@@ -28,7 +28,7 @@ from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries
 from zeus_plugins.client.outbox import BoxBusyError, Outbox
-from zeus_plugins.client.reporter import judged_here
+from zeus_plugins.client.reporter import judged_without_server
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import (
     Evaluation,
@@ -75,11 +75,13 @@ def test_both_sides_come_to_the_same_verdict(
     )
     rule = StopRule(max_cost_j=bound, max_epochs=max_epochs)
     evaluation = Evaluation(time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch)
-    here = judged_here(registration, rule, evaluation)
+    spent_j = registration.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
+    here = judged_without_server(registration, rule, metric=metric, epochs=epoch, cost_j=spent_j)
     trial = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.BANDIT)
     report = Report(evaluation.time, evaluation.energy, epoch, metric)
-    there = judge(job_of(registration), trial, report, None, judged_by=rule)
+    there = judge(config_of(registration), trial, report, None, judged_by=rule)
     assert (here.stop_train, here.converged, here.reason) == (there.stop, there.converged, there.reason)
+    assert here.message == f"{there.message} (judged without the server)"
 
 
 def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None:

@@ -21,12 +21,11 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, event
 
-from bso_server.core.model import EpochBound, TrialRecord
+from bso_server.core.model import TrialRecord
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import open_database
 from bso_server.storage.queries import jobs_page
-from bso_server.storage.rows import StoredTrial
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
@@ -49,6 +48,17 @@ def registration(job_id: str, policy: PolicyName = PolicyName.ZEUS) -> JobRegist
         max_power=100,
         number_of_gpus=1,
         gpu_model="V100",
+    )
+
+
+def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:
+    return TrialRecord(
+        job_id=job_id,
+        trial_number=trial_number,
+        batch_size=8,
+        state=TrialState.RUNNING,
+        origin=Origin.BANDIT,
+        started_at=started_at,
     )
 
 
@@ -95,35 +105,43 @@ def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
 
 
 def test_what_goes_in_comes_out(database_url: str) -> None:
-    record = TrialRecord(
-        trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
+    trial = TrialRecord(
+        job_id="round-trip",
+        trial_number=1,
+        batch_size=16,
+        state=TrialState.RUNNING,
+        origin=Origin.EXPLORATION,
+        reason="first é ✓",
+        started_at=NOW,
+        started_event=1,
+        lease_expires_at=NOW,
     )
-    trial = StoredTrial("round-trip", record, "first é ✓", started_at=NOW, lease_expires_at=NOW)
     measured = replace(
-        record,
+        trial,
         time_s=123456.789012345,
         energy_j=0.1 + 0.2,
         metric=0.0,
         first_epoch=0.1,
         first_cost_j=1 / 3,
-        bound=EpochBound(7, "seven"),
+        epoch_bound=7,
+        epoch_bound_reason="seven",
     )
 
     def write(transaction: Transaction) -> None:
         transaction.insert_job(registration("round-trip"), NOW)
-        transaction.insert_trial(trial)
-        transaction.update_trials([replace(trial, record=measured)])
+        transaction.insert_trials([trial])
+        transaction.update_trials([measured])
 
     async def use(store: Store) -> None:
         await store.write(write)
         found = await store.read(lambda transaction: transaction.job("round-trip"))
         assert found is not None
         assert found.registration == registration("round-trip")
-        assert found.job.target_metric == 0.9
+        assert found.config.target_metric == 0.9
         assert found.created_at == NOW
         assert found.created_at.tzinfo is UTC
         trials = await store.read(lambda transaction: transaction.all_trials("round-trip"))
-        assert trials == [replace(trial, record=measured)]
+        assert trials == [measured]
 
     in_store(database_url, use)
 
@@ -155,16 +173,15 @@ def test_rows_come_in_order(database_url: str) -> None:
         for job_id in ("order-b", "order-a", "order-c"):
             transaction.insert_job(registration(job_id), NOW)
         for number in (2, 1, 3):
-            record = TrialRecord(trial_number=number, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
-            transaction.insert_trial(StoredTrial("order-a", record, "", NOW, lease_expires_at=None))
+            transaction.insert_trials([begun("order-a", number, NOW)])
 
     async def use(store: Store) -> None:
         await store.write(write)
         page = await store.read(partial(jobs_page, prefix=None, stage=None, after=None, limit=100))
-        jobs = [stored.job.job_id for stored in page]
+        jobs = [stored.job_id for stored in page]
         trials = await store.read(lambda transaction: transaction.all_trials("order-a"))
         assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
-        assert [trial.record.trial_number for trial in trials] == [1, 2, 3]
+        assert [trial.trial_number for trial in trials] == [1, 2, 3]
 
     in_store(database_url, use)
 
@@ -223,11 +240,10 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
 
     async def begin(store: Store) -> None:
         await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=now))
-        record = TrialRecord(trial_number=1, batch_size=8, state=TrialState.RUNNING, origin=Origin.BANDIT)
-        trial = StoredTrial(job_id, record, "", now, lease_expires_at=now - timedelta(hours=1))
-        await store.write(partial(Transaction.insert_trial, trial=trial))
+        trial = replace(begun(job_id, 1, now), lease_expires_at=now - timedelta(hours=1))
+        await store.write(partial(Transaction.insert_trials, added=[trial]))
 
-    async def reap(store: Store) -> list[StoredTrial]:
+    async def reap(store: Store) -> list[TrialRecord]:
         assert is_locked.wait(30)
         await BatchSizeService(store).reap()
         return await store.read(lambda transaction: transaction.all_trials(job_id))
@@ -237,7 +253,7 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
         report = pool.submit(in_thread, lambda store: store.write(renew))
         reaper = pool.submit(in_thread, reap)
         report.result()
-        assert [trial.record.state for trial in reaper.result()] == [TrialState.RUNNING]
+        assert [trial.state for trial in reaper.result()] == [TrialState.RUNNING]
 
 
 def test_how_many_statements_a_report_takes(database_url: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -16,11 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bso_server.core.history import History
+from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
 from bso_server.service import transfer
 from bso_server.service.loading import load_history
 from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
+from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import Server as ServerProcess
@@ -272,6 +275,11 @@ async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
     return trial.batch_size, trial.trial_number, trial.origin, trial.reason
 
 
+def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Trials without what an export leaves out: their job's id, and the clients' keys."""
+    return [replace(trial, job_id="", idempotency_key=None) for trial in trials]
+
+
 @given(
     seed=st.integers(0, 2**32),
     window_size=st.sampled_from([0, 1, 3]),
@@ -289,8 +297,10 @@ def test_whatever_a_job_lived_through_its_copy_decides_alike(
             await server.store.read(lambda transaction, job_id=job_id: remembered(transaction, job_id))
             for job_id in (server.job_id, copy.job_id)
         ]
-        for name in ("arms", "explorations", "cheapest", "bandit_entered_at", "survivors", "in_flight"):
+        for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
             assert getattr(one, name) == getattr(other, name), name
+        for name in ("explorations", "in_flight"):
+            assert without_ids(getattr(one, name)) == without_ids(getattr(other, name)), name
         for _ in range(5):
             assert await outcome(server.suggest()) == await outcome(copy.suggest())
             for each in (server, copy):
@@ -364,17 +374,7 @@ def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> None:
         server.now = datetime(2000, 1, 1, tzinfo=UTC)
         await server.suggest()
         rows = [
-            {
-                "job_id": server.job_id,
-                "trial_number": 1,
-                "report_number": number,
-                "epoch": number,
-                "time_s": number,
-                "energy_j": number,
-                "metric": 0.5,
-                "reported_at": server.now,
-            }
-            for number in range(1, 2501)
+            StoredEpoch(server.job_id, 1, number, number, number, number, 0.5, server.now) for number in range(1, 2501)
         ]
         await server.store.write(lambda transaction: transaction.insert_epochs(rows))
         server.wait(1)

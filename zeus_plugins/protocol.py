@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol, Self
 
 from pydantic import (
     AfterValidator,
@@ -28,6 +29,8 @@ from pydantic import (
 )
 
 __all__ = [
+    "ALIVE",
+    "FINAL",
     "ID_PATTERN",
     "MAX_BATCH_SIZE",
     "MAX_BATCH_SIZES",
@@ -43,6 +46,7 @@ __all__ = [
     "Evaluation",
     "FieldError",
     "Finite",
+    "Goal",
     "GpuConfig",
     "Heartbeat",
     "HeartbeatResponse",
@@ -78,8 +82,11 @@ __all__ = [
     "TrialPowerProfile",
     "TrialState",
     "TrialView",
+    "Verdict",
     "Watts",
     "WireMessage",
+    "cost",
+    "is_reached",
 ]
 
 MAX_BATCH_SIZE = 2**31 - 1
@@ -149,6 +156,13 @@ class TrialState(StrEnum):
     ABANDONED = "abandoned"
 
 
+ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
+"""States of trials that are under way, or may go on: the server expects to hear of them, and they have leases."""
+
+FINAL = frozenset(TrialState) - ALIVE - {TrialState.ABANDONED}
+"""States of trials that have ended for good. An abandoned one goes on if its training does."""
+
+
 class EndReason(StrEnum):
     """Why a trial ended, or that it has not."""
 
@@ -161,6 +175,21 @@ class EndReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTED = "preempted"
     LEASE_EXPIRED = "lease_expired"
+
+
+def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
+    """Cost in joules: ``η · energy + (1 − η) · max_power · time``.
+
+    η trades energy against time, with time priced at the maximum power, so that both terms are joules
+    (You, Chung, Chowdhury: Zeus, NSDI '23, equation 2).
+
+    Args:
+        energy_j: Energy over all GPUs, joules.
+        time_s: Duration, seconds.
+        max_power_w: Sum of the GPUs' maximum power limits, watts.
+        eta: Weight of energy in [0, 1].
+    """
+    return eta * energy_j + (1 - eta) * max_power_w * time_s
 
 
 def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -284,12 +313,12 @@ class JobRegistration(JobSpec, GpuConfig):
     policy: PolicyName = PolicyName.ZEUS
 
     def cost_j(self, *, time_s: float, energy_j: float) -> float:
-        """``η·energy + (1 − η)·max_power·time`` in joules: what a run of the job costs."""
-        return self.eta_knob * energy_j + (1 - self.eta_knob) * self.max_power * time_s
+        """What a run of the job costs, joules; see `cost`."""
+        return cost(energy_j=energy_j, time_s=time_s, max_power_w=self.max_power, eta=self.eta_knob)
 
     def is_reached_by(self, metric: float) -> bool:
         """Whether the metric is at the target or beyond."""
-        return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
+        return is_reached(self, metric)
 
     @classmethod
     def of(cls, spec: JobSpec, gpu: GpuConfig) -> JobRegistration:
@@ -395,6 +424,27 @@ class TrialPowerProfile(PowerLimitChoice, TrialId):
     """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
 
 
+class Goal(Protocol):
+    """What a trial is to reach; a `JobRegistration` is one."""
+
+    @property
+    def target_metric(self) -> float:
+        """Value of the validation metric at which the training is done."""
+
+    @property
+    def higher_is_better_metric(self) -> bool:
+        """Whether the metric rises as the model improves."""
+
+    @property
+    def max_epochs(self) -> int:
+        """Epochs after which a trial that has not reached it has failed."""
+
+
+def is_reached(goal: Goal, metric: float) -> bool:
+    """Whether the metric is at the target or beyond."""
+    return metric >= goal.target_metric if goal.higher_is_better_metric else metric <= goal.target_metric
+
+
 class StopRule(WireMessage):
     """When a trial is stopped that has not reached its target.
 
@@ -408,19 +458,69 @@ class StopRule(WireMessage):
     max_cost_j: NonNegativeFinite | None = None
     max_epochs: PositiveInt
 
-    def applied(self, *, cost_j: float, epochs: float, reached: bool) -> EndReason:
-        """What the rule says of a trial, KEEP_TRAINING included.
+    def judge(
+        self, goal: Goal, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
+    ) -> Verdict:
+        """Decide whether a trial goes on.
+
+        Beyond `max_cost_j` it stops, and so it does at its target; reaching that counts only within the bound.
+        Otherwise it goes on until its epochs are over.
 
         Args:
-            cost_j: What the trial has cost so far, joules.
+            goal: What it is to reach.
+            metric: Its latest validation metric.
             epochs: Epochs trained so far.
-            reached: Whether the latest metric reaches the target.
+            cost_j: Its cost so far, joules; None where that is unknown, so that no bound on it applies.
+            because: Reason for the rule's bound, in words: for `max_cost_j`, or without it for `max_epochs`.
         """
-        if self.max_cost_j is not None and cost_j > self.max_cost_j:
-            return EndReason.COST_BOUND_CROSSED
-        if reached:
-            return EndReason.TARGET_REACHED
-        return EndReason.MAX_EPOCHS_REACHED if epochs >= self.max_epochs else EndReason.KEEP_TRAINING
+        spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
+        measured = f"metric {metric:.4g} against a target of {goal.target_metric:g}"
+        if self.max_cost_j is not None and cost_j is not None and cost_j > self.max_cost_j:
+            bound = f"{self.max_cost_j:.4g} J" if because is None else f"{because}, {self.max_cost_j:.4g} J"
+            state, reason = TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED
+            message = f"stopped: {spent} spent, more than {bound}"
+        elif is_reached(goal, metric):
+            state, reason = TrialState.COMPLETED, EndReason.TARGET_REACHED
+            message = f"target reached: {measured} after {epochs:g} epochs, {spent}"
+        elif epochs >= goal.max_epochs:
+            state, reason = TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED
+            message = f"stopped: {measured} after {epochs:g} epochs, all that max_epochs allows"
+        elif epochs >= self.max_epochs:
+            state, reason = TrialState.EARLY_STOPPED, EndReason.EPOCH_BOUND_REACHED
+            message = f"stopped: {measured} after {epochs:g} epochs" + (f"; {because}" if because else "")
+        else:
+            state, reason = TrialState.RUNNING, EndReason.KEEP_TRAINING
+            message = f"go on: {measured}, {spent}" + ("" if cost_j is None else " spent")
+            if because is not None and self.max_cost_j is None:
+                message += f"; it has {self.max_epochs} epochs ({because})"
+        return Verdict(state, reason, message, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a trial after an evaluation.
+
+    Attributes:
+        state: The state that the trial takes; RUNNING to go on.
+        reason: Why.
+        message: The same in words, with its numbers.
+        rule: When a trial that goes on is going to be stopped, as far as is known by now.
+    """
+
+    state: TrialState
+    reason: EndReason
+    message: str
+    rule: StopRule
+
+    @property
+    def stop(self) -> bool:
+        """Whether the training should end."""
+        return self.state is not TrialState.RUNNING
+
+    @property
+    def converged(self) -> bool:
+        """Whether the target was reached within the cost bound."""
+        return self.state is TrialState.COMPLETED
 
 
 class TrialDispatch(TrialId):
@@ -546,6 +646,17 @@ class ReportResponse(WireMessage):
     message: str
     reason: EndReason | None = None
     stop_rule: StopRule | None = None
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> Self:
+        """Tell a training its verdict."""
+        return cls(
+            stop_train=verdict.stop,
+            converged=verdict.converged,
+            message=verdict.message,
+            reason=verdict.reason,
+            stop_rule=None if verdict.stop else verdict.rule,
+        )
 
 
 class TrialView(WireMessage):

@@ -240,7 +240,7 @@ def _history(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
             "time_s": trial.record.time_s,
             "energy_j": trial.record.energy_j,
             "cost_j": trial.cost_j,
-            "reason": trial.reason,
+            "reason": trial.record.reason,
             "message": trial.record.message,
         }
         for each in comparisons

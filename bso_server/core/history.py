@@ -11,20 +11,32 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol
 
-from bso_server.core.cost import cost
 from bso_server.core.gp_voi.beliefs import Belief, Outcome, after_crash, after_outcome
-from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, Job, Report, TrialRecord
+from bso_server.core.model import OBSERVED, UNCOUNTED, JobConfig, Report, TrialRecord
 from bso_server.core.statistics import Statistics
-from zeus_plugins.protocol import EndReason, Origin, PolicyName, Stage, TrialState
+from zeus_plugins.protocol import ALIVE, EndReason, Origin, PolicyName, Stage, TrialState, cost
 
 
-def cost_of(job: Job, trial: TrialRecord) -> float:
-    """Cost in joules of what the trial has reported so far."""
-    return cost(energy_j=trial.energy_j, time_s=trial.time_s, max_power_w=job.max_power, eta=job.eta_knob)
+class Totals(Protocol):
+    """What was used since a trial began."""
+
+    @property
+    def time_s(self) -> float:
+        """Seconds."""
+
+    @property
+    def energy_j(self) -> float:
+        """Joules."""
 
 
-def after_report(job: Job, trial: TrialRecord, report: Report) -> TrialRecord:
+def cost_of(job: JobConfig, totals: Totals) -> float:
+    """Cost in joules of what a trial has used by a report, or by its last one."""
+    return cost(energy_j=totals.energy_j, time_s=totals.time_s, max_power_w=job.max_power, eta=job.eta_knob)
+
+
+def after_report(job: JobConfig, trial: TrialRecord, report: Report) -> TrialRecord:
     """The trial once it has sent one more report."""
     reported = replace(
         trial,
@@ -32,10 +44,10 @@ def after_report(job: Job, trial: TrialRecord, report: Report) -> TrialRecord:
         energy_j=report.energy_j,
         epoch=report.epoch,
         metric=report.metric,
-        reports=trial.reports + 1,
+        report_count=trial.report_count + 1,
         longest_gap_s=max(trial.longest_gap_s, report.time_s - trial.time_s),
     )
-    if trial.reports:
+    if trial.report_count:
         return reported
     return replace(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported))
 
@@ -73,7 +85,7 @@ class Arm:
         """The arm once one more trial was dispatched with it."""
         return replace(self, trials=self.trials + 1)
 
-    def after_end(self, job: Job, trial: TrialRecord, *, in_bandit: bool) -> Arm:
+    def after_end(self, job: JobConfig, trial: TrialRecord, *, in_bandit: bool) -> Arm:
         """The arm once `trial` has ended.
 
         Args:
@@ -127,7 +139,7 @@ class Cheapest:
     cost_j: float
 
     @staticmethod
-    def of_both(known: Cheapest | None, job: Job, trial: TrialRecord) -> Cheapest | None:
+    def of_both(known: Cheapest | None, job: JobConfig, trial: TrialRecord) -> Cheapest | None:
         """The cheaper of the one known so far (kept on ties) and `trial`, which has just ended."""
         if trial.state is not TrialState.COMPLETED:
             return known
@@ -153,7 +165,7 @@ class History:
         in_flight: Trials that are running or may go on, in order of dispatch. Policy `gp_voi` alone needs them.
     """
 
-    job: Job
+    job: JobConfig
     arms: Mapping[int, Arm]
     explorations: tuple[TrialRecord, ...] = ()
     cheapest: Cheapest | None = None
@@ -162,7 +174,7 @@ class History:
     in_flight: tuple[TrialRecord, ...] = ()
 
     @classmethod
-    def of(cls, job: Job, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
+    def of(cls, job: JobConfig, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
         """Replay `trials`, in order of dispatch: the summary that the job must have.
 
         Args:
@@ -228,7 +240,7 @@ class History:
 
 
 def arms_after(
-    job: Job, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
+    job: JobConfig, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
 ) -> dict[int, Arm]:
     """Arms that change when these trials have ended.
 
@@ -248,7 +260,7 @@ def arms_after(
     return changed
 
 
-def _arms_believing(job: Job, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
+def _arms_believing(job: JobConfig, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
     """Arms whose beliefs change when this trial has ended."""
     before = tuple(arms[size].belief for size in job.batch_sizes)
     index = job.batch_sizes.index(trial.batch_size)
@@ -259,21 +271,21 @@ def _arms_believing(job: Job, arms: Mapping[int, Arm], trial: TrialRecord) -> di
             epochs=trial.epoch,
             log_first_cost=log_first_cost,
             log_cost=log_cost,
-            later_reports=trial.reports - 1,
-            epoch_step=trial.epoch / trial.reports,
+            later_reports=trial.report_count - 1,
+            epoch_step=trial.epoch / trial.report_count,
             reached=trial.state is TrialState.COMPLETED,
             conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
         )
         after = after_outcome(job.batch_sizes, before, outcome)
     elif trial.state is TrialState.FAILED and log_cost is not None:
-        after = after_crash(before, index, log_cost, trial.reports - 1)
+        after = after_crash(before, index, log_cost, trial.report_count - 1)
     else:
         return {}
     beliefs = zip(job.batch_sizes, before, after, strict=True)
     return {size: replace(arms[size], belief=new) for size, old, new in beliefs if new is not old}
 
 
-def log_costs_per_epoch(job: Job, trial: TrialRecord) -> tuple[float | None, float | None]:
+def log_costs_per_epoch(job: JobConfig, trial: TrialRecord) -> tuple[float | None, float | None]:
     """Log of what an epoch of the trial cost (J) until its first report, and since then; None where that is nothing.
 
     Until their first report trainings also start up and try power limits.
@@ -286,7 +298,7 @@ def log_costs_per_epoch(job: Job, trial: TrialRecord) -> tuple[float | None, flo
     )
 
 
-def bandit_entered_from_the_start(job: Job) -> int | None:
+def bandit_entered_from_the_start(job: JobConfig) -> int | None:
     """The event at which a new job is in its bandit stage: 0 without a pruning stage, else None."""
     return 0 if job.policy is PolicyName.GP_VOI else None
 

@@ -1,52 +1,22 @@
-"""What the decisions are made of: the job, its trials, and the states a trial may pass through."""
+"""The values that decisions are made of: a job's configuration, its trials, their reports."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 
-from bso_server.errors import IllegalTransitionError
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, TrialState
-
-# Every legal move between trial states; what is not here raises. RUNNING ends in any way. ABANDONED and SUSPENDED
-# trials come back to life when their training does: nothing that was measured is thrown away.
-TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
-    TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
-    TrialState.SUSPENDED: frozenset({TrialState.RUNNING, TrialState.FAILED, TrialState.ABANDONED}),
-    TrialState.ABANDONED: frozenset({TrialState.RUNNING}),
-    TrialState.COMPLETED: frozenset(),
-    TrialState.EARLY_STOPPED: frozenset(),
-    TrialState.EXHAUSTED: frozenset(),
-    TrialState.FAILED: frozenset(),
-    TrialState.INFEASIBLE: frozenset(),
-}
 
 # States whose trials were measured to the end that the server decided on, so that they have a cost.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
-
-# States of trials that are under way, or may go on.
-ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
-
-# States in which a trial takes reports and heartbeats; in any other it has ended for good.
-TAKES_REPORTS = ALIVE | {TrialState.ABANDONED}
 
 # States that say nothing about the batch size: its exploration is owed again.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED})
 
 
-def check_transition(before: TrialState, after: TrialState) -> None:
-    """Refuse an illegal move.
-
-    Raises:
-        IllegalTransitionError: `TRANSITIONS` does not hold the move.
-    """
-    if after not in TRANSITIONS[before]:
-        raise IllegalTransitionError(f"a trial that is {before} cannot become {after}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """The part of a job's immutable specification that decisions need; fields as in `zeus_plugins.protocol.JobSpec`."""
+class JobConfig:
+    """What decisions need of a job's registration, which never changes; fields as in `zeus_plugins.protocol`."""
 
     job_id: str
     batch_sizes: tuple[int, ...]
@@ -79,51 +49,98 @@ class EpochBound:
     reason: str
 
 
+TrialKey = tuple[str, int]
+"""A trial's job_id and number."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialRecord:
-    """One trial as the database remembers it.
+    """One trial: a row of table ``trials``, field by column.
+
+    Decisions rest on the fields without an instant; the others are for people, leases and owners, and have defaults for
+    jobs that know of none.
 
     Attributes:
+        job_id: Its job.
         trial_number: Counts from 1 within the job, in order of dispatch.
         batch_size: Global batch size.
         state: Where the trial stands.
         origin: Why it was dispatched.
+        reason: The same in words, with numbers.
+        message: The latest verdict, or how it ended; None before any.
+        end_reason: Why it ended or was suspended, or None.
+        started_at: When it was dispatched (UTC).
         started_event: Value of the job's event counter at dispatch.
-        ended_event: The same when the trial took its present terminal state, or None. The counter is the job's logical
-            clock: it orders dispatches and endings without trusting wall clocks.
+        reported_at: When its last report was taken (UTC), or None.
+        ended_at: When it ended (UTC), or None.
+        ended_event: Value of the event counter when the trial took its present terminal state, or None. The counter is
+            the job's logical clock: it orders dispatches and endings without trusting wall clocks.
         time_s: Seconds since the trial began, as of its last report; 0 before any.
         energy_j: Joules since the trial began, as of its last report; 0 before any.
+        energy_source: How its energy was measured, or None.
         epoch: Epochs trained as of its last report; 0 before any.
         metric: Validation metric of its last report, or None before any.
-        message: The latest verdict, or how it ended; None before any.
-        end_reason: Why it ended, or None.
-        reports: Number of reports taken.
+        report_count: Number of reports taken.
         longest_gap_s: Longest time that passed between two of its reports, seconds.
+        lease_expires_at: When it is abandoned if nothing more is heard of it (UTC); None for one that has ended.
         heartbeats: Whether its training sends heartbeats.
         first_epoch: Epochs trained as of its first report; 0 before any.
         first_cost_j: Its cost in joules by then.
-        bound: The epochs after which it is stopped for its cost; None until policy `gp_voi` knows what an epoch of it
-            costs, and with other policies.
+        epoch_bound: The epochs after which it is stopped for its cost; None until policy `gp_voi` knows what an epoch
+            of it costs, and with other policies.
+        epoch_bound_reason: Why, in words.
+        idempotency_key: Made by the client, so that a repeated request finds the trial that the first one started.
+        owner: Id of the token that dispatched it; None where the server asked for none.
+        power_limit_w: The power limit of each GPU that its training chose, watts; None where it sets none.
+        power_limits: How many limits its training knew the cost of; None where it looks for none.
     """
 
+    job_id: str = ""
     trial_number: int
     batch_size: int
     state: TrialState
     origin: Origin
+    reason: str = ""
+    message: str | None = None
+    end_reason: EndReason | None = None
+    started_at: datetime | None = None
     started_event: int = 0
+    reported_at: datetime | None = None
+    ended_at: datetime | None = None
     ended_event: int | None = None
     time_s: float = 0.0
     energy_j: float = 0.0
+    energy_source: str | None = None
     epoch: float = 0.0
     metric: float | None = None
-    message: str | None = None
-    end_reason: EndReason | None = None
-    reports: int = 0
+    report_count: int = 0
     longest_gap_s: float = 0.0
+    lease_expires_at: datetime | None = None
     heartbeats: bool = False
     first_epoch: float = 0.0
     first_cost_j: float = 0.0
-    bound: EpochBound | None = None
+    epoch_bound: int | None = None
+    epoch_bound_reason: str | None = None
+    idempotency_key: str | None = None
+    owner: str | None = None
+    power_limit_w: float | None = None
+    power_limits: int | None = None
+
+    @property
+    def key(self) -> TrialKey:
+        """Its job_id and number."""
+        return self.job_id, self.trial_number
+
+    @property
+    def bound(self) -> EpochBound | None:
+        """When it is stopped without the target, if that has been decided."""
+        return None if self.epoch_bound is None else EpochBound(self.epoch_bound, self.epoch_bound_reason or "")
+
+    def bounded_by(self, bound: EpochBound | None) -> TrialRecord:
+        """The same trial, stopped at this bound."""
+        if bound is None:
+            return replace(self, epoch_bound=None, epoch_bound_reason=None)
+        return replace(self, epoch_bound=bound.epochs, epoch_bound_reason=bound.reason)
 
     @property
     def last_report(self) -> Report | None:

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from bso_server.core.cost import cost, early_stop_bound
 from bso_server.core.gp_voi import decisions as gp_voi
-from bso_server.core.history import History, after_report
-from bso_server.core.model import Job, Report, Suggestion, TrialRecord
+from bso_server.core.history import History, after_report, cost_of
+from bso_server.core.model import JobConfig, Report, Suggestion, TrialRecord
 from bso_server.core.zeus import bandit, pruning
 from bso_server.errors import InvalidReportError, NoSurvivorError
-from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
+from zeus_plugins.protocol import Origin, PolicyName, StopRule, Verdict
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What to tell a training after a report.
-
-    Attributes:
-        state: The state that the trial takes; RUNNING to go on.
-        reason: Why.
-        message: The same in words, with its numbers.
-        rule: When a trial that goes on is going to be stopped, as far as is known by now.
-    """
-
-    state: TrialState
-    reason: EndReason
-    message: str
-    rule: StopRule
-
-    @property
-    def stop(self) -> bool:
-        """Whether the training should end."""
-        return self.state is not TrialState.RUNNING
-
-    @property
-    def converged(self) -> bool:
-        """Whether the target was reached within the cost bound."""
-        return self.state is TrialState.COMPLETED
 
 
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:
@@ -72,7 +44,7 @@ def _suggested_by_zeus(history: History, rng: np.random.Generator) -> Suggestion
             return _drawn(history, batch_sizes, rng)
 
 
-def _explored(step: pruning.Explore, job: Job) -> Suggestion:
+def _explored(step: pruning.Explore, job: JobConfig) -> Suggestion:
     if step.round_number > 1:
         start = "the cheapest of the round before"
     elif step.start == job.default_batch_size:
@@ -133,13 +105,13 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def needs_bound(job: Job, trial: TrialRecord) -> bool:
+def needs_bound(job: JobConfig, trial: TrialRecord) -> bool:
     """Whether the trial's next report needs `bounded` first.
 
     Policy `gp_voi` decides once when to stop a trial: with the dispatch if it knows by then what an epoch costs, else
     after the first epochs.
     """
-    return job.policy is PolicyName.GP_VOI and trial.bound is None
+    return job.policy is PolicyName.GP_VOI and trial.epoch_bound is None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
@@ -150,10 +122,10 @@ def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord
         trial: The trial as of its report before this one.
         report: The report that is about to be judged.
     """
-    return replace(trial, bound=gp_voi.bound_of(history, after_report(history.job, trial, report)))
+    return trial.bounded_by(gp_voi.bound_of(history, after_report(history.job, trial, report)))
 
 
-def stop_rule(job: Job, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
+def stop_rule(job: JobConfig, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
     """When a trial that has not reached the target is stopped.
 
     By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
@@ -164,13 +136,13 @@ def stop_rule(job: Job, trial: TrialRecord, min_cost_j: float | None) -> StopRul
         min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
     """
     if job.policy is PolicyName.GP_VOI:
-        return StopRule(max_epochs=job.max_epochs if trial.bound is None else trial.bound.epochs)
-    bound = early_stop_bound(job.beta_knob, min_cost_j)
-    return StopRule(max_cost_j=bound if math.isfinite(bound) else None, max_epochs=job.max_epochs)
+        return StopRule(max_epochs=job.max_epochs if trial.epoch_bound is None else trial.epoch_bound)
+    bound_j = math.inf if job.beta_knob is None or min_cost_j is None else job.beta_knob * min_cost_j
+    return StopRule(max_cost_j=bound_j if math.isfinite(bound_j) else None, max_epochs=job.max_epochs)
 
 
 def judge(
-    job: Job, trial: TrialRecord, report: Report, min_cost_j: float | None, *, judged_by: StopRule | None = None
+    job: JobConfig, trial: TrialRecord, report: Report, min_cost_j: float | None, *, judged_by: StopRule | None = None
 ) -> Verdict:
     """Decide whether a running trial goes on.
 
@@ -193,47 +165,24 @@ def judge(
         InvalidReportError: The report contradicts those before it, or reached the target at no cost.
     """
     _check_against_earlier(trial, report)
-    rule = stop_rule(job, trial, min_cost_j)
-    applied = rule if judged_by is None else judged_by
-    spent = cost(energy_j=report.energy_j, time_s=report.time_s, max_power_w=job.max_power, eta=job.eta_knob)
-    reached = report.metric >= job.target_metric if job.higher_is_better_metric else report.metric <= job.target_metric
-    reason = applied.applied(cost_j=spent, epochs=report.epoch, reached=reached)
-    if reason is EndReason.KEEP_TRAINING and report.epoch >= job.max_epochs:
-        reason = EndReason.MAX_EPOCHS_REACHED
-    if reason is EndReason.MAX_EPOCHS_REACHED and report.epoch < job.max_epochs:
-        reason = EndReason.EPOCH_BOUND_REACHED
-    measured = f"metric {report.metric:.4g} against a target of {job.target_metric:g}"
-    match reason:
-        case EndReason.COST_BOUND_CROSSED:
-            bound = f"{applied.max_cost_j:.4g} J"
-            if judged_by is None:
-                bound = f"{job.beta_knob:g} times the cheapest run, {bound}"
-            state, message = TrialState.EARLY_STOPPED, f"stopped: {spent:.4g} J spent, more than {bound}"
-        case EndReason.TARGET_REACHED:
-            _require_cost(spent, job)
-            state = TrialState.COMPLETED
-            message = f"target reached: {measured} after {report.epoch:g} epochs, {spent:.4g} J"
-        case EndReason.EPOCH_BOUND_REACHED:
-            state, message = TrialState.EARLY_STOPPED, f"stopped: {measured} after {report.epoch:g} epochs"
-            if judged_by is None and trial.bound is not None:
-                message += f"; {trial.bound.reason}"
-        case EndReason.MAX_EPOCHS_REACHED:
-            state = TrialState.EXHAUSTED
-            message = f"stopped: {measured} after {report.epoch:g} epochs, all that max_epochs allows"
-        case _:
-            state, message = TrialState.RUNNING, f"go on: {measured}, {spent:.4g} J spent"
-            if trial.bound is not None:
-                message += f"; it has {trial.bound.epochs} epochs ({trial.bound.reason})"
-    return Verdict(state, reason, message, rule)
-
-
-def _require_cost(spent_j: float, job: Job) -> None:
-    if spent_j <= 0:
+    rule, spent_j = stop_rule(job, trial, min_cost_j), cost_of(job, report)
+    because = trial.epoch_bound_reason
+    if rule.max_cost_j is not None:
+        because = f"{job.beta_knob:g} times the cheapest run"
+    verdict = (judged_by or rule).judge(
+        job,
+        metric=report.metric,
+        epochs=report.epoch,
+        cost_j=spent_j,
+        because=because if judged_by is None else None,
+    )
+    if verdict.converged and spent_j <= 0:
         raise InvalidReportError(
             "the target was reached at a cost of 0 J, which no later run could beat: with this job's eta_knob "
             f"({job.eta_knob:g}) time and energy must be measured",
             field="energy",
         )
+    return replace(verdict, rule=rule)
 
 
 def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
@@ -247,24 +196,10 @@ def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
                 f"{field} is a total since the trial began and cannot shrink: {now:g} {unit} after {before:g} {unit}",
                 field=field,
             )
-    every_epoch_reported = trial.reports > 0 and trial.epoch == trial.reports
+    every_epoch_reported = trial.report_count > 0 and trial.epoch == trial.report_count
     if every_epoch_reported and report.epoch % 1:
         raise InvalidReportError(
-            f"this trial has reported each of its {trial.reports} epochs as a whole number, and {report.epoch:g} is "
-            "none: count epochs from 1, or report the fraction at every validation from the first on",
+            f"this trial has reported each of its {trial.report_count} epochs as a whole number, and {report.epoch:g} "
+            "is none: count epochs from 1, or report the fraction at every validation from the first on",
             field="current_epoch",
         )
-
-
-def outcome_of_crash(*, crashes: int, observed: bool, retries: int) -> tuple[TrialState, EndReason]:
-    """What a trial becomes that crashed: FAILED, to be tried again, or INFEASIBLE when that was tried often enough.
-
-    A size that was ever measured to the end can run; its crashes have other causes and never exclude it.
-
-    Args:
-        crashes: Crashes of trials of the size, this one included.
-        observed: Whether a trial of the size was ever measured to its end.
-        retries: Crashes after which a size counts as infeasible.
-    """
-    hopeless = crashes >= retries and not observed
-    return (TrialState.INFEASIBLE if hopeless else TrialState.FAILED), EndReason.CRASHED

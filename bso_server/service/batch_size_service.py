@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 from functools import partial
 
 from bso_server.core.access import UNRESTRICTED, Caller
-from bso_server.core.lease import LeasePolicy
+from bso_server.core.job import LeasePolicy
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.service import transfer
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, utc_now, with_job_id

@@ -10,25 +10,26 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
 
+from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller, Scope
-from bso_server.core.lease import LeasePolicy
-from bso_server.core.model import TAKES_REPORTS, Suggestion
+from bso_server.core.job import LeasePolicy, Moment
+from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError
-from bso_server.service import moves, views
+from bso_server.service import views
 from bso_server.service.loading import load_history, locked_job, locked_trial
 from bso_server.service.refusals import refuse_difference, refuse_other_gpus, refuse_other_owner, refuse_other_size
 from bso_server.service.reports import CallersReport, ReportBatch
 from bso_server.service.transfer import ImportedJob
-from bso_server.storage.rows import StoredJob, StoredPowerProfile, StoredTrial
+from bso_server.storage.rows import StoredJob, StoredPowerProfile
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
-    EndReason,
+    FINAL,
     Heartbeat,
     HeartbeatResponse,
     JobRegistration,
@@ -135,24 +136,16 @@ class Commands:
         job = self._abandon_expired(transaction, job, now)
         history, changed = load_history(transaction, job)
         rng = _generator(job)
-        suggestion = policy.suggest(history, rng)
-        drawn = suggestion.origin is Origin.BANDIT
-        started = moves.dispatched(job, suggestion, now, self._leases, owner=caller.token_id)
-        transaction.insert_trial(started, idempotency_key=idempotency_key)
-        changed[suggestion.batch_size] = history.arms[suggestion.batch_size].after_dispatch()
-        transaction.update_arms(job_id, changed.values())
-        event = started.record.started_event
-        job = replace(
-            job,
-            event_count=event,
-            trial_count=started.record.trial_number,
-            folded_event=job.event_count,
-            bandit_entered_at=event if drawn and job.bandit_entered_at is None else job.bandit_entered_at,
-            survivors=suggestion.survivors,
-            rng_state=json.dumps(rng.bit_generator.state) if drawn and job.job.mab_seed is not None else job.rng_state,
+        job, trial = life.suggested(
+            job, history, rng, self._moment(now), owner=caller.token_id, idempotency_key=idempotency_key
         )
+        if trial.origin is Origin.BANDIT and job.config.mab_seed is not None:
+            job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
+        transaction.insert_trials([trial])
+        changed[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
+        transaction.update_arms(job_id, changed.values())
         transaction.update_jobs([job])
-        return _with_power_profile(transaction, job, _logged(transaction, _dispatch(job, started)))
+        return _with_power_profile(transaction, job, _logged(transaction, _dispatch(job, trial)))
 
     def record_offline(
         self,
@@ -186,19 +179,19 @@ class Commands:
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
         if arm is None:
             raise InvalidReportError(
-                f"{offline.batch_size} is not one of the job's batch sizes {list(job.job.batch_sizes)}",
+                f"{offline.batch_size} is not one of the job's batch sizes {list(job.config.batch_sizes)}",
                 field="batch_size",
             )
         suggestion = Suggestion(
             offline.batch_size, Origin.OFFLINE, "not chosen: the training began while the server was away"
         )
-        started = moves.dispatched(job, suggestion, self._clock(), self._leases, owner=caller.token_id)
-        transaction.insert_trial(started, idempotency_key=idempotency_key)
+        job, trial = life.dispatched(
+            job, suggestion, self._moment(), owner=caller.token_id, idempotency_key=idempotency_key
+        )
+        transaction.insert_trials([trial])
         transaction.update_arms(offline.job_id, [arm.after_dispatch()])
-        record = started.record
-        job = replace(job, event_count=record.started_event, trial_count=record.trial_number)
         transaction.update_jobs([job])
-        return _logged(transaction, _dispatch(job, started))
+        return _logged(transaction, _dispatch(job, trial))
 
     def report_all(
         self, transaction: Transaction, reports: Sequence[CallersReport]
@@ -212,7 +205,7 @@ class Commands:
             it contradicts the trial or what that reported before; ReportConflictError, the trial has ended, and not
             with this report; ForbiddenError, the trial is another caller's.
         """
-        return ReportBatch(transaction, reports, self._clock(), self._leases).take()
+        return ReportBatch(transaction, reports, self._moment()).take()
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is.
@@ -222,26 +215,26 @@ class Commands:
             InvalidReportError: The trial has another batch size.
             ForbiddenError: The trial is another caller's, and this one is no administrator.
         """
-        now = self._clock()
         job, trial = locked_trial(transaction, end)
         if not transaction.locks_jobs_with_trials:
             job = transaction.locked_jobs([end.job_id])[end.job_id]
         if Scope.ADMIN not in caller.scopes:
             refuse_other_owner(trial, caller)
         # What the end says of the batch size counts, even if the trial was given up before.
-        if trial.record.state not in TAKES_REPORTS:
+        if trial.state in FINAL:
             return
-        state, reason, message = self._outcome(transaction, end)
-        if state is trial.record.state:
+        if end.outcome is trial.state:
             return
-        trial = moves.revived(trial)
-        if state is TrialState.SUSPENDED:
-            transaction.update_trials([moves.suspended(trial, message, now, self._leases)])
-        else:
-            job, trial = moves.ended(job, trial, state, reason, message, now)
-            transaction.update_trials([trial])
+        crashes, observed = 0, False
+        if end.outcome is TrialState.FAILED:
+            crashes, observed = transaction.crashes(end.job_id, end.batch_size)
+        job, trial = life.ended_by_training(
+            job, trial, end, self._moment(), crashes=crashes, observed=observed, retries=self._crash_retries
+        )
+        transaction.update_trials([trial])
+        if trial.ended_event is not None:
             transaction.update_jobs([job])
-        transaction.log("job %s trial %d: %s", end.job_id, end.trial_number, message)
+        transaction.log("job %s trial %d: %s", end.job_id, end.trial_number, trial.message)
 
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
@@ -255,17 +248,16 @@ class Commands:
         """
         _, trial = locked_trial(transaction, heartbeat)
         refuse_other_owner(trial, caller)
-        if trial.record.state in TAKES_REPORTS:
-            trial = moves.beating(trial, self._clock(), self._leases, regular=heartbeat.regular)
+        if trial.state not in FINAL:
+            trial = life.beating(trial, self._moment(), regular=heartbeat.regular)
             transaction.update_trials([trial])
-        record = trial.record
         return HeartbeatResponse(
-            state=record.state,
-            lease_s=self._leases.lease_s(heartbeats=record.heartbeats, longest_gap_s=record.longest_gap_s),
+            state=trial.state,
+            lease_s=self._leases.lease_s(heartbeats=trial.heartbeats, longest_gap_s=trial.longest_gap_s),
             interval_s=self._leases.heartbeat_interval_s,
-            time_s=record.time_s,
-            energy_j=record.energy_j,
-            epochs=record.epoch,
+            time_s=trial.time_s,
+            energy_j=trial.energy_j,
+            epochs=trial.epoch,
         )
 
     def store_power_profile(
@@ -293,10 +285,10 @@ class Commands:
             len(profile.samples),
         )
         left = transaction.power_profile(trial.key)
-        known = left or transaction.newest_power_profile(trial.job_id, trial.record.batch_size)
+        known = left or transaction.newest_power_profile(trial.job_id, trial.batch_size)
         if known is not None and known.samples == profile.samples:
             return  # Said before, or measured by an earlier trial.
-        new = StoredPowerProfile(*trial.key, trial.record.batch_size, profile.samples, self._clock())
+        new = StoredPowerProfile(*trial.key, trial.batch_size, profile.samples, self._clock())
         if left is None:
             transaction.insert_power_profiles([new])
         else:
@@ -336,7 +328,7 @@ class Commands:
         Raises:
             JobConflictError: Its id is taken.
         """
-        job_id = job.stored.job.job_id
+        job_id = job.stored.job_id
         existing = transaction.job(job_id)
         if existing is not None and not (again and existing == job.stored):
             raise JobConflictError(
@@ -358,30 +350,17 @@ class Commands:
         """The same with power-limit profiles; of each batch size the newest stays."""
         return transaction.delete_power_profiles_before(self._clock() - age, limit=PRUNED_AT_ONCE)
 
-    def _outcome(self, transaction: Transaction, end: TrialEnd) -> tuple[TrialState, EndReason, str]:
-        """State, reason and message of a trial that its own training ends."""
-        if end.outcome is TrialState.SUSPENDED:
-            return TrialState.SUSPENDED, EndReason.PREEMPTED, _message("suspended: the training was preempted", end)
-        if end.outcome is TrialState.INFEASIBLE:
-            message = f"infeasible: {end.batch_size} ran out of memory; neither it nor a larger size is tried again"
-            return TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY, _message(message, end)
-        earlier, observed = transaction.crashes(end.job_id, end.batch_size)
-        state, reason = policy.outcome_of_crash(crashes=earlier + 1, observed=observed, retries=self._crash_retries)
-        if state is TrialState.INFEASIBLE:
-            message = f"infeasible: {end.batch_size} crashed {earlier + 1} times and is not tried again"
-        else:
-            message = "failed: the training ended before the server said so"
-        return state, reason, _message(message, end)
+    def _moment(self, now: datetime | None = None) -> Moment:
+        """The present, or this instant."""
+        return Moment(now or self._clock(), self._leases)
 
     def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
         """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
         abandoned = []
-        for expired in transaction.locked_expired_trials(job.job.job_id, now):
-            message = f"abandoned: not heard of since {expired.reported_at or expired.started_at:%Y-%m-%d %H:%M:%S} UTC"
-            state, reason = TrialState.ABANDONED, EndReason.LEASE_EXPIRED
-            job, trial = moves.ended(job, expired, state, reason, message, now)
+        for expired in transaction.locked_expired_trials(job.job_id, now):
+            job, trial = life.abandoned(job, expired, self._moment(now))
             abandoned.append(trial)
-            transaction.log("job %s trial %d: %s", job.job.job_id, trial.record.trial_number, message)
+            transaction.log("job %s trial %d: %s", job.job_id, trial.trial_number, trial.message)
         transaction.update_trials(abandoned)
         return job
 
@@ -394,39 +373,38 @@ def with_job_id(registration: JobRegistration) -> JobRegistration:
 
 
 def _insert_imported(transaction: Transaction, job: ImportedJob) -> None:
-    job_id = job.stored.job.job_id
+    job_id = job.stored.job_id
     transaction.insert_job(job.stored.registration, job.stored.created_at)
     transaction.update_jobs([job.stored])
     transaction.update_arms(job_id, job.arms)
     transaction.insert_trials(job.trials)
-    transaction.insert_epochs([asdict(epoch) for epoch in job.epochs])
+    transaction.insert_epochs(job.epochs)
     transaction.insert_power_profiles(job.power_profiles)
 
 
 def _generator(job: StoredJob) -> np.random.Generator:
-    rng = np.random.default_rng(job.job.mab_seed)
+    rng = np.random.default_rng(job.config.mab_seed)
     if job.rng_state is not None:
         rng.bit_generator.state = json.loads(job.rng_state)
     return rng
 
 
-def _dispatch(job: StoredJob, trial: StoredTrial) -> TrialDispatch:
-    record = trial.record
+def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
     return TrialDispatch(
         job_id=trial.job_id,
-        batch_size=record.batch_size,
-        trial_number=record.trial_number,
-        origin=record.origin,
+        batch_size=trial.batch_size,
+        trial_number=trial.trial_number,
+        origin=trial.origin,
         reason=trial.reason,
-        stop_rule=policy.stop_rule(job.job, record, job.min_cost_j),
+        stop_rule=policy.stop_rule(job.config, trial, job.min_cost_j),
     )
 
 
-def _dispatch_again(job: StoredJob, trial: StoredTrial) -> TrialDispatch:
-    if trial.record.state not in TAKES_REPORTS:
+def _dispatch_again(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
+    if trial.state in FINAL:
         raise KeyConflictError(
-            f"the request with this Idempotency-Key started trial {trial.record.trial_number}, which has ended "
-            f"({trial.record.state}): make a new key for a new trial",
+            f"the request with this Idempotency-Key started trial {trial.trial_number}, which has ended "
+            f"({trial.state}): make a new key for a new trial",
             field="Idempotency-Key",
         )
     return _dispatch(job, trial)

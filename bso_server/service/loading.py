@@ -8,7 +8,7 @@ from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError, UnknownTrialError
 from bso_server.service.refusals import refuse_other_size
-from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import PolicyName, TrialId
 
@@ -25,7 +25,7 @@ def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
     return job
 
 
-def locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, StoredTrial]:
+def locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, TrialRecord]:
     """The trial's row, and its job's; other writers of the trial wait.
 
     Raises:
@@ -43,19 +43,19 @@ def locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob
 
 def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dict[int, Arm]]:
     """The summary that decisions rest on, and the arms in it that are newer than those in the database."""
-    job_id = job.job.job_id
+    job_id = job.job_id
     arms = transaction.arms(job_id)
     ended = transaction.ended_after(job_id, job.folded_event)
-    changed = arms_after(job.job, arms, ended, bandit_entered_at=job.bandit_entered_at)
+    changed = arms_after(job.config, arms, ended, bandit_entered_at=job.bandit_entered_at)
     explorations: Sequence[TrialRecord] = ()
     in_flight: Sequence[TrialRecord] = ()
-    if job.job.policy is PolicyName.GP_VOI:
+    if job.config.policy is PolicyName.GP_VOI:
         in_flight = transaction.in_flight(job_id)
     elif job.survivors is None:
         # The bandit stage needs them no more.
         explorations = transaction.counted_explorations(job_id)
     history = History(
-        job.job,
+        job.config,
         arms | changed,
         tuple(explorations),
         job.cheapest,

@@ -102,7 +102,7 @@ class JobReader:
         def read(transaction: Transaction) -> TrialPage:
             stored = _job(transaction, job_id)
             found = store_reads.trials_page(transaction, job_id, state=state, after=cursor, limit=limit + 1)
-            trials = tuple(views.trial(stored.job, each) for each in found[:limit])
+            trials = tuple(views.trial(stored.config, each) for each in found[:limit])
             return TrialPage(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
 
         return await self._store.read(read)
@@ -133,7 +133,7 @@ class JobReader:
             trial = store_reads.trial(transaction, job_id, trial_number)
             if trial is None:
                 raise UnknownTrialError(job_id, trial_number)
-            return views.epochs(stored.job, trial, store_reads.epochs_of(transaction, job_id, trial_number))
+            return views.epochs(stored.config, trial, store_reads.epochs_of(transaction, job_id, trial_number))
 
         return await self._store.read(read)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bso_server.core.access import Caller, Scope
+from bso_server.core.model import TrialRecord
 from bso_server.errors import ForbiddenError, InvalidReportError, JobConflictError
 from bso_server.service import views
-from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.rows import StoredJob
 from zeus_plugins.protocol import GpuConfig, JobRegistration
 
 
@@ -25,16 +26,16 @@ def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None
         )
 
 
-def refuse_other_size(trial: StoredTrial, batch_size: int) -> None:
+def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
     """Refuse what names another batch size than the trial's.
 
     Raises:
         InvalidReportError: It does.
     """
-    dispatched = trial.record.batch_size
+    dispatched = trial.batch_size
     if dispatched != batch_size:
         raise InvalidReportError(
-            f"trial {trial.record.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
+            f"trial {trial.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
             field="batch_size",
         )
 
@@ -48,12 +49,12 @@ def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
     registered = views.gpus_of(job.registration)
     if gpus != registered:
         raise InvalidReportError(
-            f"job {job.job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
+            f"job {job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
             field="gpus",
         )
 
 
-def refuse_other_owner(trial: StoredTrial, caller: Caller) -> None:
+def refuse_other_owner(trial: TrialRecord, caller: Caller) -> None:
     """Refuse a caller with another token than the one that the trial was dispatched to.
 
     Raises:
@@ -61,7 +62,7 @@ def refuse_other_owner(trial: StoredTrial, caller: Caller) -> None:
     """
     if trial.owner is not None and caller.token_id not in (None, trial.owner):
         raise ForbiddenError(
-            f"trial {trial.record.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "
+            f"trial {trial.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "
             f"token {caller.token_id} cannot report on it, keep it alive, or end it without scope {Scope.ADMIN}"
         )
 

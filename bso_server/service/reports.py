@@ -27,22 +27,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import replace
-from datetime import datetime
 from typing import Generic, TypeVar
 
+from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import Caller
 from bso_server.core.history import History
-from bso_server.core.lease import LeasePolicy
-from bso_server.core.model import TAKES_REPORTS, Report, TrialRecord
+from bso_server.core.job import Moment
+from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
-from bso_server.service import moves
 from bso_server.service.loading import load_history
 from bso_server.service.refusals import refuse_other_owner, refuse_other_size
-from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.rows import StoredEpoch, StoredJob, last_report
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import EndReason, ReportResponse, TrainingResult, TrialState
+from zeus_plugins.protocol import FINAL, EndReason, ReportResponse, TrainingResult, TrialState
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -126,19 +124,15 @@ class ReportBatch:
     Args:
         transaction: Reads, locks and saves the rows.
         reports: In the order of their arrival.
-        now: The present instant, aware.
-        leases: How long silent trials count as alive.
+        moment: The present.
     """
 
-    def __init__(
-        self, transaction: Transaction, reports: Sequence[CallersReport], now: datetime, leases: LeasePolicy
-    ) -> None:
+    def __init__(self, transaction: Transaction, reports: Sequence[CallersReport], moment: Moment) -> None:
         self._transaction = transaction
         self._reports = reports
-        self._now = now
-        self._leases = leases
+        self._moment = moment
         found = transaction.locked_trials({(result.job_id, result.trial_number) for result, _ in reports})
-        self._jobs_before = {job.job.job_id: job for job, _ in found.values()}
+        self._jobs_before = {job.job_id: job for job, _ in found.values()}
         self._trials_before = {key: trial for key, (_, trial) in found.items()}
         self._histories: dict[str, History] = {}
         self._begin()
@@ -148,7 +142,7 @@ class ReportBatch:
         with_bounds_to_come = {
             trial.job_id
             for trial in self._trials_before.values()
-            if policy.needs_bound(self._jobs_before[trial.job_id].job, trial.record)
+            if policy.needs_bound(self._jobs_before[trial.job_id].config, trial)
         }
         if with_bounds_to_come:
             # Bounds rest on the job's history, which must not move on while it is read.
@@ -158,7 +152,7 @@ class ReportBatch:
         answers = self._judge()
         if self._changed_jobs and not self._transaction.locks_jobs_with_trials:
             # Which jobs end a trial is known only now. What the others of their trials did meanwhile may matter.
-            self._lock_jobs([job.job.job_id for job in self._changed_jobs])
+            self._lock_jobs([job.job_id for job in self._changed_jobs])
             answers = self._judge()
         self._save()
         return answers
@@ -166,7 +160,7 @@ class ReportBatch:
     def _begin(self) -> None:
         """Set all rows back to what the transaction has found."""
         self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
-        self._epochs: list[dict[str, object]] = []
+        self._epochs: list[StoredEpoch] = []
 
     def _lock_jobs(self, job_ids: Collection[str]) -> None:
         """Lock these jobs, if their trials' locks have not, and take their rows as they are by then."""
@@ -178,7 +172,7 @@ class ReportBatch:
         return [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
 
     @property
-    def _changed_trials(self) -> list[tuple[StoredTrial, StoredTrial]]:
+    def _changed_trials(self) -> list[tuple[TrialRecord, TrialRecord]]:
         """The trials that reports have changed, each before and after."""
         both = ((self._trials_before[key], trial) for key, trial in self._trials.items())
         return [(before, after) for before, after in both if after is not before]
@@ -197,82 +191,64 @@ class ReportBatch:
         job, trial = self._found(result)
         refuse_other_owner(trial, caller)
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
-        repeated = trial.record.state is TrialState.RUNNING and trial.record.last_report == report
-        if repeated or trial.record.state not in TAKES_REPORTS:
-            return _answer_again(job, trial.record, report)
-        trial = moves.revived(trial)
-        if policy.needs_bound(job.job, trial.record):
-            trial = replace(trial, record=policy.bounded(self._histories[trial.job_id], trial.record, report))
-        verdict = policy.judge(job.job, trial.record, report, job.min_cost_j, judged_by=result.judged_by)
-        job, trial = moves.reported(
-            job, trial, report, verdict, energy_source=result.energy_source, now=self._now, leases=self._leases
+        repeated = trial.state is TrialState.RUNNING and trial.last_report == report
+        if repeated or trial.state in FINAL:
+            return _answer_again(job, trial, report)
+        job, trial, verdict = life.reported(
+            job,
+            trial,
+            report,
+            self._moment,
+            history=self._histories.get(trial.job_id),
+            judged_by=result.judged_by,
+            energy_source=result.energy_source,
         )
         self._note(job, trial)
-        return ReportResponse(
-            stop_train=verdict.stop,
-            converged=verdict.converged,
-            message=verdict.message,
-            reason=verdict.reason,
-            stop_rule=None if verdict.stop else verdict.rule,
-        )
+        return ReportResponse.of(verdict)
 
-    def _found(self, result: TrainingResult) -> tuple[StoredJob, StoredTrial]:
+    def _found(self, result: TrainingResult) -> tuple[StoredJob, TrialRecord]:
         trial = self._trials.get((result.job_id, result.trial_number))
         if trial is None:
             raise UnknownTrialError(result.job_id, result.trial_number)
         refuse_other_size(trial, result.batch_size)
         return self._jobs[trial.job_id], trial
 
-    def _note(self, job: StoredJob, trial: StoredTrial) -> None:
+    def _note(self, job: StoredJob, trial: TrialRecord) -> None:
         self._jobs[trial.job_id] = job
         self._trials[trial.key] = trial
-        record = trial.record
-        if record.ended_event is None:
+        if trial.ended_event is None:
             # The last report of a trial that has ended stands in its own row.
-            self._epochs.append(
-                {
-                    "job_id": trial.job_id,
-                    "trial_number": record.trial_number,
-                    "report_number": record.reports,
-                    "epoch": record.epoch,
-                    "time_s": record.time_s,
-                    "energy_j": record.energy_j,
-                    "metric": record.metric,
-                    "reported_at": trial.reported_at,
-                }
-            )
+            self._epochs.append(last_report(trial))
 
     def _save(self) -> None:
         changed = self._changed_trials
-        progressed = [after for before, after in changed if _has_only_progressed(before.record, after.record)]
-        moved = [after for before, after in changed if not _has_only_progressed(before.record, after.record)]
+        progressed = [after for before, after in changed if _has_only_progressed(before, after)]
+        moved = [after for before, after in changed if not _has_only_progressed(before, after)]
         self._transaction.update_progress(progressed)
         self._transaction.update_trials(moved)
         self._transaction.insert_epochs(self._epochs)
         self._transaction.update_jobs(self._changed_jobs)
         for trial in moved:
-            if trial.record.ended_event is not None:
-                self._transaction.log(
-                    "job %s trial %d: %s", trial.job_id, trial.record.trial_number, trial.record.message
-                )
+            if trial.ended_event is not None:
+                self._transaction.log("job %s trial %d: %s", trial.job_id, trial.trial_number, trial.message)
 
 
 def _has_only_progressed(before: TrialRecord, after: TrialRecord) -> bool:
-    return before.state is after.state and before.bound == after.bound
+    return before.state is after.state and before.epoch_bound == after.epoch_bound
 
 
-def _answer_again(job: StoredJob, record: TrialRecord, report: Report) -> ReportResponse:
+def _answer_again(job: StoredJob, trial: TrialRecord, report: Report) -> ReportResponse:
     """The answer that this very report got, from what the trial keeps of it."""
-    if record.last_report != report or record.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
+    if trial.last_report != report or trial.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
         raise ReportConflictError(
-            f"trial {record.trial_number} has ended ({record.state}) and takes no further report",
+            f"trial {trial.trial_number} has ended ({trial.state}) and takes no further report",
             field="trial_number",
         )
-    alive = record.state in TAKES_REPORTS
+    alive = trial.state not in FINAL
     return ReportResponse(
         stop_train=not alive,
-        converged=record.state is TrialState.COMPLETED,
-        message=record.message or "",
-        reason=EndReason.KEEP_TRAINING if alive else record.end_reason,
-        stop_rule=policy.stop_rule(job.job, record, job.min_cost_j) if alive else None,
+        converged=trial.state is TrialState.COMPLETED,
+        message=trial.message or "",
+        reason=EndReason.KEEP_TRAINING if alive else trial.end_reason,
+        stop_rule=policy.stop_rule(job.config, trial, job.min_cost_j) if alive else None,
     )

@@ -13,13 +13,20 @@ from itertools import pairwise
 import numpy as np
 
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import OBSERVED, EpochBound, Job, TrialRecord
+from bso_server.core.model import OBSERVED, JobConfig, TrialRecord
 from bso_server.errors import InvalidImportError
 from bso_server.service.messages import EpochExport, JobExport, PowerProfileExport, TrialExport
-from bso_server.storage.rows import StoredEpoch, StoredJob, StoredPowerProfile, StoredTrial, job_of
-from zeus_plugins.protocol import Origin, TrialState
+from bso_server.storage.rows import (
+    TRIAL,
+    StoredEpoch,
+    StoredJob,
+    StoredPowerProfile,
+    config_of,
+    epoch_row,
+    trial_from,
+)
+from zeus_plugins.protocol import ALIVE, Origin, TrialState
 
-_ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
 _MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoch", "first_cost_j")
 
 
@@ -37,14 +44,14 @@ class ImportedJob:
 
     stored: StoredJob
     arms: Sequence[Arm]
-    trials: Sequence[StoredTrial]
+    trials: Sequence[TrialRecord]
     epochs: Sequence[StoredEpoch]
     power_profiles: Sequence[StoredPowerProfile]
 
 
 def exported(
     stored: StoredJob,
-    trials: Iterable[StoredTrial],
+    trials: Iterable[TrialRecord],
     epochs: Iterable[StoredEpoch],
     power_profiles: Iterable[StoredPowerProfile],
 ) -> JobExport:
@@ -55,15 +62,17 @@ def exported(
     }
     by_trial: dict[int, list[EpochExport]] = {}
     for epoch in epochs:
-        by_trial.setdefault(epoch.trial_number, []).append(_exported_epoch(epoch))
+        by_trial.setdefault(epoch.trial_number, []).append(EpochExport(**epoch_row(epoch)))
     return JobExport(
         job=stored.registration,
         created_at=stored.created_at,
         survivors=stored.survivors,
         rng_state=stored.rng_state,
         trials=tuple(
-            _exported_trial(
-                trial, by_trial.get(trial.record.trial_number, ()), profile_of.get(trial.record.trial_number)
+            TrialExport(
+                **TRIAL.of(trial),
+                power_profile=profile_of.get(trial.trial_number),
+                epochs=tuple(by_trial.get(trial.trial_number, ())),
             )
             for trial in trials
         ),
@@ -79,20 +88,20 @@ def imported(export: JobExport) -> ImportedJob:
     job_id = export.job.job_id
     if job_id is None:
         raise InvalidImportError("an exported job has an id", field="job.job_id")
-    job = job_of(export.job)
+    job = config_of(export.job)
     _check_order(export.trials)
     for index, trial in enumerate(export.trials):
         for field, message in _contradictions(trial, job):
             raise InvalidImportError(f"trial {trial.trial_number}: {message}", field=f"trials.{index}.{field}")
     _check_survivors(export)
     _check_generator(export.rng_state)
-    trials = [_stored_trial(job_id, trial) for trial in export.trials]
-    history = History.of(job, (trial.record for trial in trials), export.survivors)
+    trials = [_record(job_id, trial) for trial in export.trials]
+    history = History.of(job, trials, export.survivors)
     events = [event for trial in export.trials for event in (trial.started_event, trial.ended_event or 0)]
     event_count = max(events, default=0)
     stored = StoredJob(
         registration=export.job,
-        job=job,
+        config=job,
         created_at=export.created_at,
         event_count=event_count,
         trial_count=len(trials),
@@ -102,7 +111,11 @@ def imported(export: JobExport) -> ImportedJob:
         rng_state=export.rng_state,
         survivors=export.survivors,
     )
-    epochs = [_stored_epoch(job_id, trial, epoch) for trial in export.trials for epoch in trial.epochs]
+    epochs = [
+        StoredEpoch(job_id=job_id, trial_number=trial.trial_number, **dict(epoch))
+        for trial in export.trials
+        for epoch in trial.epochs
+    ]
     profiles = [
         StoredPowerProfile(
             job_id, trial.trial_number, trial.batch_size, trial.power_profile.samples, trial.power_profile.stored_at
@@ -137,9 +150,9 @@ def _check_order(trials: Sequence[TrialExport]) -> None:
             taken.add(trial.ended_event)
 
 
-def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
+def _contradictions(trial: TrialExport, job: JobConfig) -> Iterator[tuple[str, str]]:
     """What contradicts itself in one trial: the field, and why."""
-    alive, reported = trial.state in _ALIVE, trial.report_count > 0
+    alive, reported = trial.state in ALIVE, trial.report_count > 0
     if trial.batch_size not in job.batch_sizes:
         yield "batch_size", f"{trial.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
     for name in ("ended_event", "ended_at"):
@@ -154,7 +167,7 @@ def _contradictions(trial: TrialExport, job: Job) -> Iterator[tuple[str, str]]:
             yield name, f"goes with having reported, and report_count is {trial.report_count}"
     if trial.state in OBSERVED and not reported:
         yield "report_count", f"a trial becomes {trial.state} by a report"
-    if trial.state is TrialState.COMPLETED and cost_of(job, _record(trial)) <= 0:
+    if trial.state is TrialState.COMPLETED and cost_of(job, _record(job.job_id, trial)) <= 0:
         yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
     if (trial.epoch_bound is None) is not (trial.epoch_bound_reason is None):
         yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
@@ -186,101 +199,6 @@ def _check_generator(rng_state: str | None) -> None:
         raise InvalidImportError(f"not the state of a random generator: {error}", field="rng_state") from error
 
 
-def _exported_epoch(epoch: StoredEpoch) -> EpochExport:
-    return EpochExport(
-        report_number=epoch.report_number,
-        epoch=epoch.epoch,
-        time_s=epoch.time_s,
-        energy_j=epoch.energy_j,
-        metric=epoch.metric,
-        reported_at=epoch.reported_at,
-    )
-
-
-def _stored_epoch(job_id: str, trial: TrialExport, epoch: EpochExport) -> StoredEpoch:
-    return StoredEpoch(
-        job_id=job_id,
-        trial_number=trial.trial_number,
-        report_number=epoch.report_number,
-        epoch=epoch.epoch,
-        time_s=epoch.time_s,
-        energy_j=epoch.energy_j,
-        metric=epoch.metric,
-        reported_at=epoch.reported_at,
-    )
-
-
-def _exported_trial(
-    trial: StoredTrial, epochs: Iterable[EpochExport], power_profile: PowerProfileExport | None
-) -> TrialExport:
-    record = trial.record
-    reported = record.metric is not None
-    return TrialExport(
-        trial_number=record.trial_number,
-        batch_size=record.batch_size,
-        state=record.state,
-        origin=record.origin,
-        reason=trial.reason,
-        message=record.message,
-        end_reason=record.end_reason,
-        started_at=trial.started_at,
-        started_event=record.started_event,
-        reported_at=trial.reported_at,
-        ended_at=trial.ended_at,
-        ended_event=record.ended_event,
-        time_s=record.time_s if reported else None,
-        energy_j=record.energy_j if reported else None,
-        energy_source=trial.energy_source,
-        epoch=record.epoch if reported else None,
-        metric=record.metric,
-        report_count=record.reports,
-        longest_gap_s=record.longest_gap_s,
-        lease_expires_at=trial.lease_expires_at,
-        heartbeats=record.heartbeats,
-        first_epoch=record.first_epoch if reported else None,
-        first_cost_j=record.first_cost_j if reported else None,
-        epoch_bound=None if record.bound is None else record.bound.epochs,
-        epoch_bound_reason=None if record.bound is None else record.bound.reason,
-        power_limit_w=trial.power_limit_w,
-        power_limits=trial.power_limits,
-        power_profile=power_profile,
-        epochs=tuple(epochs),
-    )
-
-
-def _record(trial: TrialExport) -> TrialRecord:
-    return TrialRecord(
-        trial_number=trial.trial_number,
-        batch_size=trial.batch_size,
-        state=trial.state,
-        origin=trial.origin,
-        started_event=trial.started_event,
-        ended_event=trial.ended_event,
-        time_s=trial.time_s or 0.0,
-        energy_j=trial.energy_j or 0.0,
-        epoch=trial.epoch or 0.0,
-        metric=trial.metric,
-        message=trial.message,
-        end_reason=trial.end_reason,
-        reports=trial.report_count,
-        longest_gap_s=trial.longest_gap_s,
-        heartbeats=trial.heartbeats,
-        first_epoch=trial.first_epoch or 0.0,
-        first_cost_j=trial.first_cost_j or 0.0,
-        bound=None if trial.epoch_bound is None else EpochBound(trial.epoch_bound, trial.epoch_bound_reason or ""),
-    )
-
-
-def _stored_trial(job_id: str, trial: TrialExport) -> StoredTrial:
-    return StoredTrial(
-        job_id=job_id,
-        record=_record(trial),
-        reason=trial.reason,
-        energy_source=trial.energy_source,
-        started_at=trial.started_at,
-        reported_at=trial.reported_at,
-        ended_at=trial.ended_at,
-        lease_expires_at=trial.lease_expires_at,
-        power_limit_w=trial.power_limit_w,
-        power_limits=trial.power_limits,
-    )
+def _record(job_id: str, trial: TrialExport) -> TrialRecord:
+    kept = {name: value for name, value in trial if name in TRIAL.names}
+    return trial_from({"job_id": job_id, **kept})

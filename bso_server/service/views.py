@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from bso_server.core.cost import cost
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import Job
+from bso_server.core.model import JobConfig, TrialRecord
 from bso_server.service.messages import (
     EpochList,
     EpochView,
@@ -20,14 +19,14 @@ from bso_server.service.messages import (
     PowerProfileList,
     PowerProfileView,
 )
-from bso_server.storage.rows import StoredEpoch, StoredJob, StoredPowerProfile, StoredTrial
+from bso_server.storage.rows import TRIAL, StoredEpoch, StoredJob, StoredPowerProfile, epoch_row, last_report
 from zeus_plugins.protocol import ArmView, GpuConfig, JobRegistration, JobSummary, JobView, Stage, TrialView
 
 
 def summary(stored: StoredJob) -> JobSummary:
     """One line about a job."""
     return JobSummary(
-        job_id=stored.job.job_id,
+        job_id=stored.job_id,
         job_id_prefix=stored.registration.job_id_prefix,
         policy=stored.registration.policy,
         stage=Stage.PRUNING if stored.bandit_entered_at is None else Stage.BANDIT,
@@ -38,9 +37,9 @@ def summary(stored: StoredJob) -> JobSummary:
     )
 
 
-def job(stored: StoredJob, trials: Sequence[StoredTrial]) -> JobView:
+def job(stored: StoredJob, trials: Sequence[TrialRecord]) -> JobView:
     """A job with its arms and trials."""
-    history = History.of(stored.job, (each.record for each in trials))
+    history = History.of(stored.config, trials)
     arms = tuple(map(arm, history.arms.values()))
     tried = [each for each in arms if each.mean_cost_j is not None]
     best = min(tried, key=lambda each: each.mean_cost_j or 0.0, default=None)
@@ -50,7 +49,7 @@ def job(stored: StoredJob, trials: Sequence[StoredTrial]) -> JobView:
         min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
         best_batch_size=None if best is None else best.batch_size,
         arms=arms,
-        trials=tuple(trial(stored.job, each) for each in trials),
+        trials=tuple(trial(stored.config, each) for each in trials),
     )
 
 
@@ -67,35 +66,14 @@ def arm(known: Arm) -> ArmView:
     )
 
 
-def trial(of_job: Job, stored: StoredTrial) -> TrialView:
+def trial(of_job: JobConfig, stored: TrialRecord) -> TrialView:
     """One trial."""
-    record = stored.record
-    reported = record.metric is not None
-    return TrialView(
-        trial_number=record.trial_number,
-        batch_size=record.batch_size,
-        state=record.state,
-        origin=record.origin,
-        reason=stored.reason,
-        message=record.message,
-        started_at=stored.started_at,
-        ended_at=stored.ended_at,
-        end_reason=record.end_reason,
-        time_s=record.time_s if reported else None,
-        energy_j=record.energy_j if reported else None,
-        energy_source=stored.energy_source,
-        cost_j=cost_of(of_job, record) if reported else None,
-        epochs=record.epoch if reported else None,
-        metric=record.metric,
-        owner=stored.owner,
-        epoch_bound=None if record.bound is None else record.bound.epochs,
-        epoch_bound_reason=None if record.bound is None else record.bound.reason,
-        power_limit_w=stored.power_limit_w,
-        power_limits=stored.power_limits,
-    )
+    shown = TRIAL.of(stored)
+    cost_j = None if stored.metric is None else cost_of(of_job, stored)
+    return TrialView(**shown, cost_j=cost_j, epochs=shown["epoch"])
 
 
-def epochs(of_job: Job, stored: StoredTrial, kept: Sequence[StoredEpoch]) -> EpochList:
+def epochs(of_job: JobConfig, stored: TrialRecord, kept: Sequence[StoredEpoch]) -> EpochList:
     """A trial's reports.
 
     Args:
@@ -104,10 +82,9 @@ def epochs(of_job: Job, stored: StoredTrial, kept: Sequence[StoredEpoch]) -> Epo
         kept: Its reports that are kept beside it, in order.
     """
     shown = [_epoch(of_job, each) for each in kept]
-    last = _last_report(stored)
-    # It is kept beside the trial, too, unless it ended the trial or was pruned.
-    if last is not None and (not kept or kept[-1].report_number < last.report_number):
-        shown.append(_epoch(of_job, last))
+    # The last one is kept beside the trial, too, unless it ended the trial or was pruned.
+    if stored.metric is not None and (not kept or kept[-1].report_number < stored.report_count):
+        shown.append(_epoch(of_job, last_report(stored)))
     return EpochList(epochs=tuple(shown))
 
 
@@ -132,7 +109,7 @@ def power_profiles(of_job: StoredJob, kept: Iterable[StoredPowerProfile]) -> Pow
     )
 
 
-def events(dispatched: Iterable[StoredTrial], ended: Iterable[StoredTrial], *, since: int, limit: int) -> EventPage:
+def events(dispatched: Iterable[TrialRecord], ended: Iterable[TrialRecord], *, since: int, limit: int) -> EventPage:
     """What happened in a job.
 
     Args:
@@ -141,8 +118,8 @@ def events(dispatched: Iterable[StoredTrial], ended: Iterable[StoredTrial], *, s
         since: Where the page begins.
         limit: Events on the page.
     """
-    beginnings = [_event(EventKind.DISPATCHED, each.record.started_event, each, each.started_at) for each in dispatched]
-    ends = [_event(EventKind.ENDED, each.record.ended_event, each, each.ended_at) for each in ended]
+    beginnings = [_event(EventKind.DISPATCHED, each.started_event, each, each.started_at) for each in dispatched]
+    ends = [_event(EventKind.ENDED, each.ended_event, each, each.ended_at) for each in ended]
     page = sorted((event for event in beginnings + ends if event), key=lambda event: event.event)[:limit]
     return EventPage(events=tuple(page), next=page[-1].event if page else since)
 
@@ -166,43 +143,18 @@ def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
     return text.getvalue()
 
 
-def _last_report(stored: StoredTrial) -> StoredEpoch | None:
-    record = stored.record
-    if record.metric is None or stored.reported_at is None:
-        return None
-    return StoredEpoch(
-        job_id=stored.job_id,
-        trial_number=record.trial_number,
-        report_number=record.reports,
-        epoch=record.epoch,
-        time_s=record.time_s,
-        energy_j=record.energy_j,
-        metric=record.metric,
-        reported_at=stored.reported_at,
-    )
+def _epoch(of_job: JobConfig, kept: StoredEpoch) -> EpochView:
+    return EpochView(**epoch_row(kept), cost_j=cost_of(of_job, kept))
 
 
-def _epoch(of_job: Job, kept: StoredEpoch) -> EpochView:
-    return EpochView(
-        report_number=kept.report_number,
-        epoch=kept.epoch,
-        time_s=kept.time_s,
-        energy_j=kept.energy_j,
-        cost_j=cost(energy_j=kept.energy_j, time_s=kept.time_s, max_power_w=of_job.max_power, eta=of_job.eta_knob),
-        metric=kept.metric,
-        reported_at=kept.reported_at,
-    )
-
-
-def _event(kind: EventKind, event: int | None, stored: StoredTrial, at: datetime | None) -> EventView | None:
+def _event(kind: EventKind, event: int | None, stored: TrialRecord, at: datetime | None) -> EventView | None:
     if event is None or at is None:
         return None
-    record = stored.record
     return EventView(
         event=event,
         kind=kind,
-        trial_number=record.trial_number,
-        batch_size=record.batch_size,
-        state=record.state,
+        trial_number=stored.trial_number,
+        batch_size=stored.batch_size,
+        state=stored.state,
         at=at,
     )

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bso_server.core.history import History, after_report, cost_of
-from bso_server.core.model import Job, Report, TrialRecord
+from bso_server.core.history import History, cost_of
+from bso_server.core.job import InMemoryJob
+from bso_server.core.model import JobConfig, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
-from bso_server.simulate.life import Life
 from bso_server.simulate.savings import Spending
 from bso_server.simulate.workload import Landscape, Profile
 from zeus_plugins.protocol import PolicyName, StopRule, TrialState
@@ -50,14 +50,12 @@ class PlayedTrial:
         recurrence: Which recurrence it belongs to, from 0.
         record: The trial as it ended.
         cost_j: What it cost, joules.
-        reason: Why it got its batch size.
         epochs_to_target: What it would have needed; infinite if it would never have reached the target.
     """
 
     recurrence: int
     record: TrialRecord
     cost_j: float
-    reason: str
     epochs_to_target: float
 
 
@@ -80,28 +78,28 @@ class Played:
     trials: list[PlayedTrial] = field(default_factory=list)
 
 
-def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> Job:
+def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> JobConfig:
     """The job that a landscape is of.
 
     Args:
         landscape: What runs take.
         policy: How batch sizes are chosen.
         seed: Of the job's draws.
-        fields: Others of `Job`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
+        fields: Others of `JobConfig`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
     """
-    return Job(
+    return JobConfig(
         job_id=f"simulated-{policy}",
         batch_sizes=tuple(landscape.profiles),
         default_batch_size=landscape.default.batch_size,
         target_metric=_TARGET,
         policy=policy,
         mab_seed=seed,
-        **fields,  # type: ignore[arg-type]  # the keywords are Job's
+        **fields,  # type: ignore[arg-type]  # the keywords are JobConfig's
     )
 
 
 def play(
-    job: Job,
+    job: JobConfig,
     phases: Sequence[Phase],
     *,
     recurrences: int,
@@ -132,7 +130,6 @@ class _Run:
 
     recurrence: int
     trial: TrialRecord
-    reason: str
     profile: Profile
     epochs_to_target: float
     profiles_limits: bool
@@ -161,7 +158,7 @@ class _Run:
 class _Player:
     def __init__(
         self,
-        job: Job,
+        job: JobConfig,
         phases: Sequence[Phase],
         recurrences: int,
         concurrency: int,
@@ -172,10 +169,11 @@ class _Player:
         self._job, self._phases = job, phases
         self._recurrences, self._concurrency, self._foresight = recurrences, concurrency, foresight
         self._cost_noise_sd = cost_noise_sd
-        self._life = Life(job, np.random.default_rng(job.mab_seed))
+        self._rng = np.random.default_rng(job.mab_seed)
+        self._playing = InMemoryJob(job)
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._played = Played(self._life.history, [0.0] * recurrences, [Spending()] * recurrences)
+        self._played = Played(self._playing.history, [0.0] * recurrences, [Spending()] * recurrences)
         # What happens next: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
         self._pushed = 0
@@ -197,12 +195,12 @@ class _Player:
             if started < self._recurrences:
                 self._begin(started, attempts=0, now_s=now_s)
                 started += 1
-        self._played.history = self._life.history
+        self._played.history = self._playing.history
         return self._played
 
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> None:
         try:
-            trial, suggestion = self._life.ask()
+            trial = self._playing.suggest(self._rng)
         except NoSurvivorError:
             # It never comes back from that: neither this recurrence nor any later one is finished.
             self._played.unfinished += self._recurrences - recurrence
@@ -212,7 +210,6 @@ class _Player:
         run = _Run(
             recurrence,
             trial,
-            suggestion.reason,
             profile,
             epochs_to_target=profile.epochs_to_target[int(self._draws.integers(len(profile.epochs_to_target)))],
             profiles_limits=trial.batch_size not in self._profiled,
@@ -235,8 +232,8 @@ class _Player:
     def _report(self, run: _Run, now_s: float) -> bool:  # noqa: ARG002 - what happens depends on the order alone
         """Report where a run stands; whether that ended it."""
         report = run.report_at(run.epochs)
-        verdict, run.trial = self._life.report(
-            run.trial.trial_number, report, reports=run.epochs, judged_by=self._own_judgement(run, report)
+        run.trial, verdict = self._playing.report(
+            run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
         )
         if not verdict.stop:
             self._schedule(run, self._next_epoch(run))
@@ -244,15 +241,15 @@ class _Player:
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
         self._played.spent[run.recurrence] += Spending(report.energy_j, report.time_s)
-        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.reason, run.epochs_to_target))
+        self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.epochs_to_target))
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:
         """The rule by which a training with foresight ends itself at this report; None if it does not."""
-        rule = self._life.stop_rule(run.trial.trial_number)
+        rule = self._playing.stop_rule(run.trial.trial_number)
         if not self._foresight or rule.max_cost_j is None:
             return None
-        spent_j = cost_of(self._job, after_report(self._job, run.trial, report))
+        spent_j = cost_of(self._job, report)
         if spent_j > rule.max_cost_j or spent_j + run.epoch_j <= rule.max_cost_j:
             return None
         return StopRule(max_cost_j=rule.max_cost_j, max_epochs=run.epochs)
@@ -264,7 +261,7 @@ class _Player:
         """
         if self._concurrency > 1 or (run.trial.bound is None and self._job.policy is PolicyName.GP_VOI):
             return run.epochs + 1
-        rule = self._life.stop_rule(run.trial.trial_number)
+        rule = self._playing.stop_rule(run.trial.trial_number)
         epochs = min(run.epochs_to_target, float(rule.max_epochs))
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)

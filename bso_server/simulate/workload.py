@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bso_server.core.cost import cost
 from bso_server.simulate.savings import Spending
+from zeus_plugins.protocol import cost
 
 
 @dataclass(frozen=True, slots=True)

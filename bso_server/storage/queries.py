@@ -9,11 +9,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, select
 
+from bso_server.core.model import TrialRecord
 from bso_server.storage.rows import (
     StoredEpoch,
     StoredJob,
     StoredPowerProfile,
-    StoredTrial,
     job_from,
     power_profile_from,
     trial_from,
@@ -48,7 +48,7 @@ def jobs_page(
 
 def trials_page(
     transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
-) -> list[StoredTrial]:
+) -> list[TrialRecord]:
     """Trials in order of dispatch.
 
     Args:
@@ -60,23 +60,23 @@ def trials_page(
     """
     conditions = [trials.c.trial_number > after]
     if state is not None:
-        conditions.append(trials.c.state == state.value)
+        conditions.append(trials.c.state == state)
     return _trials(transaction, job_id, conditions, order=trials.c.trial_number, limit=limit)
 
 
-def trial(transaction: Transaction, job_id: str, trial_number: int) -> StoredTrial | None:
+def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """One trial, or None."""
     found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=trials.c.trial_number, limit=1)
     return found[0] if found else None
 
 
-def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[StoredTrial]:
+def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
     """Trials that began after this event of the job, in order of dispatch."""
     # A trial's number orders dispatches as its event does, and has an index.
     return _trials(transaction, job_id, [trials.c.started_event > event], order=trials.c.trial_number, limit=limit)
 
 
-def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[StoredTrial]:
+def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
     """Trials that ended after this event of the job, in order of their ends."""
     return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
 
@@ -98,6 +98,6 @@ def power_profiles_of(transaction: Transaction, job_id: str) -> list[StoredPower
 
 def _trials(
     transaction: Transaction, job_id: str, conditions: list[ColumnElement[bool]], order: ColumnElement[Any], limit: int
-) -> list[StoredTrial]:
+) -> list[TrialRecord]:
     statement = select(trials).where(trials.c.job_id == job_id, *conditions).order_by(order).limit(limit)
     return [trial_from(row) for row in transaction.rows(statement)]

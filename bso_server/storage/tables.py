@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     Boolean,
@@ -26,6 +27,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
+
+from zeus_plugins.protocol import EndReason, Origin, TrialState
 
 metadata = MetaData()
 
@@ -62,6 +65,35 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+MemberT = TypeVar("MemberT", bound=StrEnum)
+
+
+class Member(TypeDecorator[MemberT]):
+    """A member of an enumeration, kept as its text."""
+
+    impl = String
+    cache_ok = True
+
+    def __init__(self, members: type[MemberT], length: int) -> None:
+        super().__init__(length)
+        self.members = members
+        self._by_text = {member.value: member for member in members}
+
+    def process_bind_param(self, value: MemberT | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - the signature is SQLAlchemy's
+        """Its text."""
+        return None if value is None else value.value
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> MemberT | None:  # noqa: ARG002 - the signature is SQLAlchemy's
+        """The member."""
+        return None if value is None else self._by_text[value]
+
+
+# A trial's column and when it is written anew, beside its insertion: with each report, with each change of its state
+# (and then with what reports write, too), when its power limit is told; never where nothing is said.
+REPORT = {"written": "report"}
+STATE = {"written": "state"}
+POWER_LIMIT = {"written": "power limit"}
+
 jobs = Table(
     "jobs",
     metadata,
@@ -88,46 +120,47 @@ jobs = Table(
     **_MYSQL,
 )
 
+# Each column is a field of `core.model.TrialRecord`, by its name.
 trials = Table(
     "trials",
     metadata,
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("trial_number", Integer, primary_key=True, autoincrement=False),
     Column("batch_size", Integer, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("origin", String(16), nullable=False),
+    Column("state", Member(TrialState, 16), nullable=False, info=STATE),
+    Column("origin", Member(Origin, 16), nullable=False),
     Column("reason", Text, nullable=False),
-    Column("message", Text),
-    Column("end_reason", String(32)),
+    Column("message", Text, info=REPORT),
+    Column("end_reason", Member(EndReason, 32), info=STATE),
     Column("started_at", UtcDateTime, nullable=False),
     Column("started_event", Integer, nullable=False),
-    Column("reported_at", UtcDateTime),
-    Column("ended_at", UtcDateTime),
-    Column("ended_event", Integer),
+    Column("reported_at", UtcDateTime, info=REPORT),
+    Column("ended_at", UtcDateTime, info=STATE),
+    Column("ended_event", Integer, info=STATE),
     # The last report: totals since the trial began. Null before the first.
-    Column("time_s", Double),
-    Column("energy_j", Double),
-    Column("energy_source", String(255)),
-    Column("epoch", Double),
-    Column("metric", Double),
-    Column("report_count", Integer, nullable=False),
-    Column("longest_gap_s", Double, nullable=False),
+    Column("time_s", Double, info=REPORT),
+    Column("energy_j", Double, info=REPORT),
+    Column("energy_source", String(255), info=REPORT),
+    Column("epoch", Double, info=REPORT),
+    Column("metric", Double, info=REPORT),
+    Column("report_count", Integer, nullable=False, info=REPORT),
+    Column("longest_gap_s", Double, nullable=False, info=REPORT),
     # Liveness: a running or suspended trial that is not heard of by then is abandoned.
-    Column("lease_expires_at", UtcDateTime),
-    Column("heartbeats", Boolean, nullable=False),
+    Column("lease_expires_at", UtcDateTime, info=REPORT),
+    Column("heartbeats", Boolean, nullable=False, info=STATE),
     # What the first report said. Null before it.
-    Column("first_epoch", Double),
-    Column("first_cost_j", Double),
+    Column("first_epoch", Double, info=REPORT),
+    Column("first_cost_j", Double, info=REPORT),
     # Policy `gp_voi` stops the trial after so many epochs; null until it is decided, and for other policies.
-    Column("epoch_bound", Integer),
-    Column("epoch_bound_reason", Text),
+    Column("epoch_bound", Integer, info=STATE),
+    Column("epoch_bound_reason", Text, info=STATE),
     # Made by the client, so that a repeated request finds the trial that the first one started.
     Column("idempotency_key", String(255)),
     # The token that dispatched it; null where the server asked for none.
     Column("owner", String(16)),
     # The power limit that it was trained under, of how many that were known. Null for a training that looks for none.
-    Column("power_limit_w", Double),
-    Column("power_limits", Integer),
+    Column("power_limit_w", Double, info=POWER_LIMIT),
+    Column("power_limits", Integer, info=POWER_LIMIT),
     Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
     Index("ix_trials_job_id_origin", "job_id", "origin"),
     Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),
@@ -173,7 +206,7 @@ arms = Table(
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("batch_size", Integer, primary_key=True, autoincrement=False),
     Column("trials", Integer, nullable=False),
-    Column("infeasible", String(32)),
+    Column("infeasible", Member(EndReason, 32)),
     Column("refitted", Boolean, nullable=False),
     # (trial number, cost) pairs as JSON.
     Column("window", Text, nullable=False),

@@ -28,27 +28,29 @@ from sqlalchemy.exc import IntegrityError
 
 from bso_server.core.access import TokenRecord
 from bso_server.core.history import Arm, bandit_entered_from_the_start
-from bso_server.core.model import ALIVE, OBSERVED, UNCOUNTED, TrialRecord
+from bso_server.core.model import OBSERVED, UNCOUNTED, TrialKey, TrialRecord
 from bso_server.storage.rows import (
+    TRIAL,
+    TRIAL_AT_POWER_LIMIT,
+    TRIAL_AT_REPORT,
+    TRIAL_AT_TRANSITION,
+    StoredEpoch,
     StoredJob,
     StoredPowerProfile,
-    StoredTrial,
-    TrialKey,
+    TrialColumns,
     arm_from,
     arm_row,
+    config_of,
+    epoch_row,
     job_from,
-    job_of,
     job_row,
     power_profile_from,
     power_profile_row,
-    progress_row,
     token_from,
     trial_from,
-    trial_row,
-    whole_trial_row,
 )
 from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials
-from zeus_plugins.protocol import JobRegistration, Origin, TrialState
+from zeus_plugins.protocol import ALIVE, JobRegistration, Origin, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -95,13 +97,13 @@ class Transaction:
         statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id).with_for_update()
         return {row["job_id"]: job_from(row) for row in self._connection.execute(statement).mappings()}
 
-    def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, StoredTrial]]:
+    def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
 
         The jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
         reports on different trials of one job need not wait for each other.
         """
-        found: dict[TrialKey, tuple[StoredJob, StoredTrial]] = {}
+        found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
         for row in self._connection.execute(*_locked_trials(sorted(keys))):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
@@ -116,30 +118,26 @@ class Transaction:
         dialect = self._connection.dialect
         return not (dialect.name == "postgresql" or getattr(dialect, "supports_for_update_of", False))
 
-    def all_trials(self, job_id: str) -> list[StoredTrial]:
+    def all_trials(self, job_id: str) -> list[TrialRecord]:
         """Every trial of the job, in order of dispatch."""
         return self._trials(trials.c.job_id == job_id)
 
     def counted_explorations(self, job_id: str) -> list[TrialRecord]:
         """The job's exploration trials that count, in order of dispatch."""
-        found = self._trials(
-            trials.c.job_id == job_id,
-            trials.c.origin == Origin.EXPLORATION.value,
-            trials.c.state.not_in([state.value for state in UNCOUNTED]),
+        return self._trials(
+            trials.c.job_id == job_id, trials.c.origin == Origin.EXPLORATION, trials.c.state.not_in(UNCOUNTED)
         )
-        return [trial.record for trial in found]
 
     def in_flight(self, job_id: str) -> list[TrialRecord]:
         """The job's trials that are running or may go on, in order of dispatch."""
-        found = self._trials(trials.c.job_id == job_id, trials.c.state.in_([state.value for state in ALIVE]))
-        return [trial.record for trial in found]
+        return self._trials(trials.c.job_id == job_id, trials.c.state.in_(ALIVE))
 
     def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
         """Trials that ended after this event of the job, in order of their ends."""
         found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
-        return sorted((trial.record for trial in found), key=lambda record: record.ended_event or 0)
+        return sorted(found, key=lambda trial: trial.ended_event or 0)
 
-    def locked_expired_trials(self, job_id: str, now: datetime) -> list[StoredTrial]:
+    def locked_expired_trials(self, job_id: str, now: datetime) -> list[TrialRecord]:
         """The job's trials whose leases have run out, in order of dispatch; other writers wait.
 
         A trial whose report is just being taken has a new lease by the time that its row can be had.
@@ -151,7 +149,7 @@ class Transaction:
         statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
         return list((self._connection.execute(statement)).scalars())
 
-    def trial_with_key(self, job_id: str, idempotency_key: str) -> StoredTrial | None:
+    def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
         """The trial that a request with this key started, or None."""
         found = self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
         return found[0] if found else None
@@ -163,7 +161,7 @@ class Transaction:
             .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
             .group_by(trials.c.state)
         )
-        counts = {TrialState(state): count for state, count in self._connection.execute(statement)}
+        counts: dict[TrialState, int] = {row[0]: row[1] for row in self._connection.execute(statement)}
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
     def arms(self, job_id: str) -> dict[int, Arm]:
@@ -187,7 +185,7 @@ class Transaction:
             "event_count": 0,
             "trial_count": 0,
             "folded_event": 0,
-            "bandit_entered_event": bandit_entered_from_the_start(job_of(registration)),
+            "bandit_entered_event": bandit_entered_from_the_start(config_of(registration)),
         }
         try:
             self._connection.execute(insert(jobs).values(row))
@@ -210,45 +208,34 @@ class Transaction:
         result = self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
         return bool(result.rowcount)
 
-    def insert_trial(self, trial: StoredTrial, *, idempotency_key: str | None = None) -> None:
-        """Add a trial that was just dispatched."""
-        row = {**whole_trial_row(trial), "idempotency_key": idempotency_key}
-        self._connection.execute(insert(trials).values(row))
-
-    def insert_trials(self, added: Sequence[StoredTrial]) -> None:
-        """Add trials that another database has seen."""
+    def insert_trials(self, added: Sequence[TrialRecord]) -> None:
+        """Add trials that were just dispatched, or that another database has seen."""
         if added:
-            self._connection.execute(insert(trials), [whole_trial_row(trial) for trial in added])
+            self._connection.execute(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
 
-    def update_trials(self, changed: Iterable[StoredTrial]) -> None:
+    def update_trials(self, changed: Iterable[TrialRecord]) -> None:
         """Save what may change of trials whose rows this transaction has locked."""
-        self._update_many(trials, [trial_row(trial) for trial in changed], key=("job_id", "trial_number"))
+        self._update_trials(changed, TRIAL_AT_TRANSITION)
 
-    def update_progress(self, changed: Iterable[StoredTrial]) -> None:
+    def update_progress(self, changed: Iterable[TrialRecord]) -> None:
         """Save what a report changes of locked trials that were running and still are.
 
         The columns that are left out stand in indexes, which a database would write anew for the same values.
         """
-        self._update_many(trials, [progress_row(trial) for trial in changed], key=("job_id", "trial_number"))
+        self._update_trials(changed, TRIAL_AT_REPORT)
 
-    def insert_epochs(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Add reports to the epochs of their trials."""
-        if rows:
-            self._connection.execute(_INSERT_EPOCHS, rows)
+        if added:
+            self._connection.execute(_INSERT_EPOCHS, [epoch_row(epoch) for epoch in added])
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
         return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
 
-    def update_power_limit(self, trial: StoredTrial) -> None:
+    def update_power_limit(self, trial: TrialRecord) -> None:
         """Save the power limit of a locked trial."""
-        row = {
-            "job_id": trial.job_id,
-            "trial_number": trial.record.trial_number,
-            "power_limit_w": trial.power_limit_w,
-            "power_limits": trial.power_limits,
-        }
-        self._update_many(trials, [row], key=("job_id", "trial_number"))
+        self._update_trials([trial], TRIAL_AT_POWER_LIMIT)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """That of the latest trial of this size which has left one, or None."""
@@ -341,12 +328,15 @@ class Transaction:
         row = (self._connection.execute(statement)).mappings().one_or_none()
         return None if row is None else job_from(row)
 
-    def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[StoredTrial]:
+    def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
         statement = select(trials).where(*conditions)
         rows = self._connection.execute(statement.with_for_update() if lock else statement).mappings()
         # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
         found = (trial_from(row) for row in rows)
-        return sorted(found, key=lambda trial: trial.record.trial_number)
+        return sorted(found, key=lambda trial: trial.trial_number)
+
+    def _update_trials(self, changed: Iterable[TrialRecord], columns: TrialColumns) -> None:
+        self._update_many(trials, [columns.of(trial) for trial in changed], key=("job_id", "trial_number"))
 
     def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
         if not rows:
@@ -364,13 +354,13 @@ def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Up
 
 
 def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    alive = [state.value for state in ALIVE]
-    return trials.c.state.in_(alive), trials.c.lease_expires_at < now
+    return trials.c.state.in_(ALIVE), trials.c.lease_expires_at < now
 
 
 _INSERT_EPOCHS = insert(epochs)
-_JOB_COLUMNS = [column.name for column in jobs.c]
-_TRIAL_COLUMNS = [column.name for column in trials.c]
+_INSERT_TRIALS = insert(trials)
+_JOB_COLUMNS = jobs.c.keys()
+_TRIAL_COLUMNS = trials.c.keys()
 
 
 def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any]]:

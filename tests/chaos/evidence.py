@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from bso_server.core.history import History
-from bso_server.core.model import OBSERVED
+from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
 from bso_server.service.loading import load_history
 from bso_server.storage.queries import epochs_of
-from bso_server.storage.rows import StoredJob, StoredTrial
+from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import EndReason, TrialState
+from zeus_plugins.protocol import ALIVE, EndReason, TrialState
 
 Acknowledgement = dict[str, Any]
-TrialKey = tuple[str, int]
 
-ALIVE = {TrialState.RUNNING, TrialState.SUSPENDED}
 # By what each state may have come about; None: it has not ended.
 REASONS: dict[TrialState, set[EndReason | None]] = {
     TrialState.RUNNING: {None},
@@ -61,7 +59,7 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
     job = transaction.job(job_id)
     assert job is not None
     trials = transaction.all_trials(job_id)
-    assert [trial.record.trial_number for trial in trials] == list(range(1, job.trial_count + 1))
+    assert [trial.trial_number for trial in trials] == list(range(1, job.trial_count + 1))
     for trial in trials:
         _check_state(trial)
     _check_events(job, trials)
@@ -70,27 +68,25 @@ def check_job(transaction: Transaction, job_id: str, acknowledged: Iterable[Ackn
     _check_acknowledged(transaction, job_id, trials, about_trials)
 
 
-def _check_state(trial: StoredTrial) -> None:
-    record = trial.record
-    assert record.end_reason in REASONS[record.state], trial
-    assert (record.ended_event is None) == (trial.ended_at is None) == (record.state in ALIVE), trial
-    assert (trial.lease_expires_at is not None) == (record.state in ALIVE), trial
+def _check_state(record: TrialRecord) -> None:
+    assert record.end_reason in REASONS[record.state], record
+    assert (record.ended_event is None) == (record.ended_at is None) == (record.state in ALIVE), record
+    assert (record.lease_expires_at is not None) == (record.state in ALIVE), record
     if record.state in OBSERVED:
-        assert record.reports > 0, trial
+        assert record.report_count > 0, record
 
 
-def _check_events(job: StoredJob, trials: Iterable[StoredTrial]) -> None:
+def _check_events(job: StoredJob, trials: Iterable[TrialRecord]) -> None:
     """No two things happened to a job at once."""
-    records = [trial.record for trial in trials]
-    events = [event for record in records for event in (record.started_event, record.ended_event) if event is not None]
+    events = [event for trial in trials for event in (trial.started_event, trial.ended_event) if event is not None]
     assert len(set(events)) == len(events)
     assert max(events, default=0) <= job.event_count
 
 
-def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[StoredTrial]) -> None:
+def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:
     """What decisions rest on is what a replay of all trials yields."""
     kept, _ = load_history(transaction, job)
-    replayed = History.of(job.job, [trial.record for trial in trials], job.survivors)
+    replayed = History.of(job.config, trials, job.survivors)
     assert kept.arms == replayed.arms
     assert kept.cheapest == replayed.cheapest
     assert kept.bandit_entered_at == replayed.bandit_entered_at
@@ -99,7 +95,7 @@ def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[Stor
 
 
 def _check_acknowledged(
-    transaction: Transaction, job_id: str, trials: Iterable[StoredTrial], acknowledged: Iterable[Acknowledgement]
+    transaction: Transaction, job_id: str, trials: Iterable[TrialRecord], acknowledged: Iterable[Acknowledgement]
 ) -> None:
     by_key = {trial.key: trial for trial in trials}
     going_on: dict[TrialKey, list[tuple[float, ...]]] = {key: [] for key in by_key}
@@ -109,23 +105,23 @@ def _check_acknowledged(
         assert totals == sorted(set(totals)), "a report is there twice"
     for line in acknowledged:
         trial = by_key[key_of(line)]
-        assert trial.record.batch_size == line["batch_size"]
+        assert trial.batch_size == line["batch_size"]
         if line["kind"] == "ended" and not line["comes_back"]:
-            assert trial.record.state in OUTCOMES[line["outcome"]], (trial, line)
+            assert trial.state in OUTCOMES[line["outcome"]], (trial, line)
         elif line["kind"] == "reported":
             _check_report(trial, going_on[trial.key], line)
 
 
-def _check_report(trial: StoredTrial, going_on: list[tuple[float, ...]], line: Acknowledgement) -> None:
-    record, answer = trial.record, line["answer"]
+def _check_report(record: TrialRecord, going_on: list[tuple[float, ...]], line: Acknowledgement) -> None:
+    answer = line["answer"]
     reported = tuple(line["result"][name] for name in ("time", "energy", "current_epoch", "metric"))
     if not answer["stop_train"]:
-        assert reported in going_on, (trial, line)
-        assert record.epoch >= line["result"]["current_epoch"], (trial, line)
+        assert reported in going_on, (record, line)
+        assert record.epoch >= line["result"]["current_epoch"], (record, line)
         return
-    assert (record.time_s, record.energy_j, record.epoch, record.metric) == reported, (trial, line)
-    assert (record.state is TrialState.COMPLETED) == answer["converged"], (trial, line)
-    assert (record.end_reason, record.message) == (answer["reason"], answer["message"]), (trial, line)
+    assert (record.time_s, record.energy_j, record.epoch, record.metric) == reported, (record, line)
+    assert (record.state is TrialState.COMPLETED) == answer["converged"], (record, line)
+    assert (record.end_reason, record.message) == (answer["reason"], answer["message"]), (record, line)
 
 
 def key_of(line: Acknowledgement) -> TrialKey:

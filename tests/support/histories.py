@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bso_server.core.history import History, after_report
-from bso_server.core.model import Job, Report, TrialRecord, check_transition
-from bso_server.core.policy import Verdict, bounded, judge, needs_bound, suggest
-from zeus_plugins.protocol import Origin, TrialState
+from bso_server.core.job import check_transition
+from bso_server.core.model import JobConfig, Report, TrialRecord
+from bso_server.core.policy import bounded, judge, needs_bound, suggest
+from zeus_plugins.protocol import Origin, TrialState, Verdict
 
 
-def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> Job:
+def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> JobConfig:
     """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
-    job = Job(
+    job = JobConfig(
         job_id="job",
         batch_sizes=batch_sizes,
         default_batch_size=default_batch_size,
@@ -23,14 +24,14 @@ def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: ob
         target_metric=1.0,
         max_epochs=10,
     )
-    return replace(job, **fields)  # type: ignore[arg-type]  # the tests' keywords are Job's
+    return replace(job, **fields)  # type: ignore[arg-type]  # the tests' keywords are JobConfig's
 
 
 @dataclass
 class Life:
     """One job's trials so far, and its generator."""
 
-    job: Job
+    job: JobConfig
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     trials: list[TrialRecord] = field(default_factory=list)
     events: int = 0
@@ -57,7 +58,7 @@ class Life:
         """Start the trial that the policy wants."""
         suggestion = suggest(self.history, self.rng)
         self.survivors = suggestion.survivors
-        trial = replace(self.dispatch(suggestion.batch_size, suggestion.origin), bound=suggestion.bound)
+        trial = self.dispatch(suggestion.batch_size, suggestion.origin).bounded_by(suggestion.bound)
         self.trials[-1] = trial
         return trial
 

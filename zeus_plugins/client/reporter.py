@@ -17,8 +17,8 @@ from zeus_plugins.client.http import NO_RETRIES, BsoClient
 from zeus_plugins.client.outbox import Box, Item, Outbox, Sender
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import (
+    FINAL,
     Ending,
-    EndReason,
     Evaluation,
     JobRegistration,
     PowerLimitChoice,
@@ -26,10 +26,9 @@ from zeus_plugins.protocol import (
     StopRule,
     TrainingResult,
     TrialId,
-    TrialState,
 )
 
-__all__ = ["TrialReporter", "judged_here", "judged_unmeasured"]
+__all__ = ["TrialReporter", "judged_without_server"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -37,63 +36,21 @@ _logger = logging.getLogger("zeus_plugins")
 _INTERVAL_S = 30.0
 _FIRST_RETRY_S = 1.0
 
-_ENDED = frozenset(TrialState) - {TrialState.RUNNING, TrialState.SUSPENDED, TrialState.ABANDONED}
 
-
-def judged_here(job: JobRegistration, rule: StopRule, evaluation: Evaluation) -> ReportResponse:
+def judged_without_server(
+    job: JobRegistration, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None
+) -> ReportResponse:
     """The verdict that the server would give by this rule.
 
     Args:
         job: The job on its hardware.
         rule: The rule.
-        evaluation: Where the trial stands.
-    """
-    spent = job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
-    reason = rule.applied(cost_j=spent, epochs=evaluation.current_epoch, reached=job.is_reached_by(evaluation.metric))
-    if reason is EndReason.MAX_EPOCHS_REACHED and evaluation.current_epoch < job.max_epochs:
-        reason = EndReason.EPOCH_BOUND_REACHED
-    measured = (
-        f"metric {evaluation.metric:.4g} against a target of {job.target_metric:g} after {evaluation.current_epoch:g} "
-        f"epochs, {spent:.4g} J"
-    )
-    said = {
-        EndReason.TARGET_REACHED: f"target reached: {measured}",
-        EndReason.COST_BOUND_CROSSED: f"stopped: more than {rule.max_cost_j or 0:.4g} J spent: {measured}",
-        EndReason.EPOCH_BOUND_REACHED: f"stopped: {rule.max_epochs} epochs are over: {measured}",
-        EndReason.MAX_EPOCHS_REACHED: f"stopped: {job.max_epochs} epochs are over: {measured}",
-    }.get(reason, f"go on: {measured}")
-    return ReportResponse(
-        stop_train=reason is not EndReason.KEEP_TRAINING,
-        converged=reason is EndReason.TARGET_REACHED,
-        message=f"{said} (judged without the server)",
-        reason=reason,
-        stop_rule=rule,
-    )
-
-
-def judged_unmeasured(job: JobRegistration, rule: StopRule, *, metric: float, epoch: float) -> ReportResponse:
-    """The verdict by what of a rule does not depend on the cost.
-
-    Args:
-        job: The job on its hardware.
-        rule: The rule.
         metric: The validation metric.
-        epoch: Epochs trained so far.
+        epochs: Epochs trained so far.
+        cost_j: Cost of the trial so far, joules; None where that is unknown, so that its bound does not apply.
     """
-    reason = rule.model_copy(update={"max_cost_j": None}).applied(
-        cost_j=0.0, epochs=epoch, reached=job.is_reached_by(metric)
-    )
-    said = {
-        EndReason.TARGET_REACHED: "target reached",
-        EndReason.MAX_EPOCHS_REACHED: f"stopped: {rule.max_epochs} epochs are over",
-    }.get(reason, "go on")
-    return ReportResponse(
-        stop_train=reason is not EndReason.KEEP_TRAINING,
-        converged=reason is EndReason.TARGET_REACHED,
-        message=f"{said}: metric {metric:.4g} against a target of {job.target_metric:g} after {epoch:g} epochs, at an "
-        "unknown cost (judged without the server)",
-        reason=reason,
-    )
+    verdict = ReportResponse.of(rule.judge(job, metric=metric, epochs=epochs, cost_j=cost_j))
+    return verdict.model_copy(update={"message": f"{verdict.message} (judged without the server)"})
 
 
 class TrialReporter:
@@ -190,7 +147,13 @@ class TrialReporter:
                 return verdict
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
-        return judged_here(self._job, rule, evaluation)
+        return judged_without_server(
+            self._job,
+            rule,
+            metric=evaluation.metric,
+            epochs=evaluation.current_epoch,
+            cost_j=self._job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy),
+        )
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Have the trial's power limits kept on the server, at once or, while it is away, later.
@@ -214,7 +177,7 @@ class TrialReporter:
             metric: The validation metric.
             epoch: Epochs trained so far.
         """
-        return judged_unmeasured(self._job, self.rule, metric=metric, epoch=epoch)
+        return judged_without_server(self._job, self.rule, metric=metric, epochs=epoch, cost_j=None)
 
     def end(self, ending: Ending | None = None) -> None:
         """End the line, after one last attempt to deliver what waits.
@@ -405,7 +368,7 @@ class TrialReporter:
         if trial is None or self._is_refused or not self._takes_heartbeats or self._stopped.is_set():
             return None
         heard = client.heartbeat(trial)
-        self._takes_heartbeats = heard.state not in _ENDED
+        self._takes_heartbeats = heard.state not in FINAL
         return heard.interval_s
 
 

@@ -14,7 +14,7 @@ from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, adapted
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
-from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.protocol import GpuConfig, cost
 from zeus_plugins.train_result import TrainResult, result_path
 
 __all__ = ["Training", "synchronize"]
@@ -44,8 +44,8 @@ class _Account:
 
     @property
     def cost_j(self) -> float:
-        """``η·energy + (1 − η)·max_power·time``, joules."""
-        return self._settings.eta * self.energy_j + (1 - self._settings.eta) * self._max_power_w * self.time_s
+        """Cost so far, joules."""
+        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=self._max_power_w, eta=self._settings.eta)
 
     def add(self, measured: Measurement) -> None:
         """Count a window."""

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
 from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.protocol import EndReason, Origin, TrialState
+from zeus_plugins.protocol import Ending, EndReason, Origin, PolicyName, StopRule, TrialState
 
 if TYPE_CHECKING:
-    from bso_server.core import model
+    from bso_server.core.job import InMemoryJob
+    from bso_server.core.model import TrialRecord
 
 __all__ = ["PolicyOptimizer"]
 
 _CRASH_RETRIES = 3
 
+# The policy refuses a target that was reached for nothing, as no later run could beat it.
+_LEAST_COST_J = 1e-6
+
 
 class PolicyOptimizer:
-    """The server's policy `zeus` on the costs of one job; needs the extra ``server``.
+    """The server's policies on the costs of one job; needs the extra ``server``.
 
-    Decisions rest on costs alone, so that neither η nor the hardware needs to be known here.
+    Decisions rest on costs and epochs alone, so that neither η nor the hardware needs to be known here. When a run is
+    stopped is the master's decision, which knows the bound on its cost.
 
     Args:
+        policy: How batch sizes are chosen, ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: by `gp_voi`, or as the
+            state says that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
         num_pruning_rounds: How often every batch size is tried before sizes are drawn.
         window_size: Number of latest observations per batch size that count. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
@@ -33,12 +40,13 @@ class PolicyOptimizer:
         seed: Seed of the draws.
 
     Raises:
-        ZeusBSOConfigError: The server is not installed here.
+        ZeusBSOConfigError: The server is not installed here, or has no such policy.
     """
 
     def __init__(
         self,
         *,
+        policy: PolicyName | str | None = None,
         num_pruning_rounds: int = 2,
         window_size: int = 0,
         mab_prior_mean: float = 0.0,
@@ -47,13 +55,17 @@ class PolicyOptimizer:
         seed: int = 123456,
     ) -> None:
         try:
-            import bso_server.core.policy
+            import bso_server.core.job
         except ModuleNotFoundError as error:
             raise ZeusBSOConfigError(
                 f"the policies of the server need {error.name}, which is not installed: pip install "
                 "'zeus-plugins[server]'"
             ) from None
-        self._policy = bso_server.core.policy
+        self._core = bso_server.core.job
+        if policy is not None and policy not in list(PolicyName):
+            raise ZeusBSOConfigError(f"policy is {policy!r}: make it one of {', '.join(PolicyName)}")
+        self._asked_policy = None if policy is None else PolicyName(policy)
+        self._policy = self._asked_policy or PolicyName.GP_VOI
         self._options: dict[str, Any] = {
             "num_pruning_rounds": num_pruning_rounds,
             "window_size": window_size,
@@ -62,10 +74,10 @@ class PolicyOptimizer:
             "mab_num_explorations": mab_num_explorations,
         }
         self._seed = seed
-        self._job: model.Job | None = None
-        self._trials: list[model.TrialRecord] = []
+        self._known: InMemoryJob | None = None
+        # In order of dispatch.
+        self._trials: list[TrialRecord] = []
         self._survivors: tuple[int, ...] | None = None
-        self._events = 0
 
     def register_job(self, job: Job, batch_sizes: list[int]) -> None:
         """Get to know the job.
@@ -73,21 +85,30 @@ class PolicyOptimizer:
         Raises:
             ZeusBSOConfigError: This optimizer holds another job already, or the default size is none of the sizes.
         """
-        from bso_server.core import model
+        from bso_server.core.model import JobConfig
 
-        if self._job is not None and self._job.job_id != job.name:
-            raise ZeusBSOConfigError(f"this optimizer holds job {self._job.job_id}: make another one for {job.name}")
+        if self._known is not None and self._known.state.job_id != job.name:
+            raise ZeusBSOConfigError(
+                f"this optimizer holds job {self._known.state.job_id}: make another one for {job.name}"
+            )
         if job.default_bs not in batch_sizes:
             raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {batch_sizes}")
-        self._job = model.Job(
+        config = JobConfig(
             job_id=job.name,
             batch_sizes=tuple(sorted(set(batch_sizes))),
             default_batch_size=job.default_bs,
             # With η = 1 the core's cost is what it takes for energy: here, the cost observed.
             eta_knob=1.0,
             max_power=1.0,
+            # The master bounds the costs of its runs itself.
+            beta_knob=None,
+            # What a run reached is told as 1 or 0.
+            target_metric=1.0,
+            max_epochs=job.max_epochs,
+            policy=self._policy,
             **self._options,
         )
+        self._known = self._core.InMemoryJob(config, self._trials, self._survivors)
 
     def predict(self, job: Job) -> int:
         """The batch size of the next run.
@@ -98,92 +119,104 @@ class PolicyOptimizer:
         """
         import numpy as np
 
-        from bso_server.core.history import History
-        from bso_server.core.model import TrialRecord
         from bso_server.errors import NoSurvivorError
 
-        known, number = self._registered(job), len(self._trials) + 1
+        known = self._registered(job)
         try:
             # A generator for each decision: nothing but its number needs to be kept.
-            rng = np.random.default_rng((self._seed, number))
-            suggestion = self._policy.suggest(History.of(known, self._trials, self._survivors), rng)
+            trial = known.suggest(np.random.default_rng((self._seed, len(self._trials) + 1)))
         except NoSurvivorError as error:
             raise ZeusBSORuntimeError(str(error)) from None
-        self._survivors = suggestion.survivors or self._survivors
-        self._trials.append(
-            TrialRecord(
-                trial_number=number,
-                batch_size=suggestion.batch_size,
-                state=TrialState.RUNNING,
-                origin=suggestion.origin,
-                started_event=self._next_event(),
-            )
-        )
-        return suggestion.batch_size
+        self._trials.append(trial)
+        return trial.batch_size
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
-        """Learn what the run has cost, joules; one that has not reached the target (False, None) is censored there."""
-        self._registered(job)
-        self._end(
+        """Learn what the run has cost, joules; one that has not reached the target (False, None) is censored there.
+
+        The epochs that it took are unknown here: they count as `max_epochs`. `observe_run` knows better.
+        """
+        self._report(
+            job,
             batch_size,
-            TrialState.COMPLETED if converged else TrialState.EARLY_STOPPED,
-            EndReason.TARGET_REACHED if converged else EndReason.COST_BOUND_CROSSED,
             cost_j=cost,
+            time_s=0.0,
+            epochs=job.max_epochs,
+            reached=bool(converged),
+            early=not converged,
         )
 
     def observe_run(self, job: Job, run: Run) -> None:
         """Learn of a run; one without a result has its size tried again, up to a limit, or excluded."""
         if run.was_measured:
-            self.observe(job, run.bs, run.cost, run.reached)
-        elif run.outcome == "infeasible":
-            self._end(run.bs, TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY)
-        else:
-            ended = [trial for trial in self._trials if trial.batch_size == run.bs]
-            crashes = 1 + sum(trial.end_reason is EndReason.CRASHED for trial in ended)
-            observed = any(trial.metric is not None for trial in ended)
-            state, reason = self._policy.outcome_of_crash(crashes=crashes, observed=observed, retries=_CRASH_RETRIES)
-            self._end(run.bs, state, reason)
+            self._report(
+                job,
+                run.bs,
+                cost_j=run.cost,
+                time_s=run.time,
+                epochs=run.end_epoch or job.max_epochs,
+                reached=run.reached,
+                early=run.outcome == "early_stopped",
+            )
+            return
+        ending = Ending(outcome=TrialState.INFEASIBLE if run.outcome == "infeasible" else TrialState.FAILED)
+        number = self._running(job, run.bs).trial_number
+        self._trials[number - 1] = self._registered(job).end(number, ending, retries=_CRASH_RETRIES)
 
     def state_dict(self) -> dict[str, Any]:
-        """All trials, and the sizes that survived the exploration."""
-        return {
-            "trials": [asdict(trial) for trial in self._trials],
-            "survivors": self._survivors,
-            "events": self._events,
-        }
+        """The policy, all trials, and the sizes that survived the exploration."""
+        survivors = self._survivors if self._known is None else self._known.state.survivors
+        trials = [{name: value for name, value in asdict(each).items() if value is not None} for each in self._trials]
+        return {"policy": self._policy, "trials": trials, "survivors": survivors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` returned."""
-        from bso_server.core.model import TrialRecord
+        """Take up what `state_dict` returned, also in version 0.1.0, which knew policy `zeus` alone.
 
-        self._trials = [
-            TrialRecord(
-                **{
-                    **trial,
-                    "state": TrialState(trial["state"]),
-                    "origin": Origin(trial["origin"]),
-                    "end_reason": None if trial["end_reason"] is None else EndReason(trial["end_reason"]),
-                }
+        Raises:
+            ZeusBSOConfigError: Another policy was asked for than the job was begun with.
+        """
+        begun_with = PolicyName(state.get("policy", PolicyName.ZEUS))
+        if self._asked_policy not in (None, begun_with):
+            raise ZeusBSOConfigError(
+                f"the job was begun with policy {begun_with}, not {self._asked_policy}: its trials were chosen by "
+                "that one. Change it back, or start anew"
             )
-            for trial in state["trials"]
-        ]
+        self._policy = begun_with
+        self._trials = [_trial_from(trial) for trial in state["trials"]]
         self._survivors = None if state["survivors"] is None else tuple(state["survivors"])
-        self._events = state["events"]
 
-    def _registered(self, job: Job) -> model.Job:
-        if self._job is None or self._job.job_id != job.name:
+    def _registered(self, job: Job) -> InMemoryJob:
+        if self._known is None or self._known.state.job_id != job.name:
             raise ZeusBSOOperationOrderError(f"job {job.name} is not registered: call register_job first")
-        return self._job
+        return self._known
 
-    def _end(self, batch_size: int, state: TrialState, reason: EndReason, *, cost_j: float | None = None) -> None:
+    def _running(self, job: Job, batch_size: int) -> TrialRecord:
+        """The trial that `predict` has started, which must be of this size."""
+        self._registered(job)
         running = [trial for trial in self._trials if trial.state is TrialState.RUNNING]
         if not running or running[-1].batch_size != batch_size:
             raise ZeusBSOOperationOrderError(f"batch size {batch_size} was not predicted: call predict before observe")
-        ended = replace(running[-1], state=state, end_reason=reason, ended_event=self._next_event())
-        if cost_j is not None:
-            ended = replace(ended, energy_j=cost_j, metric=float(state is TrialState.COMPLETED), reports=1)
-        self._trials[ended.trial_number - 1] = ended
+        return running[-1]
 
-    def _next_event(self) -> int:
-        self._events += 1
-        return self._events
+    def _report(
+        self, job: Job, batch_size: int, *, cost_j: float, time_s: float, epochs: int, reached: bool, early: bool
+    ) -> None:
+        """Tell the policy how a run that was measured has ended, and by which rule."""
+        from bso_server.core.model import Report
+
+        number = self._running(job, batch_size).trial_number
+        cost_j = max(cost_j, _LEAST_COST_J)
+        report = Report(time_s=time_s, energy_j=cost_j, epoch=float(epochs), metric=float(reached))
+        # Its cost was bounded before an epoch that would have crossed the bound.
+        rule = StopRule(max_cost_j=0.0 if early else None, max_epochs=job.max_epochs)
+        self._trials[number - 1], _ = self._registered(job).report(number, report, judged_by=rule)
+
+
+def _trial_from(kept: Mapping[str, Any]) -> TrialRecord:
+    """A trial out of a state that was kept as JSON."""
+    from bso_server.core.model import TrialRecord
+
+    members = {"state": TrialState, "origin": Origin, "end_reason": EndReason}
+    # As version 0.1.0 names the number of reports, and the bound, which policy `zeus` does not have.
+    values = {"report_count" if name == "reports" else name: value for name, value in kept.items() if name != "bound"}
+    values |= {name: enum(values[name]) for name, enum in members.items() if values.get(name) is not None}
+    return TrialRecord(**values)

@@ -26,7 +26,7 @@ from zeus_plugins.master.history import (
 )
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
-from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.protocol import GpuConfig, cost
 from zeus_plugins.train_result import TrainResult, Variables, result_path
 
 __all__ = ["Listener", "ZeusMaster"]
@@ -442,8 +442,8 @@ class _Recurring:
         )
 
     def _cost_j(self, energy_j: float, time_s: float) -> float:
-        eta = self.state.eta_knob
-        return eta * energy_j + (1 - eta) * self.state.gpus.max_power * time_s
+        eta, max_power_w = self.state.eta_knob, self.state.gpus.max_power
+        return cost(energy_j=energy_j, time_s=time_s, max_power_w=max_power_w, eta=eta)
 
     def _observe(self) -> None:
         """Tell the optimizer of the runs that it does not know of yet."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
+from zeus_plugins.protocol import cost
 
 __all__ = ["Energy", "MaxSlowdown", "OptimumSelector", "Time", "ZeusCost", "epoch_cost"]
 
@@ -109,7 +110,9 @@ def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: fl
         max_power_w: Maximum power, summed over the GPUs, watts.
         eta: Weight of energy in [0, 1].
     """
-    return steps * (eta * sample.energy_per_step_j + (1 - eta) * max_power_w * sample.time_per_step_s)
+    return steps * cost(
+        energy_j=sample.energy_per_step_j, time_s=sample.time_per_step_s, max_power_w=max_power_w, eta=eta
+    )
 
 
 def _cheapest(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> float:

@@ -68,9 +68,9 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     log_first_j, log_later_j = log_costs_per_epoch(job, trial)
     belief, is_guess = beliefs[index], False
     if log_later_j is not None:
-        belief = belief.costing(log_later_j, trial.reports - 1)
+        belief = belief.costing(log_later_j, trial.report_count - 1)
     elif belief.are_costs_guessed:
-        if trial.reports > 1:
+        if trial.report_count > 1:
             return unbounded(job)
         startup = expected_startup(job.batch_sizes, beliefs, index)
         if startup is None or log_first_j is None:

@@ -88,7 +88,7 @@ def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
         belief = beliefs[trial.batch_size]
         _, log_cost = log_costs_per_epoch(history.job, trial)
         if log_cost is not None and not belief.has_cost:
-            beliefs[trial.batch_size] = belief.costing(log_cost, trial.reports - 1)
+            beliefs[trial.batch_size] = belief.costing(log_cost, trial.report_count - 1)
     return tuple(beliefs.values())
 
 

@@ -9,7 +9,7 @@ from bso_server.core.gp_voi.beliefs import trials_missed
 from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.forecast import Outlook
 from bso_server.core.gp_voi.normal import log_cdf
-from bso_server.core.model import EpochBound, Job
+from bso_server.core.model import EpochBound, JobConfig
 from zeus_plugins.protocol import Origin
 
 # Up to so many epochs a bound is set to the epoch; beyond, to a part in so many.
@@ -19,12 +19,12 @@ _EXACT_EPOCHS = 128
 _ROUNDING = 1 - 1e-9
 
 
-def unbounded(job: Job) -> EpochBound:
+def unbounded(job: JobConfig) -> EpochBound:
     """The bound of a trial that is not stopped early."""
     return EpochBound(job.max_epochs, "all that max_epochs allows")
 
 
-def bound(job: Job, outlook: Outlook, index: int, origin: Origin) -> EpochBound:
+def bound(job: JobConfig, outlook: Outlook, index: int, origin: Origin) -> EpochBound:
     """The bound of a trial at a size of which it is known, more or less, what an epoch costs.
 
     The incumbent is not meant to be stopped: its bound only ends runs that do not converge. A try is stopped as soon as
@@ -54,7 +54,7 @@ def bound(job: Job, outlook: Outlook, index: int, origin: Origin) -> EpochBound:
     )
 
 
-def _bound_of_incumbent(job: Job, log_epochs: float, sd: float, missed: int) -> EpochBound:
+def _bound_of_incumbent(job: JobConfig, log_epochs: float, sd: float, missed: int) -> EpochBound:
     """``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, twice as many at each further retry."""
     spread = math.exp(min(CONSTANTS.incumbent_sds * sd, 20.0))
     times = max(CONSTANTS.incumbent_allowance, spread) * 2.0 ** min(max(missed - 1, 0), 32)

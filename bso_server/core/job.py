@@ -1,0 +1,486 @@
+"""The one life of a job: what becomes of it and of its trials with each thing that happens.
+
+A training may crash, be preempted, lose its server for a night, or end twice, and a server may run in several processes
+on one database, or inside the training itself. Whatever happens, three callers must come to the same records: the
+service, which keeps them in a database; the simulator, which plays thousands of jobs in memory; and the training
+master's own optimizer, which keeps a job in its state file. So the steps stand here, once, and nothing here knows where
+records are kept.
+
+Everything is a value. A step takes a job's state and a trial's record as they are and returns them as they become; it
+reads no clock (the present is passed in, as a `Moment`), draws from the generator that it is given, and writes nothing.
+A step that is illegal raises `IllegalTransitionError` before anything has changed, because nothing ever changes: the
+caller still holds what it held. Work that a database breaks off can therefore be done again from the start.
+
+`TRANSITIONS` is the table of legal moves between the states of a trial; a step that changes a state looks it up, and no
+other code compares states to decide whether a move is allowed. Three sets say what a state means to others:
+`zeus_plugins.protocol.ALIVE` (running, or preempted and expected back: such trials have leases), `FINAL` (ended for
+good), and between the two ABANDONED: nobody has heard of the training for too long, its batch size is owed another
+trial, but its next report or heartbeat revives it, since nothing that was measured is thrown away.
+
+The job's own clock is `JobState.event_count`: one tick for each dispatch and each end. It orders what happened without
+trusting the clocks of many machines, and it says how far the arms have come: an end with a later event than
+`folded_event` is not in them yet. A revived trial gives its event back (its end did not happen), and gets another one
+when it ends again. An abandoned trial changes no arm, so that nothing has to be taken out of one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+from bso_server.core import policy
+from bso_server.core.history import (
+    Cheapest,
+    History,
+    after_report,
+    arms_after,
+    is_counted_exploration,
+)
+from bso_server.core.model import JobConfig, Report, Suggestion, TrialRecord
+from bso_server.errors import IllegalTransitionError
+from zeus_plugins.protocol import ALIVE, Ending, EndReason, Origin, PolicyName, StopRule, TrialState, Verdict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Every legal move between the states of a trial. RUNNING ends in any way; ABANDONED and SUSPENDED trials come back to
+# life when their training does.
+TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
+    TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
+    TrialState.SUSPENDED: frozenset({TrialState.RUNNING, TrialState.FAILED, TrialState.ABANDONED}),
+    TrialState.ABANDONED: frozenset({TrialState.RUNNING}),
+    TrialState.COMPLETED: frozenset(),
+    TrialState.EARLY_STOPPED: frozenset(),
+    TrialState.EXHAUSTED: frozenset(),
+    TrialState.FAILED: frozenset(),
+    TrialState.INFEASIBLE: frozenset(),
+}
+
+
+def check_transition(before: TrialState, after: TrialState) -> None:
+    """Refuse an illegal move.
+
+    Raises:
+        IllegalTransitionError: `TRANSITIONS` does not hold the move.
+    """
+    if after not in TRANSITIONS[before]:
+        raise IllegalTransitionError(f"a trial that is {before} cannot become {after}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeasePolicy:
+    """The lengths of leases: how long a trial that is not heard of counts as alive.
+
+    Attributes:
+        heartbeat_interval_s: How often a training that sends heartbeats should send one.
+        heartbeat_lease_s: Lease of a training that does: several heartbeats may be lost.
+        silent_lease_s: Least lease of a training that only reports, such as a Zeus client's.
+        gaps: Such a training gets at least so many times its longest time between two reports.
+        suspended_lease_s: How long a preempted training may take to come back.
+    """
+
+    heartbeat_interval_s: float = 30.0
+    heartbeat_lease_s: float = 180.0
+    silent_lease_s: float = 3600.0
+    gaps: float = 5.0
+    suspended_lease_s: float = 86400.0
+
+    def lease_s(self, *, heartbeats: bool, longest_gap_s: float) -> float:
+        """Seconds that a running trial may be silent.
+
+        Args:
+            heartbeats: Whether its training has ever sent a heartbeat.
+            longest_gap_s: Longest time between two of its reports so far, seconds.
+        """
+        if heartbeats:
+            return self.heartbeat_lease_s
+        return max(self.silent_lease_s, self.gaps * longest_gap_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The present, for jobs that live in real time. Those without one (None) have neither instants nor leases.
+
+    Attributes:
+        now: The instant (UTC).
+        leases: How long trials may be silent from then on.
+    """
+
+    now: datetime
+    leases: LeasePolicy
+
+    def lease_end(self, trial: TrialRecord) -> datetime:
+        """When this trial, which was heard of just now, counts as abandoned."""
+        if trial.state is TrialState.SUSPENDED:
+            return self.now + timedelta(seconds=self.leases.suspended_lease_s)
+        lease_s = self.leases.lease_s(heartbeats=trial.heartbeats, longest_gap_s=trial.longest_gap_s)
+        return self.now + timedelta(seconds=lease_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Where a job stands, beside its trials and arms.
+
+    Attributes:
+        config: What never changes.
+        event_count: The job's logical clock: one tick per dispatch and per end.
+        trial_count: Trials dispatched so far.
+        cheapest: The cheapest trial that reached the target, or None.
+        bandit_entered_at: Event at which the bandit stage began, or None.
+        folded_event: Event up to which ends of trials are in the arms.
+        survivors: Batch sizes with which the bandit stage was entered, ascending, or None.
+    """
+
+    config: JobConfig
+    event_count: int = 0
+    trial_count: int = 0
+    cheapest: Cheapest | None = None
+    bandit_entered_at: int | None = None
+    folded_event: int = 0
+    survivors: tuple[int, ...] | None = None
+
+    @property
+    def job_id(self) -> str:
+        """The job's id."""
+        return self.config.job_id
+
+    @property
+    def min_cost_j(self) -> float | None:
+        """Lowest cost of a trial that reached the target, joules, or None."""
+        return None if self.cheapest is None else self.cheapest.cost_j
+
+
+AnyJob = TypeVar("AnyJob", bound=JobState)
+"""A job's state, with whatever else its keeper keeps of it."""
+
+
+def dispatched(
+    job: AnyJob,
+    suggestion: Suggestion,
+    moment: Moment | None = None,
+    *,
+    owner: str | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[AnyJob, TrialRecord]:
+    """The job with one more trial, and that trial, running.
+
+    Args:
+        job: The job.
+        suggestion: The trial's batch size, and why.
+        moment: The present.
+        owner: Id of the token that asked for the trial, if any.
+        idempotency_key: Made by the client for this trial, if any.
+    """
+    trial = TrialRecord(
+        job_id=job.config.job_id,
+        trial_number=job.trial_count + 1,
+        batch_size=suggestion.batch_size,
+        state=TrialState.RUNNING,
+        origin=suggestion.origin,
+        reason=suggestion.reason,
+        started_event=job.event_count + 1,
+        epoch_bound=None if suggestion.bound is None else suggestion.bound.epochs,
+        epoch_bound_reason=None if suggestion.bound is None else suggestion.bound.reason,
+        idempotency_key=idempotency_key,
+        owner=owner,
+    )
+    if moment is not None:
+        trial = replace(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
+    return replace(job, event_count=trial.started_event, trial_count=trial.trial_number), trial
+
+
+def suggested(
+    job: AnyJob,
+    history: History,
+    rng: np.random.Generator,
+    moment: Moment | None = None,
+    *,
+    owner: str | None = None,
+    idempotency_key: str | None = None,
+) -> tuple[AnyJob, TrialRecord]:
+    """The job with the trial that its policy wants next, and that trial; its size's arm is to count it.
+
+    Args:
+        job: The job.
+        history: What decisions rest on, with every end up to now folded into its arms.
+        rng: The job's generator; advanced by draws of the bandit stage alone.
+        moment: The present.
+        owner: Id of the token that asked for the trial, if any.
+        idempotency_key: Made by the client for this trial, if any.
+
+    Raises:
+        NoSurvivorError: The policy has no batch size left.
+    """
+    suggestion = policy.suggest(history, rng)
+    after, trial = dispatched(job, suggestion, moment, owner=owner, idempotency_key=idempotency_key)
+    entered_at = job.bandit_entered_at
+    if entered_at is None and trial.origin is Origin.BANDIT:
+        entered_at = trial.started_event
+    after = replace(after, folded_event=job.event_count, survivors=suggestion.survivors, bandit_entered_at=entered_at)
+    return after, trial
+
+
+def revived(trial: TrialRecord) -> TrialRecord:
+    """A suspended or abandoned trial whose training is back; a running one stays as it is.
+
+    Raises:
+        IllegalTransitionError: The trial has ended for good.
+    """
+    if trial.state is TrialState.RUNNING:
+        return trial
+    check_transition(trial.state, TrialState.RUNNING)
+    return replace(trial, state=TrialState.RUNNING, ended_at=None, ended_event=None, end_reason=None)
+
+
+def beating(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
+    """A trial whose training sent a heartbeat, which more follow if it is `regular`.
+
+    Raises:
+        IllegalTransitionError: The trial has ended for good.
+    """
+    trial = revived(trial)
+    if regular:
+        trial = replace(trial, heartbeats=True)
+    return replace(trial, lease_expires_at=moment.lease_end(trial))
+
+
+def _suspended(trial: TrialRecord, message: str, moment: Moment | None) -> TrialRecord:
+    check_transition(trial.state, TrialState.SUSPENDED)
+    trial = replace(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
+    return trial if moment is None else replace(trial, lease_expires_at=moment.lease_end(trial))
+
+
+def ended(
+    job: AnyJob,
+    trial: TrialRecord,
+    state: TrialState,
+    reason: EndReason,
+    message: str | None,
+    moment: Moment | None = None,
+) -> tuple[AnyJob, TrialRecord]:
+    """A trial that ends in `state`; the job's clock goes on, and it may have a new cheapest trial.
+
+    Raises:
+        IllegalTransitionError: The trial cannot become so.
+    """
+    check_transition(trial.state, state)
+    event = job.event_count + 1
+    trial = replace(
+        trial,
+        state=state,
+        end_reason=reason,
+        message=message,
+        ended_event=event,
+        ended_at=None if moment is None else moment.now,
+        lease_expires_at=None,
+    )
+    return replace(job, event_count=event, cheapest=Cheapest.of_both(job.cheapest, job.config, trial)), trial
+
+
+def ended_by_training(
+    job: AnyJob,
+    trial: TrialRecord,
+    ending: Ending,
+    moment: Moment | None = None,
+    *,
+    crashes: int = 0,
+    observed: bool = False,
+    retries: int,
+) -> tuple[AnyJob, TrialRecord]:
+    """A trial that its own training ends, before the policy does; a preempted one may come back.
+
+    Args:
+        job: The job.
+        trial: Its trial, which has not ended for good.
+        ending: How it ended.
+        moment: The present.
+        crashes: Trials of its batch size that crashed before.
+        observed: Whether a trial of that size was ever measured to its end. Such a size can run: its crashes have other
+            causes and never exclude it.
+        retries: Crashes after which a size counts as infeasible.
+
+    Raises:
+        IllegalTransitionError: The trial has ended for good.
+    """
+    trial, size = revived(trial), trial.batch_size
+    if ending.outcome is TrialState.SUSPENDED:
+        return job, _suspended(trial, _with_detail("suspended: the training was preempted", ending), moment)
+    if ending.outcome is TrialState.INFEASIBLE:
+        state, reason = TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY
+        message = f"infeasible: {size} ran out of memory; neither it nor a larger size is tried again"
+    elif crashes + 1 >= retries and not observed:
+        state, reason = TrialState.INFEASIBLE, EndReason.CRASHED
+        message = f"infeasible: {size} crashed {crashes + 1} times and is not tried again"
+    else:
+        state, reason = TrialState.FAILED, EndReason.CRASHED
+        message = "failed: the training ended before the server said so"
+    return ended(job, trial, state, reason, _with_detail(message, ending), moment)
+
+
+def _with_detail(message: str, ending: Ending) -> str:
+    return message if ending.detail is None else f"{message} ({ending.detail})"
+
+
+def abandoned(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
+    """A trial whose lease has run out.
+
+    Raises:
+        IllegalTransitionError: The trial has ended.
+    """
+    message = f"abandoned: not heard of since {trial.reported_at or trial.started_at:%Y-%m-%d %H:%M:%S} UTC"
+    return ended(job, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, message, moment)
+
+
+def reported(
+    job: AnyJob,
+    trial: TrialRecord,
+    report: Report,
+    moment: Moment | None = None,
+    *,
+    history: History | None = None,
+    judged_by: StopRule | None = None,
+    energy_source: str | None = None,
+) -> tuple[AnyJob, TrialRecord, Verdict]:
+    """A trial that has reported, running again if it was given up, and goes on or ends as the verdict says.
+
+    Args:
+        job: The job.
+        trial: Its trial.
+        report: The trial's totals and metric.
+        moment: The present.
+        history: What decisions rest on; a trial that `policy.needs_bound` needs it.
+        judged_by: The rule by which the training has judged itself, as in `policy.judge`.
+        energy_source: How the energy was measured.
+
+    Raises:
+        IllegalTransitionError: The trial has ended for good.
+        InvalidReportError: The report contradicts those before it, or reached the target at no cost.
+    """
+    config, trial = job.config, revived(trial)
+    if history is not None and policy.needs_bound(config, trial):
+        trial = policy.bounded(history, trial, report)
+    verdict = policy.judge(config, trial, report, job.min_cost_j, judged_by=judged_by)
+    trial = replace(after_report(config, trial, report), message=verdict.message, energy_source=energy_source)
+    if moment is not None:
+        trial = replace(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
+    if verdict.stop:
+        job, trial = ended(job, trial, verdict.state, verdict.reason, verdict.message, moment)
+    return job, trial, verdict
+
+
+class InMemoryJob:
+    """A job that lives in memory, without instants: the simulator's, and the training master's.
+
+    Args:
+        config: The job.
+        trials: All of its trials so far, in order of dispatch.
+        survivors: Batch sizes with which the bandit stage was entered, if it was.
+    """
+
+    def __init__(
+        self, config: JobConfig, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
+    ) -> None:
+        trials = tuple(trials)
+        history = History.of(config, trials, survivors)
+        events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
+        self.state = JobState(
+            config=config,
+            event_count=events,
+            trial_count=len(trials),
+            cheapest=history.cheapest,
+            bandit_entered_at=history.bandit_entered_at,
+            folded_event=events,
+            survivors=survivors,
+        )
+        self._arms = dict(history.arms)
+        self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
+        self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
+        self._crashes = Counter(trial.batch_size for trial in trials if trial.state is TrialState.FAILED)
+
+    @property
+    def history(self) -> History:
+        """What the next decision rests on."""
+        state = self.state
+        gp_voi = state.config.policy is PolicyName.GP_VOI
+        return History(
+            state.config,
+            self._arms,
+            () if gp_voi or state.survivors is not None else tuple(self._explorations.values()),
+            state.cheapest,
+            state.bandit_entered_at,
+            state.survivors,
+            tuple(self._in_flight.values()) if gp_voi else (),
+        )
+
+    def suggest(self, rng: np.random.Generator) -> TrialRecord:
+        """Start the trial that the policy wants next.
+
+        Raises:
+            NoSurvivorError: The policy has no batch size left.
+        """
+        self.state, trial = suggested(self.state, self.history, rng)
+        self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
+        self._keep(trial)
+        return trial
+
+    def stop_rule(self, trial_number: int) -> StopRule:
+        """When a trial in flight is stopped, as far as is known by now."""
+        return policy.stop_rule(self.state.config, self._in_flight[trial_number], self.state.min_cost_j)
+
+    def report(
+        self,
+        trial_number: int,
+        report: Report,
+        *,
+        report_count: int | None = None,
+        judged_by: StopRule | None = None,
+    ) -> tuple[TrialRecord, Verdict]:
+        """Judge where a trial in flight stands, and end it if the verdict says so.
+
+        Args:
+            trial_number: The trial.
+            report: Its totals and metric.
+            report_count: How many it has sent, this one included, where those between were left out here.
+            judged_by: The rule by which the training has judged itself, as in `policy.judge`.
+        """
+        trial = self._in_flight[trial_number]
+        if report_count is not None:
+            trial = replace(trial, report_count=report_count - 1)
+        history = self.history if policy.needs_bound(self.state.config, trial) else None
+        self.state, trial, verdict = reported(self.state, trial, report, history=history, judged_by=judged_by)
+        self._keep(trial)
+        return trial, verdict
+
+    def end(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
+        """End a trial in flight that the policy has not ended.
+
+        Args:
+            trial_number: The trial.
+            ending: How its training ended.
+            retries: Crashes after which a size that was never measured to the end counts as infeasible.
+        """
+        trial = self._in_flight[trial_number]
+        crashes, observed = self._crashes[trial.batch_size], self._arms[trial.batch_size].observed.count > 0
+        self.state, trial = ended_by_training(
+            self.state, trial, ending, crashes=crashes, observed=observed, retries=retries
+        )
+        self._crashes[trial.batch_size] += trial.state is TrialState.FAILED
+        self._keep(trial)
+        return trial
+
+    def _keep(self, trial: TrialRecord) -> None:
+        """Take note of a trial as it became; one that has ended is folded into the arms at once."""
+        state = self.state
+        if trial.state in ALIVE:
+            self._in_flight[trial.trial_number] = trial
+        else:
+            del self._in_flight[trial.trial_number]
+            self._arms |= arms_after(state.config, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
+            self.state = replace(state, folded_event=state.event_count)
+        if is_counted_exploration(trial):
+            self._explorations[trial.trial_number] = trial
+        else:
+            self._explorations.pop(trial.trial_number, None)
