@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import json
 import socket
+import sqlite3
 import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.engine import make_url
 
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import Server
@@ -55,6 +57,7 @@ class Scene:
         final: Its last report.
         verdict: The answer to that one.
         other_job: The other job's id; its trial 1 has the batch size of the running trial's.
+        file: A connection to the server's SQLite file, if it has one.
     """
 
     http: httpx.Client
@@ -64,9 +67,15 @@ class Scene:
     final: dict[str, Any]
     verdict: dict[str, Any]
     other_job: str
+    file: sqlite3.Connection | None
 
     def stored(self) -> list[Any]:
-        """Every job, and all that the server keeps of these two: trials, reports, leases and events."""
+        """A number that changes with every change to the SQLite file, or what another database tells.
+
+        That is every job, and all that the server keeps of these two: trials, reports, leases and events.
+        """
+        if self.file is not None:
+            return self.file.execute("PRAGMA data_version").fetchall()
         exports = [f"/{job_id}/export" for job_id in (self.running["job_id"], self.other_job)]
         return [
             self.http.get(f"/api/jobs{path}", params=EVERYTHING).raise_for_status().json() for path in ["", *exports]
@@ -94,7 +103,12 @@ def begin(http: httpx.Client, job_id: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def scene(any_server: Server) -> Iterator[Scene]:
-    with httpx.Client(base_url=any_server.url, timeout=60) as http:
+    database = make_url(any_server.database_url)
+    with ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=any_server.url, timeout=60))
+        file = None
+        if database.drivername.startswith("sqlite"):
+            file = stack.enter_context(closing(sqlite3.connect(f"file:{database.database}?mode=ro", uri=True)))
         job_id, other_job = register(http), register(http)
         ended, running = begin(http, job_id), begin(http, job_id)
         final = {"time": 5.0, "energy": 500.0, "metric": 0.95, "current_epoch": 2}
@@ -103,7 +117,15 @@ def scene(any_server: Server) -> Iterator[Scene]:
             reported = {"time": epoch * 2.0, "energy": epoch * 200.0, "metric": 0.5, "current_epoch": epoch}
             http.post("/report", json={**running, **reported}).raise_for_status()
         begin(http, other_job)
-        yield Scene(http, running, reported, ended, final, verdict, other_job)
+        yield Scene(http, running, reported, ended, final, verdict, other_job, file)
+
+
+def test_whatever_is_stored_shows(scene: Scene) -> None:
+    """So that the tests below would see it."""
+    before = scene.stored()
+    register(scene.http)
+    after = scene.stored()
+    assert before != after == scene.stored()
 
 
 def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
