@@ -15,7 +15,7 @@ from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
 from tests.support.servers import Server
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.energy import EpochMeter, EstimateMonitor, Measurement, ZeusMonitorAdapter, adapted
+from zeus_plugins.energy import EpochMeter, EstimateMonitor, Measurement, ZeusMonitorAdapter, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -97,20 +97,20 @@ def test_a_window_that_the_monitor_refuses_is_not_open() -> None:
 
 
 def test_a_monitor_of_zeuss_kind_is_adapted_although_it_has_an_attribute_gpus() -> None:
-    assert isinstance(adapted(FakeZeusMonitor()), ZeusMonitorAdapter)
+    assert isinstance(as_energy_monitor(FakeZeusMonitor()), ZeusMonitorAdapter)
 
 
 def test_a_monitor_of_ours_stays_as_it_is() -> None:
     monitor = EstimateMonitor(50.0)
-    assert adapted(monitor) is monitor
+    assert as_energy_monitor(monitor) is monitor
     adapter = ZeusMonitorAdapter(FakeZeusMonitor(), GPUS)
-    assert adapted(adapter) is adapter
+    assert as_energy_monitor(adapter) is adapter
 
 
 @pytest.mark.parametrize("thing", ["val_acc", None, SimpleNamespace(begin_window=print)])
 def test_what_measures_in_neither_way_is_refused(thing: Any) -> None:
     with pytest.raises(ZeusBSOConfigError, match=f"{type(thing).__name__} is no energy monitor"):
-        adapted(thing)
+        as_energy_monitor(thing)
 
 
 def test_a_training_may_be_given_a_monitor_of_zeuss_kind(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ if not os.environ.get("CI"):
 
 from transformers import TrainerCallback
 
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
 from tests.support.hf_bench import (
     use_one_thread,  # noqa: F401 - a fixture
 )
@@ -42,6 +45,17 @@ def test_the_best_limit_is_found_within_the_epochs_and_kept_until_the_end(tmp_pa
     assert logged == [BEST_W]
     assert "_evaluate" not in vars(trainer)
     assert "on_step_end" not in vars(callback)
+
+
+def test_a_zeus_monitor_measures_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))  # for its description
+    model = Powered()
+    callback = model.callback(energy_monitor=ReplayedZeusMonitor(model.machine))
+    model.trainer(tmp_path, callback, num_train_epochs=2).train()
+    assert callback.chosen_limit_w == BEST_W
+    assert is_as_the_table(callback.profile)
+    assert callback.profile is not None
+    assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
 
 
 @pytest.mark.parametrize("eval_steps", [2, 4, 5])

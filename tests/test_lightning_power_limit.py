@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import logging
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
 from tests.support.lightning_bench import (
     QUIET,
     Bench,
@@ -47,6 +50,17 @@ def test_the_best_limit_is_found_within_the_epochs_and_kept_until_the_end(tmp_pa
     with (tmp_path / "metrics.csv").open() as file:
         logged = [row["zeus/power_limit_w"] for row in csv.DictReader(file) if row["zeus/power_limit_w"]]
     assert logged == [str(BEST_W)]
+
+
+def test_a_zeus_monitor_measures_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))  # for its description
+    module = Powered()
+    callback = module.callback(energy_monitor=ReplayedZeusMonitor(module.machine))
+    quiet_trainer(callback, max_epochs=2).fit(module, train_loader())
+    assert callback.chosen_limit_w == BEST_W
+    assert is_as_the_table(callback.profile)
+    assert callback.profile is not None
+    assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
 
 
 def test_the_selector_decides() -> None:

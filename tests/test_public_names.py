@@ -26,7 +26,7 @@ PUBLIC = {
     "zeus_plugins.energy": {
         *("AmdSmiMonitor", "ClusterMonitor", "DEFAULT_ESTIMATED_POWER_W", "EnergyMonitor", "EnergyUnavailableError"),
         *("EpochMeter", "EstimateMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor", "RaplMonitor"),
-        *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "adapted", "auto"),
+        *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor", "auto"),
     },
     "zeus_plugins.errors": {"ZeusBSORuntimError", *ERRORS},
     "zeus_plugins.huggingface": {

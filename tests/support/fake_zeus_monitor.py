@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from zeus_plugins.power_limit import ReplayMachine
+
 
 @dataclass
 class FakeZeusMeasurement:
@@ -41,3 +43,23 @@ class FakeZeusMonitor:
         assert not cancel
         self.open.remove(key)
         return self.answers.pop(0)
+
+
+class ReplayedZeusMonitor:
+    """Measures a `ReplayMachine` as ZeusMonitor does."""
+
+    gpus = object()
+    gpu_indices = (0,)
+
+    def __init__(self, machine: ReplayMachine) -> None:
+        self._monitor = machine.monitor
+
+    def begin_window(self, key: str, sync_execution: bool = True) -> None:
+        assert sync_execution
+        self._monitor.begin_window(key)
+
+    def end_window(self, key: str, sync_execution: bool = True, cancel: bool = False) -> FakeZeusMeasurement:
+        assert sync_execution
+        assert not cancel
+        measured = self._monitor.end_window(key)
+        return FakeZeusMeasurement(measured.time_s, {0: measured.energy_j})

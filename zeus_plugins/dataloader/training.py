@@ -12,7 +12,7 @@ import torch
 from zeus_plugins import energy
 from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
-from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, adapted
+from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig, cost
 from zeus_plugins.train_result import TrainResult, result_path
@@ -95,7 +95,7 @@ class Training:
         self.monitor: EnergyMonitor | None = None
         self._account: _Account | None = None
         if is_main:
-            self.monitor = energy.auto() if monitor is None else adapted(monitor)
+            self.monitor = energy.auto() if monitor is None else as_energy_monitor(monitor)
             gpus: GpuConfig = self.monitor.gpus()
             self._account = _Account(settings, gpus.max_power)
         self.epoch = 0

@@ -15,7 +15,7 @@ from zeus_plugins.energy.nvml import NvmlMonitor
 from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
 from zeus_plugins.energy.rapl import RaplMonitor
 from zeus_plugins.energy.replay import ReplayMonitor
-from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, adapted
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, as_energy_monitor
 
 __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
@@ -32,6 +32,6 @@ __all__ = [
     "ReplayMonitor",
     "WindowMonitor",
     "ZeusMonitorAdapter",
-    "adapted",
+    "as_energy_monitor",
     "auto",
 ]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeus_plugins.energy.monitor import EnergyMonitor, Measurement
-from zeus_plugins.energy.zeus_monitor import WindowMonitor, adapted
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -76,7 +76,7 @@ class ClusterMonitor:
         told: _Node | None = None
         if measure is not None:
             try:
-                self._monitor = adapted(measure())
+                self._monitor = as_energy_monitor(measure())
                 told = _Node(rank, self._monitor.gpus())
             except Exception as error:  # Raised below, on all ranks alike: alone it would hang the others.
                 told = _Node(rank, None, error)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 from zeus_plugins.energy.monitor import EnergyMonitor
-from zeus_plugins.energy.zeus_monitor import WindowMonitor, adapted
+from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 
 __all__ = ["EpochMeter"]
 
@@ -24,7 +24,7 @@ class EpochMeter:
     """
 
     def __init__(self, monitor: EnergyMonitor | WindowMonitor, state: Mapping[str, float] | None = None) -> None:
-        self._monitor = adapted(monitor)
+        self._monitor = as_energy_monitor(monitor)
         self._source = self._monitor.source
         before = state or {}
         self._time_s, self._energy_j = before.get("time_s", 0.0), before.get("energy_j", 0.0)

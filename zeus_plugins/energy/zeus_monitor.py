@@ -13,7 +13,7 @@ from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["WindowMonitor", "ZeusMonitorAdapter", "adapted"]
+__all__ = ["WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor"]
 
 logger = logging.getLogger("zeus_plugins.energy")
 
@@ -106,7 +106,7 @@ class ZeusMonitorAdapter:
         return Measurement(time_s, power_w * time_s, source)
 
 
-def adapted(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
+def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
     """Take what measures in Zeus's way for one of ours, by what it can do; what is ours stays as it is.
 
     Raises:

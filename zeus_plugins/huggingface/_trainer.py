@@ -19,9 +19,7 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOOperationOrderError
-from zeus_plugins.training import run
 from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
@@ -29,15 +27,11 @@ from zeus_plugins.training.patches import Patches
 __all__ = [
     "HuggingFacePort",
     "afterwards",
-    "all_gathered",
     "already_training",
     "arguments_of_train",
     "beforehand",
     "checkpointed",
-    "cluster_of",
-    "gpu_indices",
     "log",
-    "node_monitor",
     "not_attached",
     "processes_here",
     "saved_in_checkpoint",
@@ -75,7 +69,12 @@ class HuggingFacePort:
     @property
     def gpu_indices(self) -> Sequence[int]:
         """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
-        return gpu_indices(self._args)
+        args = self._args
+        if args.device.type != "cuda":
+            return ()
+        if args.world_size > 1:
+            return range(processes_here(args))
+        return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
 
     @property
     def accumulation(self) -> int:
@@ -88,7 +87,7 @@ class HuggingFacePort:
 
     def all_gather(self, thing: Any) -> list[Any]:
         """Return what each process passes."""
-        return all_gathered(thing)
+        return cast("list[Any]", gather_object([thing]))
 
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
         """Set the arguments, and the size of every train loader there will be."""
@@ -219,31 +218,9 @@ def afterwards(trainer: Trainer, name: str, then: Callable[[Any], None], patches
     patches.set_attribute(trainer, name, extended)
 
 
-def node_monitor(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    return run.node_monitor(HuggingFacePort(trainer), monitor)
-
-
-def cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
-    """What measures a training on several machines, made by all processes together; None for one machine."""
-    return run.cluster_monitor(HuggingFacePort(trainer), monitor)
-
-
 def processes_here(args: TrainingArguments) -> int:
     """Processes of the training on this machine, as its launcher has said; without its word, all of them."""
     return int(LOCAL_WORLD_SIZE.text() or args.world_size)
-
-
-def gpu_indices(args: TrainingArguments) -> Sequence[int]:
-    """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
-    if args.device.type != "cuda":
-        return ()
-    if args.world_size > 1:
-        return range(processes_here(args))
-    return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
-
-
-def all_gathered(thing: object) -> list[Any]:
-    return cast("list[Any]", gather_object([thing]))
 
 
 def _rebalancing_sampler(loader: Any) -> Any:

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.huggingface._attach import TrainWrapper
 from zeus_plugins.huggingface._trainer import (
+    HuggingFacePort,
     afterwards,
     already_training,
     beforehand,
     checkpointed,
-    cluster_of,
     log,
-    node_monitor,
     not_attached,
 )
+from zeus_plugins.training.energy_run import EnergyRun
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
 
-
-_logger = logging.getLogger("zeus_plugins")
-
-
-_ENERGY_STATE_KEY = "zeus_energy"
+# The name of the totals in a checkpoint.
+_STATE_KEY = "zeus_energy"
 
 
 class ZeusEnergyTrainerCallback(TrainWrapper):
@@ -42,50 +38,38 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
     Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
 
     Args:
-        energy_monitor: Measures energy and time. None: the best one that this machine offers.
+        energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
+            one that this machine offers.
     """
 
     _OWNER = "zeus_energy_owner"
 
     def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
         self._energy_monitor = energy_monitor
+        self._run = EnergyRun()
         self._trainer: Trainer | None = None
-        self._meter: EpochMeter | None = None
-        self._cluster: ClusterMonitor | None = None
-        self._has_begun = False
-        self._totals: dict[str, float] = {}
         # Whether the present epoch lacks nothing but its evaluation.
         self._is_trained = False
 
     @property
     def time_s(self) -> float:
         """Seconds of all epochs of the present or latest training; 0 on other processes than 0."""
-        return self._totals.get("time_s", 0.0)
+        return self._run.time_s
 
     @property
     def energy_j(self) -> float:
         """Joules of the same epochs."""
-        return self._totals.get("energy_j", 0.0)
+        return self._run.energy_j
 
+    # With auto_find_batch_size a training may begin several times: what the earlier attempts cost counts, too.
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin to measure."""
-        if self._trainer is None or self._trainer.state is not state:
+        trainer = self._trainer
+        if trainer is None or trainer.state is not state:
             raise not_attached()
-        # With auto_find_batch_size a training may begin several times: what the earlier attempts cost counts, too.
-        if self._has_begun:
-            return
-        self._has_begun = True
-        self._cluster = cluster_of(self._trainer, self._energy_monitor)
-        if self._cluster is not None:
-            self._cluster.synchronize()
-        if not state.is_world_process_zero:
-            return
-        monitor = self._cluster or node_monitor(self._trainer, self._energy_monitor)
-        meter = EpochMeter(monitor, checkpointed(state).get(_ENERGY_STATE_KEY))
-        meter.begin()
-        self._meter, self._totals = meter, meter.totals
+        self._run.begin(HuggingFacePort(trainer), self._energy_monitor, checkpointed(state).get(_STATE_KEY))
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -110,7 +94,8 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
         if self._trainer is not None:
             raise already_training()
-        self._trainer, self._totals, self._is_trained, self._has_begun = trainer, {}, False, False
+        self._trainer, self._is_trained = trainer, False
+        self._run.restore({})
         patches = Patches()
         afterwards(trainer, "_evaluate", lambda _: self._end_trained_epoch(), patches)
         beforehand(trainer, "_save_checkpoint", self._keep_state, patches)
@@ -119,25 +104,17 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
         finally:
             patches.undo()
             self._trainer = None
-            if self._meter is not None:
-                self._meter.end()
-                self._meter = None
-            if self._cluster is not None:
-                self._cluster.close()
-                self._cluster = None
+            self._run.close()
 
     def _end_trained_epoch(self) -> None:
-        if not self._is_trained:
+        if not self._is_trained or self._trainer is None:
             return
         self._is_trained = False
-        if self._cluster is not None:
-            self._cluster.synchronize()
-        if self._meter is not None and self._trainer is not None:
-            metrics = self._meter.end_epoch()
-            self._totals = self._meter.totals
+        metrics = self._run.end_epoch()
+        if metrics is not None:
             log(self._trainer, metrics)
 
     def _keep_state(self) -> None:
         """Put the totals where the trainer's checkpoints take them from."""
-        if self._meter is not None and self._trainer is not None:
-            checkpointed(self._trainer.state)[_ENERGY_STATE_KEY] = self._meter.state()
+        if self._trainer is not None and self._run.is_measuring:
+            checkpointed(self._trainer.state)[_STATE_KEY] = self._run.state()

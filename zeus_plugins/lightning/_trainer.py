@@ -14,9 +14,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch import distributed as dist
 
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training import run
 from zeus_plugins.training.loaders import BatchSplit, delivered_batch_size, resize_loader
 from zeus_plugins.training.patches import Patches
 
@@ -35,18 +33,15 @@ __all__ = [
     "LightningModule",
     "LightningPort",
     "Trainer",
-    "all_gathered",
     "before_each_epoch",
-    "cluster_of",
     "continues_checkpoint",
     "delivered_batch_sizes",
     "epochs_trained",
     "finders",
-    "gpu_indices",
     "hide_step_hooks",
+    "is_last_batch",
     "is_rehearsal",
     "mean_of_ranks",
-    "node_monitor",
 ]
 
 # What Lightning calls of each callback in each step. It leaves out what is no function; calling all of these, to do
@@ -85,7 +80,8 @@ class LightningPort:
     @property
     def gpu_indices(self) -> Sequence[int]:
         """The GPUs that train, as indices into the visible ones; none on another accelerator."""
-        return gpu_indices(self._trainer)
+        trainer = self._trainer
+        return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
 
     @property
     def accumulation(self) -> int:
@@ -98,7 +94,9 @@ class LightningPort:
 
     def all_gather(self, thing: Any) -> list[Any]:
         """Return what each rank passes."""
-        return all_gathered(thing)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, thing)
+        return gathered
 
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
         """Set the accumulation, `batch_size` where there is one, and the size of every train loader there will be."""
@@ -202,6 +200,11 @@ def delivered_batch_sizes(trainer: Trainer) -> list[float | None]:
     return [] if combined is None else [delivered_batch_size(loader) for loader in combined.flattened]
 
 
+def is_last_batch(trainer: Trainer) -> bool:
+    """Whether the latest batch was the last one of its epoch."""
+    return trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
 def epochs_trained(trainer: Trainer) -> float:
     """Epochs since the trainer's first one began; within an epoch of unknown length, half of it."""
     progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -217,26 +220,6 @@ def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
         # Of a copy: Lightning reduces in place, and the metric is what other callbacks look at.
         metric = cast("Tensor", trainer.strategy.reduce(metric.detach().clone(), reduce_op="mean"))
     return float(metric)
-
-
-def node_monitor(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    return run.node_monitor(LightningPort(trainer), monitor)
-
-
-def cluster_of(trainer: Trainer, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
-    """What measures a training on several machines, made by all ranks together; None for one machine."""
-    return run.cluster_monitor(LightningPort(trainer), monitor)
-
-
-def all_gathered(thing: object) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, thing)
-    return gathered
-
-
-def gpu_indices(trainer: Trainer) -> Sequence[int]:
-    """The GPUs that train, as indices into the visible ones; none on another accelerator."""
-    return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
 
 
 def _set_batch_size_attributes(holder: Any, batch_size: int, patches: Patches) -> None:

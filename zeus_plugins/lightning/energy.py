@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from typing import Any, TypeVar
+from typing import Any
 
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
-from zeus_plugins.lightning._trainer import Callback, LightningModule, Trainer, cluster_of, is_rehearsal, node_monitor
-
-T = TypeVar("T")
-
-
-_logger = logging.getLogger("zeus_plugins")
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.lightning._trainer import Callback, LightningModule, LightningPort, Trainer, is_rehearsal
+from zeus_plugins.training.energy_run import EnergyRun
 
 
 class ZeusEnergyCallback(Callback):
@@ -31,68 +26,47 @@ class ZeusEnergyCallback(Callback):
 
     def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
         self._energy_monitor = energy_monitor
-        self._meter: EpochMeter | None = None
-        self._cluster: ClusterMonitor | None = None
-        self._totals: dict[str, float] = {}
+        self._run = EnergyRun()
 
     @property
     def time_s(self) -> float:
         """Seconds of all epochs of the present or latest training; 0 on other ranks than 0."""
-        return self._totals.get("time_s", 0.0)
+        return self._run.time_s
 
     @property
     def energy_j(self) -> float:
         """Joules of the same epochs."""
-        return self._totals.get("energy_j", 0.0)
+        return self._run.energy_j
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin the totals anew."""
         if stage == "fit" and not is_rehearsal(trainer):
-            self._totals = {}
+            self._run.restore({})
 
     def state_dict(self) -> dict[str, Any]:
         """The totals, and what the present epoch has cost so far."""
-        return dict(self._totals) if self._meter is None else dict(self._meter.state())
+        return dict(self._run.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from what a checkpoint kept."""
-        self._totals = dict(state_dict)
+        self._run.restore(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure."""
         if is_rehearsal(trainer):
             return
-        self._cluster = cluster_of(trainer, self._energy_monitor)
-        if self._cluster is not None:
-            self._cluster.synchronize()
-        if not trainer.is_global_zero:
-            return
-        self._meter = EpochMeter(self._cluster or node_monitor(trainer, self._energy_monitor), self._totals)
-        self._meter.begin()
+        self._run.begin(LightningPort(trainer), self._energy_monitor)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the epoch."""
-        if self._cluster is not None:
-            self._cluster.synchronize()
-        if self._meter is None:
-            return
-        metrics = self._meter.end_epoch()
-        self._totals = self._meter.totals
-        for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+        metrics = self._run.end_epoch()
+        if metrics is not None:
+            LightningPort(trainer).log(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop measuring."""
-        self._end()
+        self._run.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stop measuring."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._meter is not None:
-            self._meter.end()
-            self._meter = None
-        if self._cluster is not None:
-            self._cluster.close()
-            self._cluster = None
+        self._run.close()

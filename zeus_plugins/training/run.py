@@ -30,7 +30,7 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.client.http import BsoClient, client_from_environment
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
+from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.loaders import BatchSplit, split_batch
@@ -537,7 +537,7 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
 
 def node_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
     """What measures this machine's devices: the user's monitor, or the best one that there is."""
-    return energy.adapted(monitor) if monitor is not None else energy.auto(device_indices=ranks.gpu_indices)
+    return as_energy_monitor(monitor or energy.auto(device_indices=ranks.gpu_indices))
 
 
 def cluster_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:

@@ -19,7 +19,7 @@ from zeus_plugins.client.delivery import deliver_waiting, recorded
 from zeus_plugins.client.http import NO_RETRIES, BsoClient
 from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
 from zeus_plugins.client.reporter import TrialReporter
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor, adapted
+from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
@@ -189,7 +189,7 @@ class TrialSession:
         self._reporter: TrialReporter | None = None
         # However often this session asks, it is for one trial.
         self._key = secrets.token_hex(16)
-        self._monitor = adapted(monitor)
+        self._monitor = as_energy_monitor(monitor)
         self._trial: TrialInfo | None = None
         self._measuring = False
         self._closed = False

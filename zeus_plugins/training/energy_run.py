@@ -1,0 +1,98 @@
+"""Time and energy of one training after another, decided alike for all frameworks. Knows no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.training.run import Ranks, cluster_monitor, node_monitor
+
+__all__ = ["EnergyRun"]
+
+
+class EnergyRun:
+    """The time and energy of the present or latest training, over all its machines.
+
+    The first of all processes has them; the others take part where several machines are measured together.
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, float] = {}
+        self._meter: EpochMeter | None = None
+        self._cluster: ClusterMonitor | None = None
+        self._is_open = False
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all epochs that have ended."""
+        return self._totals.get("time_s", 0.0)
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of the same epochs."""
+        return self._totals.get("energy_j", 0.0)
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the totals from which the next `begin` goes on.
+
+        Args:
+            state: As `state` gave it when a checkpoint was written; empty to begin anew.
+        """
+        self._totals = dict(state)
+
+    def begin(
+        self,
+        ranks: Ranks,
+        monitor: EnergyMonitor | WindowMonitor | None,
+        state: Mapping[str, float] | None = None,
+    ) -> None:
+        """Begin to measure; nothing the second time before `close`.
+
+        Args:
+            ranks: The processes of the training, all of which make this call.
+            monitor: Measures the devices of one machine. None: the best one that it offers.
+            state: As `state` gave it when a checkpoint was written. None: go on from the totals.
+        """
+        if self._is_open:
+            return
+        self._is_open = True
+        self._cluster = cluster_monitor(ranks, monitor)
+        if self._cluster is not None:
+            self._cluster.synchronize()
+        if ranks.rank == 0:
+            meter = EpochMeter(self._cluster or node_monitor(ranks, monitor), self._totals if state is None else state)
+            meter.begin()
+            self._meter, self._totals = meter, meter.totals
+
+    def end_epoch(self) -> dict[str, float] | None:
+        """End an epoch.
+
+        Returns:
+            The metrics of `EpochMeter.end_epoch`; None on other processes than the first.
+        """
+        if self._cluster is not None:
+            self._cluster.synchronize()
+        if self._meter is None:
+            return None
+        metrics = self._meter.end_epoch()
+        self._totals = self._meter.totals
+        return metrics
+
+    def state(self) -> dict[str, float]:
+        """The totals for a checkpoint and, while a training is measured here, what its present epoch has cost."""
+        return dict(self._totals) if self._meter is None else self._meter.state()
+
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a training is measured here, by the first of all its processes."""
+        return self._meter is not None
+
+    def close(self) -> None:
+        """Stop measuring. Safe to call twice; it never raises."""
+        self._is_open = False
+        if self._meter is not None:
+            self._meter.end()
+            self._meter = None
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
