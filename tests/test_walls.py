@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Set
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,32 @@ def modules(*patterns: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in paths]
 
 
-def imports(module: str) -> set[str]:
+def every(*patterns: str) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make a test of what each module must fulfil; it tells of all that do not."""
+
+    def decorate(check: Callable[[str], None]) -> Callable[[], None]:
+        def test() -> None:
+            failures = []
+            for module in modules(*patterns):
+                try:
+                    check(module)
+                except AssertionError as failure:
+                    failures.append(f"{module}: {failure}")
+            assert not failures, "\n".join(failures)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
     """Dotted names of everything that the module imports at run time, wherever in it."""
     tree = ast.parse((ROOT / module).read_text())
     for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
@@ -36,14 +63,14 @@ def imports(module: str) -> set[str]:
             assert node.module is not None
             names.add(node.module)
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return names
+    return frozenset(names)
 
 
-def offenders(names: set[str], forbidden: set[str]) -> set[str]:
+def offenders(names: Set[str], forbidden: set[str]) -> set[str]:
     return {name for name in names if any(name == root or name.startswith(f"{root}.") for root in forbidden)}
 
 
-def own(names: set[str]) -> set[str]:
+def own(names: Set[str]) -> set[str]:
     return offenders(names, {"bso_server", "zeus_plugins"})
 
 
@@ -52,7 +79,7 @@ def test_the_reader_of_imports_sees_through_indentation() -> None:
     assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
 
 
-@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+@every("zeus_plugins/**/*.py")
 def test_the_training_side_does_not_import_the_server(module: str) -> None:
     names = offenders(imports(module), {"bso_server"})
     is_the_server = module == "zeus_plugins/client/local.py"
@@ -68,7 +95,7 @@ def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_befor
     ]
 
 
-@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+@every("bso_server/**/*.py")
 def test_the_server_imports_nothing_of_the_training_side_but_the_protocol(module: str) -> None:
     names = imports(module)
     assert offenders(names, {"zeus_plugins"}) == offenders(names, {"zeus_plugins.protocol"})
@@ -78,7 +105,7 @@ def test_the_protocol_imports_nothing_of_ours() -> None:
     assert not own(imports("zeus_plugins/protocol.py"))
 
 
-@pytest.mark.parametrize("module", modules("bso_server/core/**/*.py"))
+@every("bso_server/core/**/*.py")
 def test_the_core_is_pure(module: str) -> None:
     allowed = {"bso_server.core", "bso_server.errors", "zeus_plugins.protocol"}
     names = imports(module)
@@ -104,24 +131,24 @@ def test_imports_run_one_way(room: str, may: set[str]) -> None:
         assert own(names) == offenders(names, allowed), module
 
 
-@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+@every("bso_server/**/*.py")
 def test_only_the_storage_knows_sql(module: str) -> None:
     assert module.startswith("bso_server/storage/") or not offenders(imports(module), {"alembic", "sqlalchemy"})
 
 
-@pytest.mark.parametrize("module", modules("bso_server/**/*.py"))
+@every("bso_server/**/*.py")
 def test_only_the_outermost_modules_know_http(module: str) -> None:
     knows = module == "bso_server/app.py" or module.startswith("bso_server/api/")
     assert knows or not offenders(imports(module), {"litestar"})
 
 
-@pytest.mark.parametrize("module", modules("bso_server/api/*.py"))
+@every("bso_server/api/*.py")
 def test_handlers_leave_errors_to_one_table(module: str) -> None:
-    tries = any(isinstance(node, ast.Try) for node in ast.walk(ast.parse((ROOT / module).read_text())))
+    tries = any(isinstance(node, ast.Try) for node in ast.walk(parsed(module)))
     assert not tries or module in {"bso_server/api/bodies.py", "bso_server/api/errors.py"}
 
 
-@pytest.mark.parametrize("module", modules("zeus_plugins/power_limit/s*.py"))
+@every("zeus_plugins/power_limit/s*.py")
 def test_what_decides_the_power_limit_is_pure(module: str) -> None:
     names = imports(module)
     assert own(names) == offenders(
@@ -130,14 +157,14 @@ def test_what_decides_the_power_limit_is_pure(module: str) -> None:
     assert not offenders(names, {"logging", "os", "subprocess", "threading", "time"})
 
 
-@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+@every("zeus_plugins/**/*.py")
 def test_only_adapters_import_frameworks(module: str) -> None:
     rooms = ("zeus_plugins/dataloader/", "zeus_plugins/huggingface/", "zeus_plugins/lightning/")
     is_adapter = module.startswith(rooms) or module in USER_SCRIPTS
     assert is_adapter or not offenders(imports(module), FRAMEWORKS)
 
 
-@pytest.mark.parametrize("module", modules("zeus_plugins/training/*.py"))
+@every("zeus_plugins/training/*.py")
 def test_a_training_is_decided_without_a_framework(module: str) -> None:
     names = imports(module)
     assert not offenders(names, {"zeus_plugins.huggingface", "zeus_plugins.lightning"})
@@ -148,11 +175,11 @@ def test_a_training_is_decided_without_a_framework(module: str) -> None:
 
 
 # What the public classes of a framework do not offer has one place, which the contract tests check.
-@pytest.mark.parametrize("module", modules("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py"))
+@every("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py")
 def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> None:
     if module.endswith("/_trainer.py"):
         return
-    tree = ast.parse((ROOT / module).read_text())
+    tree = parsed(module)
     private = {
         node.attr
         for node in ast.walk(tree)
@@ -164,7 +191,7 @@ def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> N
     assert not private
 
 
-@pytest.mark.parametrize("module", modules("zeus_plugins/**/*.py"))
+@every("zeus_plugins/**/*.py")
 def test_only_the_client_and_its_way_to_the_server_in_this_process_know_httpx(module: str) -> None:
     knows = module in {"zeus_plugins/client/http.py", "zeus_plugins/client/local.py"}
     assert knows or not offenders(imports(module), {"httpx"})
