@@ -72,6 +72,12 @@ class LoadFigures:
     rss_mib: float | None
     routes: tuple[RouteFigures, ...]
 
+    @property
+    def server_cpu_ms(self) -> float | None:
+        """CPU time of the server per request over all routes, or None."""
+        used = [route.server_cpu_ms * route.requests for route in self.routes if route.server_cpu_ms is not None]
+        return sum(used) / sum(route.requests for route in self.routes) if len(used) == len(self.routes) else None
+
     def route(self, name: str) -> RouteFigures:
         """The figures of one kind of request."""
         return next(figures for figures in self.routes if figures.route == name)

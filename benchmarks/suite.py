@@ -9,6 +9,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -27,7 +28,7 @@ PEER = "peer"
 
 # What the figures depend on; uvicorn takes uvloop and httptools where they are installed, in all servers alike.
 PACKAGES = (
-    *("zeus-plugins", "litestar", "sqlalchemy", "uvicorn", "uvloop", "httptools"),
+    *("zeus-plugins", "litestar", "sqlalchemy", "aiosqlite", "uvicorn", "uvloop", "httptools"),
     *("lightning", "transformers", "torch"),
 )
 
@@ -91,6 +92,7 @@ class Results:
         peer: Another server under the whole load and with one client.
         growth: Costs as one job grows.
         workers: One and two workers under the whole load.
+        drivers: SQLite in threads and over aiosqlite under the whole load.
         overhead: What the callback costs a training, per framework.
     """
 
@@ -103,6 +105,7 @@ class Results:
     peer: tuple[LoadFigures, ...] | Skipped
     growth: GrowthFigures | Skipped
     workers: tuple[LoadFigures, ...] | Skipped
+    drivers: tuple[LoadFigures, ...] | Skipped
     overhead: dict[str, OverheadFigures | Skipped]
 
     def to_json(self) -> dict[str, object]:
@@ -137,6 +140,7 @@ def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = No
             peer=_peer(plan.shape, peer),
             growth=growth,
             workers=_workers(plan.shape, url, directory),
+            drivers=_drivers(plan.shape, url, directory),
             overhead=_overhead(plan.overhead, url, directory),
         )
 
@@ -203,6 +207,19 @@ def _workers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...]
         serving("2 workers", "bso_server", ("serve", "--workers", "2"), database_url=url, directory=directory) as two,
     ):
         return _load("workers", [Contestant(one, TrainingLoad), Contestant(two, TrainingLoad)], shape, LOAD_LIMIT_S)
+
+
+def _drivers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...] | Skipped:
+    if _backend(url) != "sqlite":
+        return Skipped("the database is no SQLite file")
+    with ExitStack() as servers:
+        contestants = []
+        for name, driver in (("in threads", "sqlite"), ("aiosqlite", "sqlite+aiosqlite")):
+            own = f"{driver}:///{directory / f'{driver}.sqlite3'}"
+            bso_server(own, directory, "db", "upgrade")
+            server = serving(name, "bso_server", ("serve",), database_url=own, directory=directory)
+            contestants.append(Contestant(servers.enter_context(server), TrainingLoad))
+        return _load("SQLite", contestants, shape, LOAD_LIMIT_S)
 
 
 def _overhead(plan: OverheadPlan | None, url: str, directory: Path) -> dict[str, OverheadFigures | Skipped]:

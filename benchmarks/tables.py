@@ -43,6 +43,9 @@ def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
     yield from _growth_table(results.growth)
     yield "One and two workers under load"
     yield from _load_table(results.workers)
+    yield "SQLite in threads (sqlite://) and over aiosqlite (sqlite+aiosqlite://) under load"
+    yield from _load_table(results.drivers)
+    yield from _driver_ratio(results.drivers)
     yield "Epochs of a training without and with the callback"
     yield from _overhead_table(results.overhead)
     yield "Marks"
@@ -72,6 +75,15 @@ def _load_table(servers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
     resident = (f"{server.target} {_mib(server.rss_mib)}" for server in servers)
     yield f"  resident memory afterwards: {', '.join(resident)}"
     yield ""
+
+
+def _driver_ratio(drivers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
+    if isinstance(drivers, Skipped):
+        return
+    threads_ms, aiosqlite_ms = (server.server_cpu_ms for server in drivers)
+    if threads_ms is not None and aiosqlite_ms is not None:
+        yield f"  server CPU per request over all routes, aiosqlite / in threads: {aiosqlite_ms / threads_ms:.2f}"
+        yield ""
 
 
 def _growth_table(growth: GrowthFigures | Skipped) -> Iterator[str]:

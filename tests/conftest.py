@@ -34,10 +34,10 @@ hypothesis.settings.load_profile("thorough")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Outside of the files about storage, `make test` is content with SQLite."""
+    """Outside of the files about storage, `make test` is content with SQLite in threads."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if marks & {"postgresql", "mysql"} and "storage" not in marks:
+        if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
             item.add_marker(pytest.mark.slow)
 
 

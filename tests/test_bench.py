@@ -80,6 +80,10 @@ def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path)
     assert results["database"] == "sqlite"
     assert results["peer"]["skipped"].startswith(f"no server at {nobody.removeprefix('http://')}")
     assert "SQLite" in results["workers"]["skipped"]
+    in_threads, aiosqlite = results["drivers"]
+    assert (in_threads["target"], aiosqlite["target"]) == ("in threads", "aiosqlite")
+    assert answers(in_threads) == answers(aiosqlite) == asked(JOBS, CLIENTS)
+    assert ("aiosqlite / in threads" in run.stdout) == sys.platform.startswith("linux")
     assert list(results["overhead"]) == ["Lightning", "Hugging Face"]
     for overhead in results["overhead"].values():
         # Of five epochs, the first and the last do not count, and the last that counts has no epoch after it.

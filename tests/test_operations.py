@@ -25,10 +25,11 @@ from bso_server.app import leases_of
 from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.job import LeasePolicy
 from bso_server.settings import Settings
-from bso_server.storage.database import SqliteDatabase, open_database
+from bso_server.storage import database, migrations
+from bso_server.storage.database import open_database
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.store import Store
-from tests.support.databases import MYSQL, POSTGRESQL
+from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS
 from tests.support.servers import SERVER_START_S, Server, bso_server, free_port
 from tests.support.wire import begin
 
@@ -71,9 +72,43 @@ def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
     assert network_filesystem(tmp_path) is None
 
 
-def test_a_database_in_memory_is_refused() -> None:
-    with pytest.raises(ValueError, match="name a file"):
-        open_database("sqlite://")
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_database_in_memory_is_refused(driver: str) -> None:
+    for url in (f"{driver}://", f"{driver}:///:memory:"):
+        with pytest.raises(ValueError, match="name a file"):
+            open_database(url)
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_file_on_a_network_file_system_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database, "network_filesystem", lambda path: network_filesystem(path, MOUNTS))
+    with pytest.raises(ValueError, match=r"/home/me/bso\.sqlite3 is on a network file system \(nfs4\)"):
+        open_database(f"{driver}:////home/me/bso.sqlite3")
+
+
+def test_the_driver_is_the_one_that_the_url_names() -> None:
+    drivers = {
+        "sqlite:////tmp/bso.sqlite3": "sqlite",
+        "sqlite+aiosqlite:////tmp/bso.sqlite3": "sqlite+aiosqlite",
+        "postgresql://db/bso": "postgresql+asyncpg",
+        "postgresql+asyncpg://db/bso": "postgresql+asyncpg",
+        "mysql://db/bso": "mysql+asyncmy",
+        "mysql+asyncmy://db/bso": "mysql+asyncmy",
+    }
+    assert {url: open_database(url).url.drivername for url in drivers} == drivers
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"),
+    [("sqlite+aiosqlite", "server"), ("postgresql+asyncpg", "postgres"), ("mysql+asyncmy", "mysql")],
+)
+def test_a_driver_that_is_not_installed_is_named_with_its_extra(
+    driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, module = driver.partition("+")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"{module} is not installed: pip install 'zeus-plugins\[{extra}\]'"):
+        open_database(f"{driver}:////tmp/bso.sqlite3")
 
 
 def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Path) -> None:
@@ -109,17 +144,30 @@ def test_two_upgrades_at_once(database_url: str) -> None:
         assert process.returncode == 0, errors
 
 
-def test_a_copy_of_a_sqlite_file_holds_what_it_held(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
-    assert bso_server("db", "upgrade", "--database-url", url).returncode == 0
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_sqlite_file_is_copied_before_its_schema_changes(
+    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bso.sqlite3"
+
+    def migrate() -> None:
+        async def run() -> None:
+            store = Store(open_database(f"{driver}:///{file}"))
+            try:
+                await store.migrate()
+            finally:
+                await store.close()
+
+        asyncio.run(run())
+
+    migrate()
+    migrate()
     assert list(tmp_path.glob("*.backup")) == []
 
-    database = open_database(url)
-    assert isinstance(database, SqliteDatabase)
-    copy = database.back_up()
-    asyncio.run(database.close())
+    monkeypatch.setattr(migrations, "head", lambda: "9999")
+    migrate()
 
-    assert list(tmp_path.glob("*.backup")) == [copy]
+    (copy,) = tmp_path.glob("*.backup")
     with closing(sqlite3.connect(copy)) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchone() is not None
 
@@ -142,11 +190,11 @@ def set_revision(database_url: str, revision: str) -> list[str]:
         return before
 
     async def run() -> list[str]:
-        database = open_database(database_url)
+        opened = open_database(database_url)
         try:
-            return await database.run(replace)
+            return await opened.run(replace)
         finally:
-            await database.close()
+            await opened.close()
 
     return asyncio.run(run())
 
@@ -188,10 +236,11 @@ def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None
     assert "quiet" not in line
 
 
-def test_a_file_that_is_no_database_is_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_file_that_is_no_database_is_one_line(driver: str, tmp_path: Path) -> None:
     file = tmp_path / "letter.txt"
     file.write_text("Dear reader, " * 1000)
-    answer = bso_server("db", "check", "--database-url", f"sqlite:///{file}")
+    answer = bso_server("db", "check", "--database-url", f"{driver}:///{file}")
     assert answer.returncode == 1
     (line,) = answer.stderr.splitlines()
     assert f"{file}: file is not a database" in line
@@ -224,8 +273,8 @@ def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
 
 
 def test_user_and_password_fill_what_the_url_lacks() -> None:
-    database = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
-    assert Store(database).description == "postgresql://zeus:***@host/db"
+    opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
+    assert Store(opened).description == "postgresql://zeus:***@host/db"
     assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
 
 

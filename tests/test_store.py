@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, event
+from sqlalchemy import Connection, Engine, event
 
 from bso_server.core.model import TrialRecord
 from bso_server.errors import DatabaseNotReadyError
@@ -29,6 +29,7 @@ from bso_server.storage.queries import jobs_page
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
+from tests.support.databases import SQLITE_DRIVERS
 from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
 
 pytestmark = pytest.mark.storage
@@ -332,6 +333,121 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, 
                 assert not [step for step in plan if step.startswith("SCAN")], query
                 assert "SEARCH trials USING INDEX sqlite_autoindex_trials_1 (job_id=?)" not in plan, query
     assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
+
+
+@pytest.fixture(params=SQLITE_DRIVERS)
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty SQLite file, in both ways in turn."""
+    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
+
+
+def test_sqlite_is_safe(sqlite_url: str) -> None:
+    def settings(connection: Connection) -> dict[str, Any]:
+        names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        return {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names}
+
+    async def use(store: Store) -> None:
+        for read_only in (False, True):
+            found = await store._database.run(settings, read_only=read_only)
+            assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
+
+    in_store(sqlite_url, use)
+
+
+def test_a_sqlite_writer_has_the_lock_before_it_reads_and_a_reader_takes_none(sqlite_url: str, tmp_path: Path) -> None:
+    def other_can_write() -> bool:
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3", timeout=0, isolation_level=None)) as other:
+            try:
+                other.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                return False
+            other.execute("ROLLBACK")
+            return True
+
+    async def use(store: Store) -> None:
+        assert not await store.write(lambda _: other_can_write())
+        assert await store.read(lambda transaction: (transaction.job("nobody"), other_can_write())) == (None, True)
+        # The same connections again, and those of writers after readers.
+        assert not await store.write(lambda _: other_can_write())
+
+    in_store(sqlite_url, use)
+
+
+def test_all_that_a_sqlite_reader_reads_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
+    def count_twice(transaction: Transaction) -> tuple[int, int]:
+        before = len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as other, other:
+            other.execute("DELETE FROM jobs")
+        return before, len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
+
+    async def use(store: Store) -> None:
+        await store.write(lambda transaction: transaction.insert_job(registration("moment"), NOW))
+        assert await store.read(count_twice) == (1, 1)
+
+    in_store(sqlite_url, use)
+
+
+def test_a_locked_sqlite_file_is_tried_again(sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def use(store: Store) -> None:
+        await store._database.run(lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close())
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            writing = asyncio.create_task(
+                store.write(lambda transaction: transaction.insert_job(registration("waits"), NOW))
+            )
+            while "broken off by the database" not in caplog.text:
+                await asyncio.sleep(0.01)
+            other.execute("ROLLBACK")
+            await writing
+        assert await store.read(lambda transaction: transaction.job("waits")) is not None
+
+    with caplog.at_level("INFO", "bso_server"):
+        in_store(sqlite_url, use)
+
+
+def test_writers_of_one_process_queue_for_one_connection_to_a_sqlite_file(sqlite_url: str) -> None:
+    """Connections would poll for SQLite's lock, and some of them for long."""
+    opened: list[Any] = []
+
+    async def use(store: Store) -> None:
+        def insert(number: int) -> Callable[[Transaction], None]:
+            return lambda transaction: transaction.insert_job(registration(f"many-{number}"), NOW)
+
+        def note(connection: Any, _record: Any) -> None:
+            opened.append(connection)
+
+        event.listen(Engine, "connect", note)
+        try:
+            await asyncio.gather(*(store.write(insert(number)) for number in range(30)))
+        finally:
+            event.remove(Engine, "connect", note)
+
+    in_store(sqlite_url, use)
+    assert opened == []
+
+
+def test_a_request_that_is_given_up_leaves_no_lock_behind(sqlite_url: str) -> None:
+    """A client that leaves in the middle of its request cancels the task; the writer after it finds the file free."""
+
+    async def use(store: Store) -> None:
+        begun = threading.Event()
+
+        def insert(transaction: Transaction) -> None:
+            begun.set()
+            for number in range(50):
+                transaction.insert_job(registration(f"given-up-{number}"), NOW)
+
+        writing = asyncio.create_task(store.write(insert))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        await store.write(lambda transaction: transaction.insert_job(registration("next"), NOW))
+        jobs = await store.read(partial(jobs_page, prefix="given-up", stage=None, after=None, limit=100))
+        assert len(jobs) in {0, 50}
+
+    in_store(sqlite_url, use)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,6 +19,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.pool import AsyncAdaptedQueuePool
 
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.threads import DaemonThreads
@@ -38,6 +39,8 @@ _DRIVERS = {
     "mysql": "mysql+asyncmy",
     "mariadb": "mariadb+asyncmy",
 }
+_AIOSQLITE = "sqlite+aiosqlite"
+_EXTRAS = {"sqlite": "server", "postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
 
 # Seconds after which a host that says nothing counts as away.
 _CONNECT_TIMEOUT_S = 5
@@ -122,14 +125,6 @@ class SqliteDatabase:
             connection.close()
         self._engine.dispose()
 
-    def back_up(self) -> Path:
-        """Copy the file beside itself, consistently even while others write to it; the copy."""
-        database = self.url.database or ""
-        copy = Path(f"{database}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
-        with closing(sqlite3.connect(database)) as source, closing(sqlite3.connect(copy)) as target:
-            source.backup(target)
-        return copy
-
     def _run(self, work: Callable[[Connection], T], read_only: bool) -> T:
         connection = self._connection(read_only)
         with connection.begin():
@@ -140,16 +135,16 @@ class SqliteDatabase:
         connection: Connection | None = getattr(self._own, "connection", None)
         if connection is None:
             try:
-                connection = self._engine.connect()
+                connection = self._own.connection = self._engine.connect()
             except DBAPIError as error:
                 raise NoConnectionError(error) from error
-            connection = self._own.connection = connection.execution_options(**{_READ_ONLY: read_only})
+            connection.info[_READ_ONLY] = read_only
             self._connections.append(connection)
         return connection
 
 
-class NetworkDatabase:
-    """PostgreSQL, MySQL or MariaDB, over an asynchronous driver.
+class AsyncDatabase:
+    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
 
     Args:
         engine: Connections to it.
@@ -157,6 +152,11 @@ class NetworkDatabase:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
+        is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
+        self._writing: AbstractAsyncContextManager[object] = asyncio.Lock() if is_sqlite else nullcontext()
+        # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
+        self._one_moment = None if is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
 
     @property
     def url(self) -> URL:
@@ -167,14 +167,14 @@ class NetworkDatabase:
         """See `Database.run`."""
         connected = False
         try:
-            async with self._engine.connect() as connection:
+            async with nullcontext() if read_only else self._writing, self._engine.connect() as connection:
                 connected = True
+                connection.info[_READ_ONLY] = read_only
                 async with connection.begin():
-                    if read_only:
-                        # By default each statement would see what was committed until then. This holds for one
-                        # transaction: SQLAlchemy's option is taken back when a connection returns to the pool, and one
-                        # that is lost by then would never return.
-                        await connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                    if read_only and self._one_moment is not None:
+                        # This holds for one transaction: SQLAlchemy's option is taken back when a connection returns to
+                        # the pool, and one that is lost by then would never return.
+                        await connection.exec_driver_sql(self._one_moment)
                     return await connection.run_sync(work)
         except Exception as error:
             # Drivers raise this and that while they connect.
@@ -193,8 +193,9 @@ def open_database(
     """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
 
     Args:
-        database_url: An SQLAlchemy URL. Whatever driver it names, SQLite gets Python's own; ``postgresql://`` and
-            ``mysql://`` without a driver get the one of this project's extras.
+        database_url: An SQLAlchemy URL. ``sqlite+aiosqlite://``, ``postgresql+asyncpg://`` and ``mysql+asyncmy://`` run
+            over that driver; ``sqlite://`` on Python's own, in threads; ``postgresql://`` and ``mysql://`` over the
+            driver of this project's extras.
         user: User, where the URL names none.
         password: Password, where the URL holds none.
         echo_sql: Log every statement.
@@ -206,26 +207,44 @@ def open_database(
     url = _url(database_url)
     if url.get_backend_name() == "sqlite":
         _refuse_network(url)
-        return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
-    url = url.set(username=url.username or user, password=url.password or password)
-    timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
+        if url.drivername != _AIOSQLITE:
+            return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
+        options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
+    else:
+        url = url.set(username=url.username or user, password=url.password or password)
+        timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
+        options = {
+            "connect_args": {} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
+            # A connection that died while idle is noticed before it is used.
+            "pool_pre_ping": True,
+            "pool_size": _POOL_SIZE,
+        }
     try:
         engine = create_async_engine(
             url,
             echo=echo_sql,
-            connect_args={} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
-            # A connection that died while idle is noticed before it is used.
-            pool_pre_ping=True,
-            pool_size=_POOL_SIZE,
+            # SQLAlchemy before 2.0.38 has another default for aiosqlite.
+            poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
             # Each transaction has ended when its connection returns. A rollback to make sure would be a round trip, and
             # a traceback in the log where the connection is lost.
             pool_reset_on_return=None,
+            **options,
         )
     except ModuleNotFoundError as error:
-        extra = "postgres" if url.get_backend_name() == "postgresql" else "mysql"
+        extra = _EXTRAS[url.get_backend_name()]
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
-    return NetworkDatabase(engine)
+    if url.drivername == _AIOSQLITE:
+        _configure_sqlite(engine.sync_engine)
+    return AsyncDatabase(engine)
+
+
+def back_up(file: Path) -> Path:
+    """Copy a SQLite file beside itself, consistently even while others write to it; the copy."""
+    copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
+    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
+        source.backup(target)
+    return copy
 
 
 # Codes by which databases say that a transaction was broken off through no fault of its own.
@@ -287,8 +306,7 @@ def _configure_sqlite(engine: Engine) -> None:
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        read_only = connection.get_execution_options().get(_READ_ONLY, False)
-        statement = "BEGIN" if read_only else "BEGIN IMMEDIATE"
+        statement = "BEGIN" if connection.info.get(_READ_ONLY) else "BEGIN IMMEDIATE"
         try:
             # Through SQLAlchemy it would cost a sixth of a small transaction.
             connection.connection.cursor().execute(statement)

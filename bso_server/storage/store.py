@@ -15,7 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database, NoConnectionError, SqliteDatabase, is_passing
+from bso_server.storage.database import Database, NoConnectionError, back_up, is_passing
 from bso_server.storage.transaction import JobExistsError, Transaction
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
@@ -152,10 +152,10 @@ class Store:
             DatabaseNotReadyError: It was made by a newer version.
             DatabaseUnavailableError: It cannot be reached.
         """
-        database, found = self._database, await self.current_revision()
+        found = await self.current_revision()
         self._refuse_newer(found)
-        if isinstance(database, SqliteDatabase) and found not in (None, migrations.head()):
-            copy = await asyncio.to_thread(database.back_up)
+        if self.file is not None and found not in (None, migrations.head()):
+            copy = await asyncio.to_thread(back_up, self.file)
             logger.info("the database was copied to %s before its schema is upgraded", copy)
         await self._run(migrations.upgrade)
 

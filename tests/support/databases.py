@@ -21,8 +21,12 @@ MYSQL_URL = os.environ.get("ZEUS_TEST_MYSQL_URL", "mysql+asyncmy://root@127.0.0.
 
 POSTGRESQL = pytest.param("postgresql", marks=pytest.mark.postgresql)
 MYSQL = pytest.param("mysql", marks=pytest.mark.mysql)
-DATABASES = ("sqlite", POSTGRESQL, MYSQL)
-"""The kinds of databases, as parameters of the fixture `database_url`."""
+AIOSQLITE = pytest.param("sqlite+aiosqlite", marks=pytest.mark.aiosqlite)
+DATABASES = ("sqlite", AIOSQLITE, POSTGRESQL, MYSQL)
+"""The kinds of databases, and both ways to SQLite, as parameters of the fixture `database_url`."""
+
+SQLITE_DRIVERS = ("sqlite", "sqlite+aiosqlite")
+"""Starts of the URLs of a SQLite file, for tests about SQLite alone."""
 
 
 def administer(admin_url: str, statement: str) -> None:
@@ -56,8 +60,8 @@ def fresh_database(admin_url: str) -> Iterator[str]:
 @contextmanager
 def empty_database(kind: str, folder: Path) -> Iterator[str]:
     """The URL of a database of this kind, one of `DATABASES`; a file is made in the folder."""
-    if kind == "sqlite":
-        yield f"sqlite:///{folder / 'bso.sqlite3'}"
+    if kind.startswith("sqlite"):
+        yield f"{kind}:///{folder / 'bso.sqlite3'}"
     else:
         with fresh_database(POSTGRES_URL if kind == "postgresql" else MYSQL_URL) as url:
             yield url
