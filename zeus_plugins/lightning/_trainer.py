@@ -113,6 +113,8 @@ class LightningPort:
             combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
             for loader in combined.flattened:
                 resize_loader(loader, split.per_device, patches)
+                for batcher in (getattr(loader, "batch_sampler", None), loader):
+                    _resize_saved_arguments(batcher, split.per_device, patches)
             return loaders
 
         patches.set_attribute(source, "dataloader", resized)
@@ -220,6 +222,21 @@ def mean_of_ranks(trainer: Trainer, metric: Tensor) -> float:
         # Of a copy: Lightning reduces in place, and the metric is what other callbacks look at.
         metric = cast("Tensor", trainer.strategy.reduce(metric.detach().clone(), reduce_op="mean"))
     return float(metric)
+
+
+def _resize_saved_arguments(batcher: Any, batch_size: int, patches: Patches) -> None:
+    """Change what Lightning saved of the constructor's call: with it, it makes the loader anew for several devices."""
+    if getattr(batcher, "batch_size", None) is None:  # one that is made of a batch sampler has no size of its own
+        return
+    names = getattr(batcher, "__pl_saved_arg_names", ())
+    if "batch_size" in names:
+        arguments = list(getattr(batcher, "__pl_saved_args"))
+        arguments[names.index("batch_size")] = batch_size
+        patches.set_attribute(batcher, "__pl_saved_args", tuple(arguments))
+    keywords = getattr(batcher, "__pl_saved_kwargs", {})
+    # The default of an argument that was not given is what the constructor takes again.
+    if "batch_size" in keywords or "batch_size" in getattr(batcher, "__pl_saved_default_kwargs", {}):
+        patches.set_attribute(batcher, "__pl_saved_kwargs", {**keywords, "batch_size": batch_size})
 
 
 def _set_batch_size_attributes(holder: Any, batch_size: int, patches: Patches) -> None:

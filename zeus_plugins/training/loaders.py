@@ -81,9 +81,9 @@ def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
         raise _sizeless(loader, batch_size)
     batch_sampler = getattr(loader, "batch_sampler", None)
     if batch_sampler is not None:
-        _resize(batch_sampler, batch_size, patches)
+        patches.set_attribute(batch_sampler, "batch_size", batch_size)
     if getattr(loader, "batch_size", None) is not None:
-        _resize(loader, batch_size, patches)
+        patches.set_attribute(loader, "batch_size", batch_size)
 
 
 def delivered_batch_size(loader: Any) -> int | None:
@@ -146,21 +146,3 @@ def _sizeless(loader: Any, batch_size: int) -> ZeusBSOConfigError:
         f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
         "sampler that has a batch_size"
     )
-
-
-def _resize(batcher: Any, batch_size: int, patches: Patches) -> None:
-    patches.set_attribute(batcher, "batch_size", batch_size)
-    _resize_saved_arguments(batcher, batch_size, patches)
-
-
-def _resize_saved_arguments(batcher: Any, batch_size: int, patches: Patches) -> None:
-    """Change what Lightning saved of the constructor's call: with it, it makes the loader anew for several devices."""
-    names = getattr(batcher, "__pl_saved_arg_names", ())
-    if "batch_size" in names:
-        arguments = list(getattr(batcher, "__pl_saved_args"))
-        arguments[names.index("batch_size")] = batch_size
-        patches.set_attribute(batcher, "__pl_saved_args", tuple(arguments))
-    for attribute in ("__pl_saved_kwargs", "__pl_saved_default_kwargs"):
-        saved = getattr(batcher, attribute, {})
-        if "batch_size" in saved:
-            patches.set_attribute(batcher, attribute, {**saved, "batch_size": batch_size})
