@@ -6,8 +6,6 @@ import itertools
 import json
 import logging
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.support import resumed_training as script
+from tests.support import warm
 from tests.support.job_bench import (
     NEVER,
     NEXT_SIZE,
@@ -42,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning"),
 ]
 
-REPOSITORY = Path(__file__).parent.parent
+LIMIT_S = 120
 JOB_ID = "digits-nightly"
 STEPS_OF_48 = 4
 
@@ -50,14 +49,11 @@ STEPS_OF_48 = 4
 # Real signals to real processes
 
 
-def run_script(server: Server, folder: Path, number: int) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "tests.support.resumed_training", server.url, JOB_ID, str(folder), str(number)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_script(server: Server, folder: Path, number: int) -> tuple[int, str]:
+    """Exit status and output of a training that sends itself the signal, or none if that is 0."""
+    command = ["tests.support.resumed_training", server.url, JOB_ID, str(folder), str(int(number))]
+    training = warm.start(*command, modules=warm.LIGHTNING, output=folder / "output")
+    return training.wait(LIMIT_S), (folder / "output").read_text()
 
 
 def trial_on(server: Server) -> TrialView:
@@ -78,12 +74,12 @@ def rates_of(steps: range) -> list[float]:
 
 
 def test_a_training_killed_without_warning_goes_on_as_the_same_trial(server: Server, tmp_path: Path) -> None:
-    killed = run_script(server, tmp_path, signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    status, output = run_script(server, tmp_path, signal.SIGKILL)
+    assert status == -signal.SIGKILL, output
     before = trial_on(server)
     assert (before.state, before.epochs, before.time_s) == (TrialState.RUNNING, 2, 4.0)
-    resumed = run_script(server, tmp_path, 0)
-    assert resumed.returncode == 0, resumed.stderr
+    status, output = run_script(server, tmp_path, 0)
+    assert status == 0, output
     seen = seen_in(tmp_path)
     assert seen["sizes"] == [96, 72, 96, 72]
     assert seen["rates"] == pytest.approx(rates_of(range(4, 8)))
@@ -95,13 +91,13 @@ def test_a_training_killed_without_warning_goes_on_as_the_same_trial(server: Ser
 
 
 def test_a_preempted_training_goes_on_within_its_epoch(server: Server, tmp_path: Path) -> None:
-    preempted = run_script(server, tmp_path, signal.SIGTERM)
-    assert preempted.returncode == 0, preempted.stderr
+    status, output = run_script(server, tmp_path, signal.SIGTERM)
+    assert status == 0, output
     first = seen_in(tmp_path)
     assert first["left"] == "SIGTERMException"
     assert trial_on(server).state is TrialState.SUSPENDED
-    resumed = run_script(server, tmp_path, 0)
-    assert resumed.returncode == 0, resumed.stderr
+    status, output = run_script(server, tmp_path, 0)
+    assert status == 0, output
     second = seen_in(tmp_path)
     assert len(first["sizes"]) + len(second["sizes"]) == second["steps"] == 8
     assert first["rates"] + second["rates"] == pytest.approx(rates_of(range(8)))

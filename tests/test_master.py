@@ -591,7 +591,7 @@ def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> Non
     assert "accuracy 0." in output
 
 
-@pytest.mark.parametrize("kind", ["server", "policy"])
+@pytest.mark.parametrize("kind", ["server", pytest.param("policy", marks=pytest.mark.slow)])
 def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path, kind: str) -> None:
     bench = Bench(tmp_path, kind, "train", "wait", "train")
     process = bench.start(3)
@@ -621,6 +621,7 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
         assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["server", "policy"])
 def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path, kind: str) -> None:
     (tmp_path / "undisturbed").mkdir()
@@ -649,7 +650,13 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
     assert all(bench.begun.count(job_id) == 1 for job_id in measured)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
+    ],
+)
 def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
@@ -683,6 +690,7 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> N
     assert is_gone(script)
 
 
+@pytest.mark.slow
 def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "policy", "wait", "train")
     process = bench.start(1)
