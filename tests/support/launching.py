@@ -18,7 +18,7 @@ IMPORTED_IN = os.getpid()
 
 def main(arguments: Sequence[str]) -> int:
     """What each process does."""
-    print("imported beforehand:", IMPORTED_IN != os.getpid(), *arguments, flush=True)
+    print("imported beforehand:", os.getpid() != IMPORTED_IN, *arguments, flush=True)
     print("to standard error", file=sys.stderr)
     return len(arguments)
 

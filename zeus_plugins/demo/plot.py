@@ -1,46 +1,58 @@
-"""Cost per trial, coloured by batch size."""
+"""The cost of each run, beside that of the default batch size."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-from zeus_plugins.protocol import JobView, TrialState
+from zeus_plugins.demo.outcome import Outcome
+from zeus_plugins.protocol import TrialState, TrialView
+
+_BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
 
 
-def plot_costs(job: JobView, path: Path) -> None:
-    """Draw every trial that was measured as a PNG: filled where it reached the target, a cross where it was stopped."""
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+def plot_costs(outcome: Outcome, path: Path) -> None:
+    """Draw the cost of every trial with its batch size as a PNG, and the mean cost at the default size as a line."""
+    job = outcome.job
+    default = job.job.default_batch_size
+    mean_cost_j = {arm.batch_size: arm.mean_cost_j for arm in job.arms}
+    measured = [trial for trial in job.trials if trial.cost_j is not None]
+    figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    sizes = [arm.batch_size for arm in job.arms if arm.trials]
-    colours = _colours(len(sizes))
-    for batch_size, colour in zip(sizes, colours, strict=True):
-        measured = [trial for trial in job.trials if trial.batch_size == batch_size and trial.cost_j is not None]
-        for reached, marker in ((True, "o"), (False, "x")):
-            trials = [trial for trial in measured if (trial.state is TrialState.COMPLETED) == reached]
-            axes.scatter(
-                [trial.trial_number for trial in trials],
-                [trial.cost_j or 0 for trial in trials],
-                color=[colour],
-                marker=marker,
-                s=60,
-                label=f"{batch_size}" + (" (default)" if batch_size == job.job.default_batch_size else "")
-                if reached
-                else None,
-            )
-    axes.set_xlabel("trial")
-    axes.set_ylabel("cost (J)")
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"Cost of each run of job {job.job.job_id} (○ reached the target, × stopped)")
-    axes.legend(title="batch size", loc="center left", bbox_to_anchor=(1, 0.5))
+    for reached, marker, colour, label in (
+        (True, "o", _BLUE, "reached the target"),
+        (False, "X", _ORANGE, "stopped before the target"),
+    ):
+        trials = [trial for trial in measured if (trial.state is TrialState.COMPLETED) == reached]
+        if trials:
+            numbers, costs = [trial.trial_number for trial in trials], [_cost_j(trial) for trial in trials]
+            axes.scatter(numbers, costs, color=colour, marker=marker, s=45, label=label, zorder=3)
+    for trial in measured:
+        place = (trial.trial_number, _cost_j(trial))
+        axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
+    default_j = mean_cost_j[default]
+    if default_j is not None:
+        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"default batch size, {default}: {default_j:.0f} J")
+    axes.set_xlabel("run (the number above each point is its batch size)")
+    axes.set_ylabel("cost of the run (J)")
+    axes.set_ylim(0, 1.15 * max([_cost_j(trial) for trial in measured], default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(_title(outcome), loc="left", fontsize=11)
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def _colours(count: int) -> list[tuple[float, float, float, float]]:
-    """Small sizes dark, large ones light."""
-    scale = colormaps["viridis"]
-    return [scale(index / max(count - 1, 1)) for index in range(count)]
+def _cost_j(trial: TrialView) -> float:
+    return trial.cost_j or 0.0
+
+
+def _title(outcome: Outcome) -> str:
+    best, ratio = outcome.job.best_batch_size, outcome.cost_ratio
+    if best is None or ratio is None:
+        return "Cost of each run"
+    return f"Batch size {best} costs {1 - ratio:.0%} less than the default, {outcome.job.job.default_batch_size}"

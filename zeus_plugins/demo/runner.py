@@ -61,7 +61,7 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, v
         directory=directory,
     )
     outcome.write_summary()
-    plot_costs(job, directory / "costs.png")
+    plot_costs(outcome, directory / "costs.png")
     display.conclude(outcome)
     return outcome
 
