@@ -30,6 +30,7 @@ LONG_S = 600.0
         "zeus_plugins.client.http",
         "zeus_plugins.cli",
         "zeus_plugins.master",
+        "zeus_plugins.testing",
     ],
 )
 def test_the_training_side_loads_no_framework_and_no_server(module: str) -> None:

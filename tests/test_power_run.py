@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,18 @@ def test_where_everything_is_known_no_step_is_measured() -> None:
     assert training.done == ["done"]
     assert training.logged == [{"zeus/power_limit_w": BEST_W}]
     assert training.steps(2) == [BEST_W] * 2
+
+
+def test_a_file_of_version_0_1_is_read_and_written_alike(tmp_path: Path) -> None:
+    old = Path(__file__).parent / "fixtures" / "v0_1" / "power_limit_profile.json"
+    path = tmp_path / "48.json"
+    path.write_bytes(old.read_bytes())
+    assert is_as_the_table(PowerLimitProfile.load(path))
+    trial = TrialInfo(job_id="a", batch_size=48, trial_number=1)
+    training = Training(Keeper(trial), profile_path=tmp_path / "{batch_size}.json")
+    training.run.begin_steps(20)
+    assert training.steps(5) == [BEST_W] * 5
+    assert json.loads(path.read_text()) == json.loads(old.read_text())
 
 
 def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Measurements that were made elsewhere, given out again: for tests and simulations."""
+"""An energy monitor that gives out listed measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pretended machine whose GPUs do what a table of measurements says: for tests and simulations."""
+"""A pretended machine whose GPUs train as a table of measurements says."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint"]
+__all__ = ["ReplayDevice", "ReplayMachine", "ReplayPoint"]
 
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """How one GPU trains under one power limit.
+    """The speed and power of one GPU under one power limit.
 
     Attributes:
         time_per_step_s: Seconds of a step.
@@ -30,7 +30,7 @@ class ReplayDevice:
     """A `PowerLimitDevice` of a `ReplayMachine`.
 
     Args:
-        table: For each limit that can be set, in watts, how the GPU trains under it.
+        table: For each limit that can be set, in watts, the speed and power of the GPU under it.
         index: Names it.
         limit_w: The limit in force at first. None: the highest.
     """
@@ -47,12 +47,12 @@ class ReplayDevice:
 
     @property
     def outlives_process(self) -> bool:
-        """That it does not."""
+        """A limit ends with the process: False."""
         return False
 
     @property
     def point(self) -> ReplayPoint:
-        """How it trains now."""
+        """Its speed and power under the limit in force."""
         return self._table[self._limit_w]
 
     def range_w(self) -> tuple[float, float]:
@@ -74,27 +74,37 @@ class ReplayMachine:
     """GPUs that train together: each step lasts as long as that of the slowest.
 
     Args:
-        table: For each power limit in watts, how a GPU trains under it.
-        number_of_gpus: How many there are, all alike.
-        gpu_model: What they are called.
+        table: For each power limit in watts, the speed and power of a GPU under it.
+        number_of_gpus: Number of GPUs, all alike.
+        gpu_model: Their model's name.
+
+    Attributes:
+        devices: The GPUs, for `PowerLimitProfiler(devices)` or a callback's `devices=`.
+        monitor: Measures what `train` costs, for `energy_monitor=`.
+        time_s: Seconds trained so far.
+        energy_j: Joules used so far.
     """
 
     def __init__(
         self, table: Mapping[float, ReplayPoint], number_of_gpus: int = 1, gpu_model: str = "replayed GPU"
     ) -> None:
         self.devices = tuple(ReplayDevice(table, index) for index in range(number_of_gpus))
-        self.monitor = ReplayMonitor(self, gpu_model)
+        self.monitor = _MachineMonitor(self, gpu_model)
         self.time_s = 0.0
         self.energy_j = 0.0
 
     def train(self, steps: int = 1) -> None:
-        """Train under the limits in force."""
+        """Train under the limits in force.
+
+        Args:
+            steps: Number of steps.
+        """
         time_s = steps * max(device.point.time_per_step_s for device in self.devices)
         self.time_s += time_s
         self.energy_j += time_s * sum(device.point.average_power_w for device in self.devices)
 
 
-class ReplayMonitor:
+class _MachineMonitor:
     """The `EnergyMonitor` of a `ReplayMachine`: measures what its trainings cost."""
 
     def __init__(self, machine: ReplayMachine, gpu_model: str) -> None:
