@@ -26,7 +26,8 @@ from zeus_plugins.protocol import (
     PowerProfile,
     TrialId,
 )
-from zeus_plugins.training.session import TrialInfo, TrialSession
+from zeus_plugins.training.session import TrialSession
+from zeus_plugins.training.trial import TrialInfo
 
 PATH = "/trials/power_profile"
 SAMPLES = tuple(PowerLimitSample(limit_w=w, steps=4, time_s=1.0, energy_j=w) for w in (50.0, 100.0))

@@ -14,7 +14,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import PowerLimitProfile, ZeusCost
 from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
 from zeus_plugins.training.power_run import PowerOptions, PowerRun
-from zeus_plugins.training.session import TrialInfo
+from zeus_plugins.training.trial import TrialInfo
 
 ELSEWHERE_S = 1000.0
 SIZE = 16

@@ -31,8 +31,9 @@ from typing import Any, Self
 from zeus_plugins import energy
 from zeus_plugins.client.http import BsoClient, client_from_environment
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOTrainFailError
+from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
+from zeus_plugins.training.run import train_fail_error
 from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
 from zeus_plugins.training.signals import raise_at_sigterm, termination
 
@@ -165,7 +166,7 @@ class BatchSizeOptimizer:
         """
         verdict = self._session.report(metric)
         if self._session.failed:
-            raise ZeusBSOTrainFailError(f"{verdict.message}; launch the training again to try the next batch size")
+            raise train_fail_error(verdict)
 
     def close(self) -> None:
         """End the trial (as failed when it is not finished) and close the connection. Safe to call more than once."""

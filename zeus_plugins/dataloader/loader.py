@@ -39,7 +39,7 @@ from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.training import environment
-from zeus_plugins.training.run import decided_by_rank_zero
+from zeus_plugins.training.port import decided_by_rank_zero
 
 __all__ = ["ZeusDataLoader"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
-from zeus_plugins.training.run import Ranks, cluster_monitor, node_monitor
+from zeus_plugins.training.port import Ranks, cluster_monitor, node_monitor
 
 __all__ = ["EnergyRun"]
 

@@ -20,8 +20,8 @@ from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.power_limit.states import Window
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
-from zeus_plugins.training.run import Ranks, node_monitor
-from zeus_plugins.training.session import TrialInfo
+from zeus_plugins.training.port import Ranks, node_monitor
+from zeus_plugins.training.trial import TrialInfo
 
 __all__ = ["PowerOptions", "PowerRun", "TrialKeeper"]
 

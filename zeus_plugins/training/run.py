@@ -23,115 +23,37 @@ nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-from zeus_plugins import energy
 from zeus_plugins.client.http import BsoClient, client_from_environment
-from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice, ReportResponse
 from zeus_plugins.training.loaders import BatchSplit, split_batch
 from zeus_plugins.training.lr_scaling import lr_factor, scale_learning_rate
-from zeus_plugins.training.metrics import EpochCount, as_written
+from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.session import (
     OnUnreachable,
-    TrialInfo,
     TrialSession,
     check_on_unreachable,
     end_trial_from_another_rank,
 )
+from zeus_plugins.training.trial import TrialInfo
 
 __all__ = [
-    "Ranks",
-    "TrainerPort",
     "TrialOptions",
     "TrialRun",
-    "cluster_monitor",
-    "decided_by_rank_zero",
-    "node_monitor",
     "train_fail_error",
 ]
 
 T = TypeVar("T")
 
 _logger = logging.getLogger("zeus_plugins")
-
-
-class Ranks(Protocol):
-    """The processes of a training, as one of them sees them."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process among all."""
-
-    @property
-    def local_rank(self) -> int:
-        """Its rank among those of its machine."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether they run on several machines."""
-
-    @property
-    def gpu_indices(self) -> Sequence[int]:
-        """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
-
-    def broadcast(self, thing: Any) -> Any:
-        """Return what rank 0 passes; every rank makes this call."""
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each rank passes, in order of rank; every rank makes this call."""
-
-
-class TrainerPort(Ranks, Protocol):
-    """A trainer, as far as a trial is concerned with it."""
-
-    @property
-    def devices(self) -> int:
-        """Number of devices that train on different data."""
-
-    @property
-    def accumulation(self) -> int:
-        """Number of batches that are accumulated for an optimizer step, as is in force now."""
-
-    @property
-    def no_accumulation(self) -> str | None:
-        """Why the trainer cannot accumulate, as the beginning of a sentence; None when it can."""
-
-    @property
-    def keeps_optimizers(self) -> bool:
-        """Whether the trainer's next training uses the same optimizers again."""
-
-    def deliver(self, split: BatchSplit, patches: Patches) -> None:
-        """Have the training accumulate as `split` says, and its loaders deliver batches of that size.
-
-        Args:
-            split: Samples per batch of one device, and accumulated batches per step.
-            patches: Takes note of every change; the run undoes them.
-
-        Raises:
-            ZeusBSOConfigError: The data come in batches that cannot be changed.
-        """
-
-    def delivered(self) -> Collection[float | None]:
-        """Samples per batch and device, of each loader of the present epoch; None where one does not say."""
-
-    def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The optimizers and the learning rate schedulers of the training."""
-
-    def log(self, metrics: dict[str, float]) -> None:
-        """Log metrics beside those of the training."""
-
-    def stop(self) -> None:
-        """End the training as soon as the trainer can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,7 +402,7 @@ class TrialRun:
     def _reported(self, trial: TrialInfo, metric: float | None, epochs: float) -> TrialInfo:
         if metric is None or self._session is None:
             return trial
-        self._session.report(as_written(metric), self._epochs.reported(epochs))
+        self._session.report(metric, self._epochs.reported(epochs))
         return self._session.trial
 
     def _end(self, error: BaseException | None) -> None:
@@ -507,42 +429,3 @@ def train_fail_error(verdict: ReportResponse | None) -> ZeusBSOTrainFailError:
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
     return ZeusBSOTrainFailError(f"{reason}; launch the training again to try the next batch size")
-
-
-def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int, broadcast: Callable[[Any], Any]) -> T:
-    """Let rank 0 decide, and give every rank its answer or its error; a rank that raised alone would hang the rest.
-
-    Args:
-        decide: Called on rank 0 only. The answer must be picklable.
-        rank: Of this process.
-        world_size: Number of processes, all of which make this call.
-        broadcast: Takes an object and returns that of rank 0.
-
-    Raises:
-        Exception: What `decide` raised, on every rank.
-    """
-    if world_size == 1:
-        return decide()
-    outcome: tuple[Any, Exception | None] = (None, None)
-    if rank == 0:
-        try:
-            outcome = (decide(), None)
-        except Exception as error:
-            outcome = (None, error)
-    answer, failed = broadcast(outcome)
-    if failed is not None:
-        raise failed
-    return cast("T", answer)
-
-
-def node_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    """What measures this machine's devices: the user's monitor, or the best one that there is."""
-    return as_energy_monitor(monitor or energy.auto(device_indices=ranks.gpu_indices))
-
-
-def cluster_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
-    """What measures a training on several machines, made by all ranks together; None for one machine."""
-    if not ranks.spans_nodes:
-        return None
-    measure = (lambda: node_monitor(ranks, monitor)) if ranks.local_rank == 0 else None
-    return ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)

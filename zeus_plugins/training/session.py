@@ -11,9 +11,9 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from zeus_plugins.client.delivery import deliver_waiting, recorded
 from zeus_plugins.client.http import NO_RETRIES, BsoClient
@@ -29,29 +29,24 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import (
     MAX_DETAIL_LENGTH,
-    BatchSize,
     Ending,
     Evaluation,
-    Identifier,
     JobRegistration,
     JobSpec,
-    NonNegativeFinite,
-    PositiveInt,
     PowerLimitChoice,
     PowerProfile,
     ReportResponse,
     StopRule,
     TrialDispatch,
-    TrialId,
     TrialState,
-    WireMessage,
 )
 from zeus_plugins.training import environment
+from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of, is_lost_peer
+from zeus_plugins.training.trial import TrialInfo
 
 __all__ = [
     "OnUnreachable",
-    "TrialInfo",
     "TrialSession",
     "check_on_unreachable",
     "end_trial_from_another_rank",
@@ -64,89 +59,8 @@ OnUnreachable = Literal["default", "raise"]
 _WINDOW = "zeus_bso_trial"
 # The wire asks for a time above 0, and a coarse clock may see none pass between two evaluations.
 _LEAST_TIME_S = 1e-6
-_MAX_SOURCE_LENGTH = 255
 
 _logger = logging.getLogger("zeus_plugins")
-
-
-class TrialInfo(WireMessage):
-    """What a training knows of its own trial; also what a checkpoint keeps of it.
-
-    Attributes:
-        job_id: The job.
-        batch_size: Its global batch size.
-        trial_number: Counts from 1 within the job; None while a trial that began without the server is not recorded.
-        key: By which such a trial is recorded; None for one that the server has dispatched.
-        reason: Why the server chose this batch size, in words; None from a Zeus server.
-        stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
-        power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
-            where nothing is.
-        time_s: Seconds measured in all closed windows since the trial began, earlier runs of a resumed trial included.
-        energy_j: Joules measured in the same windows.
-        energy_source: How that energy was measured; None before the first window was closed.
-        epoch: Epochs trained as of the latest evaluation.
-        metric: The latest finite validation metric.
-        verdict: The latest answer of the server.
-        unmeasured: Why what the trial costs is no longer known; None while it is.
-    """
-
-    job_id: Identifier
-    batch_size: BatchSize
-    trial_number: PositiveInt | None = None
-    key: str | None = None
-    reason: str | None = None
-    stop_rule: StopRule | None = None
-    power_profile: PowerProfile | None = None
-    time_s: NonNegativeFinite = 0.0
-    energy_j: NonNegativeFinite = 0.0
-    energy_source: str | None = None
-    epoch: float | None = None
-    metric: float | None = None
-    verdict: ReportResponse | None = None
-    unmeasured: str | None = None
-
-    @model_validator(mode="after")
-    def _has_a_name(self) -> Self:
-        if self.trial_number is None and self.key is None:
-            raise ValueError("a trial has a trial_number, or a key by which it is recorded")
-        return self
-
-    @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Self:
-        """The trial that a checkpoint holds.
-
-        Args:
-            state: What `TrialSession.state_dict` returned, with a trial.
-
-        Raises:
-            ZeusBSOConfigError: It is something else.
-        """
-        try:
-            return cls.model_validate(dict(state))
-        except ValidationError as error:
-            raise ZeusBSOConfigError(f"the checkpoint holds no trial that can be continued: {error}") from None
-
-    @property
-    def trial_id(self) -> TrialId | None:
-        """The trial's name on the wire; None while the server has not recorded it."""
-        if self.trial_number is None:
-            return None
-        return TrialId(job_id=self.job_id, batch_size=self.batch_size, trial_number=self.trial_number)
-
-    @property
-    def name(self) -> str:
-        """The trial in words."""
-        return "the offline trial" if self.trial_number is None else f"trial {self.trial_number}"
-
-    @property
-    def has_extended_server(self) -> bool:
-        """Whether its server takes more than Zeus's does, such as heartbeats: Zeus's gives no reasons."""
-        return self.reason is not None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the server said stop."""
-        return self.verdict is not None and self.verdict.stop_train
 
 
 class TrialSession:
@@ -284,7 +198,7 @@ class TrialSession:
         server, which gets no figures of it any more.
 
         Args:
-            metric: The validation metric.
+            metric: The validation metric. A number in single precision counts as it is written: 0.9, not 0.89999998.
             epoch: Epochs trained so far, above 0; fractional when validating within an epoch. None: one more than at
                 the previous evaluation.
 
@@ -304,7 +218,7 @@ class TrialSession:
             raise ZeusBSOBadOperationError(f"epoch counts epochs trained so far and is above 0, not {epoch}")
         self._measure(self._end_window)
         self._update(epoch=epoch)
-        metric = float(metric)
+        metric = as_written(float(metric))
         if not math.isfinite(metric):
             verdict = self._diverged(metric, reporter)
         else:
@@ -613,14 +527,7 @@ class TrialSession:
     def _end_window(self) -> None:
         """Close the open window into the totals."""
         self._measuring = False
-        measured = self._monitor.end_window(_WINDOW)
-        if not all(math.isfinite(figure) and figure >= 0 for figure in (measured.time_s, measured.energy_j)):
-            raise ZeusBSOBadOperationError(f"the monitor gave {measured.energy_j} J in {measured.time_s} s")
-        self._update(
-            time_s=self.trial.time_s + measured.time_s,
-            energy_j=self.trial.energy_j + measured.energy_j,
-            energy_source=_joined_sources(self.trial.energy_source, measured.source),
-        )
+        self._trial = self.trial.plus(self._monitor.end_window(_WINDOW))
 
     def _close_window(self) -> None:
         if not self._measuring:
@@ -672,14 +579,6 @@ def _with_job_id_from(environ: Mapping[str, str] | None, job: JobSpec) -> JobSpe
     except ValidationError as error:
         problems = "; ".join(problem["msg"] for problem in error.errors())
         raise ZeusBSOConfigError(f"{environment.JOB_ID}={job_id} does not fit the job: {problems}") from None
-
-
-def _joined_sources(earlier: str | None, latest: str) -> str:
-    """Name every way the totals were measured: a trial may resume on a machine that measures otherwise."""
-    sources = earlier.split(" + ") if earlier else []
-    if latest not in sources:
-        sources.append(latest)
-    return " + ".join(sources)[:_MAX_SOURCE_LENGTH]
 
 
 def _log_choice(dispatch: TrialDispatch) -> None:

@@ -1,0 +1,130 @@
+"""A trial as its training knows it, and as a checkpoint keeps it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import ValidationError, model_validator
+
+from zeus_plugins.energy import Measurement
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
+from zeus_plugins.protocol import (
+    BatchSize,
+    Identifier,
+    NonNegativeFinite,
+    PositiveInt,
+    PowerProfile,
+    ReportResponse,
+    StopRule,
+    TrialId,
+    WireMessage,
+)
+
+__all__ = ["TrialInfo"]
+
+_MAX_SOURCE_LENGTH = 255
+
+
+class TrialInfo(WireMessage):
+    """What a training knows of its own trial; also what a checkpoint keeps of it.
+
+    Attributes:
+        job_id: The job.
+        batch_size: Its global batch size.
+        trial_number: Counts from 1 within the job; None while a trial that began without the server is not recorded.
+        key: By which such a trial is recorded; None for one that the server has dispatched.
+        reason: Why the server chose this batch size, in words; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
+        power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
+            where nothing is.
+        time_s: Seconds measured in all closed windows since the trial began, earlier runs of a resumed trial included.
+        energy_j: Joules measured in the same windows.
+        energy_source: How that energy was measured; None before the first window was closed.
+        epoch: Epochs trained as of the latest evaluation.
+        metric: The latest finite validation metric.
+        verdict: The latest answer of the server.
+        unmeasured: Why what the trial costs is no longer known; None while it is.
+    """
+
+    job_id: Identifier
+    batch_size: BatchSize
+    trial_number: PositiveInt | None = None
+    key: str | None = None
+    reason: str | None = None
+    stop_rule: StopRule | None = None
+    power_profile: PowerProfile | None = None
+    time_s: NonNegativeFinite = 0.0
+    energy_j: NonNegativeFinite = 0.0
+    energy_source: str | None = None
+    epoch: float | None = None
+    metric: float | None = None
+    verdict: ReportResponse | None = None
+    unmeasured: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> Self:
+        if self.trial_number is None and self.key is None:
+            raise ValueError("a trial has a trial_number, or a key by which it is recorded")
+        return self
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Self:
+        """The trial that a checkpoint holds.
+
+        Args:
+            state: What `TrialSession.state_dict` returned, with a trial.
+
+        Raises:
+            ZeusBSOConfigError: It is something else.
+        """
+        try:
+            return cls.model_validate(dict(state))
+        except ValidationError as error:
+            raise ZeusBSOConfigError(f"the checkpoint holds no trial that can be continued: {error}") from None
+
+    @property
+    def trial_id(self) -> TrialId | None:
+        """The trial's name on the wire; None while the server has not recorded it."""
+        if self.trial_number is None:
+            return None
+        return TrialId(job_id=self.job_id, batch_size=self.batch_size, trial_number=self.trial_number)
+
+    @property
+    def name(self) -> str:
+        """The trial in words."""
+        return "the offline trial" if self.trial_number is None else f"trial {self.trial_number}"
+
+    @property
+    def has_extended_server(self) -> bool:
+        """Whether its server takes more than Zeus's does, such as heartbeats: Zeus's gives no reasons."""
+        return self.reason is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the server said stop."""
+        return self.verdict is not None and self.verdict.stop_train
+
+    def plus(self, measured: Measurement) -> Self:
+        """The trial with the time and energy of one more window.
+
+        Args:
+            measured: Of the window.
+
+        Raises:
+            ZeusBSOBadOperationError: The monitor gave numbers that cannot be.
+        """
+        if not all(math.isfinite(figure) and figure >= 0 for figure in (measured.time_s, measured.energy_j)):
+            raise ZeusBSOBadOperationError(f"the monitor gave {measured.energy_j} J in {measured.time_s} s")
+        # Every way that the totals were measured: a trial may resume on a machine that measures otherwise.
+        sources = self.energy_source.split(" + ") if self.energy_source else []
+        if measured.source not in sources:
+            sources.append(measured.source)
+        return self.model_copy(
+            update={
+                "time_s": self.time_s + measured.time_s,
+                "energy_j": self.energy_j + measured.energy_j,
+                "energy_source": " + ".join(sources)[:_MAX_SOURCE_LENGTH],
+            }
+        )
