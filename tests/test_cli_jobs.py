@@ -118,6 +118,35 @@ def assert_failed(output: Output, *words: str) -> None:
         assert word in line
 
 
+class TestShow:
+    def test_a_terminal_gets_the_latest_trials_and_scripts_get_all(
+        self, run: Any, server: Server, job_id: str, source: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("bso_server.cli.jobs.MAX_PAGE", 10)  # so that a server is asked for several pages
+        with httpx.Client(base_url=server.url) as http:
+            for _ in range(22):
+                begin(http, job_id)
+        every = [*range(1, 25)]
+        status, out, err = run("jobs", "show", job_id, *source)
+        assert (status, err) == (0, "")
+        assert numbers_in(out) == every[-20:]
+        assert "24 trials (23 running, 1 completed)" in out
+        assert "The latest 20 of 24 trials; --all shows them all." in out
+        _, out, _ = run("jobs", "show", job_id, "--all", *source)
+        assert numbers_in(out) == every
+        assert "The latest" not in out
+        _, out, _ = run("jobs", "show", job_id, "--json", *source)
+        shown = json.loads(out)
+        assert [trial["trial_number"] for trial in shown["trials"]] == every
+        assert shown == httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
+
+
+def numbers_in(table: str) -> list[int]:
+    """The trials in what `jobs show` prints."""
+    lines = table.partition("\nTRIAL ")[2].splitlines()[1:]
+    return [int(line.split()[0]) for line in lines if line[:1].isdigit()]
+
+
 class TestExport:
     def test_json(self, run: Any, server: Server, job_id: str, source: list[str]) -> None:
         status, out, err = run("jobs", "export", job_id, *source)

@@ -48,7 +48,16 @@ PUBLIC = {
         *("ArmView", "EndReason", "Ending", "ErrorBody", "Evaluation", "FieldError", "GpuConfig", "Heartbeat"),
         *("HeartbeatResponse", "JobList", "JobRegistration", "JobSpec", "JobSummary", "JobView", "OfflineTrial"),
         *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
-        *("Stage", "StopRule", "TrainingResult", "TrialDispatch", "TrialEnd", "TrialId", "TrialPowerProfile"),
+        *(
+            "Stage",
+            "StopRule",
+            "TrainingResult",
+            "TrialDispatch",
+            "TrialEnd",
+            "TrialId",
+            "TrialPage",
+            "TrialPowerProfile",
+        ),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Goal", "Verdict", "cost", "is_reached"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),

@@ -124,6 +124,30 @@ class TestJobs:
         assert {f"{prefix}-{number}" for number in range(101)} <= listed
 
 
+class TestJob:
+    def test_it_shows_the_latest_trials_and_counts_all(self, http: httpx.Client, job_id: str) -> None:
+        reached(http, begin(http, job_id), cost_j=500)
+        for _ in range(4):
+            begin(http, job_id)
+        for limit, numbers in ((0, []), (2, [4, 5]), (100, [1, 2, 3, 4, 5])):
+            job = get(http, f"/api/jobs/{job_id}", limit=limit)
+            assert [trial["trial_number"] for trial in job["trials"]] == numbers
+            assert (job["trial_count"], job["trial_states"]) == (5, {"completed": 1, "running": 4})
+            assert (job["min_cost_j"], job["best_batch_size"]) == (500, 16)
+            assert [(arm["batch_size"], arm["trials"], arm["n"]) for arm in job["arms"]] == [(8, 1, 0), (16, 4, 1)]
+            assert job["arms"] == get(http, f"/api/jobs/{job_id}/arms")["arms"]
+
+    def test_our_client_shows_all_trials(self, http: httpx.Client, job_id: str, any_server: Server) -> None:
+        for _ in range(102):
+            begin(http, job_id)
+        assert [trial["trial_number"] for trial in get(http, f"/api/jobs/{job_id}")["trials"]] == [*range(3, 103)]
+        with BsoClient(any_server.url) as client:
+            view = client.show_job(job_id)
+        assert [trial.trial_number for trial in view.trials] == [*range(1, 103)]
+        table = http.get(f"/api/jobs/{job_id}/trials.csv").raise_for_status().text
+        assert len(table.splitlines()) == 103
+
+
 class TestTrials:
     def test_pages_hold_every_trial_once(self, http: httpx.Client, job_id: str) -> None:
         for _ in range(5):

@@ -79,6 +79,7 @@ __all__ = [
     "TrialDispatch",
     "TrialEnd",
     "TrialId",
+    "TrialPage",
     "TrialPowerProfile",
     "TrialState",
     "TrialView",
@@ -782,7 +783,9 @@ class JobView(WireMessage):
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
         best_batch_size: The arm with the lowest mean cost, or None.
         arms: Every batch size, ascending.
-        trials: Every trial, in order of dispatch.
+        trial_count: Number of trials dispatched; None from a server of version 0.1.0, which shows all of them.
+        trial_states: How many of them are in each state, where any is.
+        trials: The latest trials, in order of dispatch: as many as were asked for.
     """
 
     job: JobRegistration
@@ -790,7 +793,21 @@ class JobView(WireMessage):
     min_cost_j: float | None
     best_batch_size: int | None
     arms: tuple[ArmView, ...]
+    trial_count: int | None = None
+    trial_states: dict[TrialState, int] = {}  # pydantic copies defaults
     trials: tuple[TrialView, ...]
+
+
+class TrialPage(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/trials``: a page of trials, in order of dispatch.
+
+    Attributes:
+        trials: The page.
+        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
+    """
+
+    trials: tuple[TrialView, ...]
+    next_cursor: int | None
 
 
 class FieldError(WireMessage):

@@ -10,6 +10,7 @@ from bso_server.api.parameters import (
     JobCursor,
     JobIdPrefix,
     JobInPath,
+    Latest,
     Limit,
     Reader,
     Since,
@@ -26,9 +27,8 @@ from bso_server.service.messages import (
     EventPage,
     JobExport,
     PowerProfileList,
-    TrialPage,
 )
-from zeus_plugins.protocol import JobList, JobView, Paths
+from zeus_plugins.protocol import JobList, JobView, Paths, TrialPage
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -47,9 +47,9 @@ async def list_jobs(
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
-async def show_job(job_id: JobInPath, reader: Reader) -> JobView:
-    """One job with its arms and all of its trials."""
-    return await reader.show_job(job_id)
+async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PAGE) -> JobView:
+    """One job with its arms, the number of its trials in each state, and the latest of them."""
+    return await reader.show_job(job_id, limit=limit)
 
 
 @get(_JOB + "/trials", summary="List trials", responses=_ERRORS)

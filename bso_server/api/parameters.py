@@ -55,6 +55,10 @@ StateFilter = Annotated[TrialState | None, QueryParameter(name="state", descript
 
 Limit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
 
+Latest = Annotated[
+    int, QueryParameter(name="limit", ge=0, le=MAX_PAGE, description="How many of the latest trials to show.")
+]
+
 JobCursor = Annotated[
     str | None,
     QueryParameter(

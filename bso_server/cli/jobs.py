@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote, urlencode
@@ -20,7 +20,7 @@ from bso_server.service import views
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_PAGE, JobExport
 from bso_server.service.queries import JobReader
-from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths
+from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
 
 if TYPE_CHECKING:
     # argparse keeps the name to itself.
@@ -30,6 +30,9 @@ Message = TypeVar("Message", bound=BaseModel)
 
 # Whole jobs take a while to write and to read.
 _TIMEOUT_S = 300.0
+
+# Trials that a terminal shows unless told otherwise.
+_LATEST = 20
 
 # User and password in a URL; a token may be the password, and is not to be printed.
 _LOGIN = re.compile("//[^/]*@")
@@ -49,6 +52,9 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--verbose", action="store_true", help="print the numbers behind each decision, too")
+    show.add_argument(
+        "--all", action="store_true", help=f"print all trials, as --json does, and not the latest {_LATEST} alone"
+    )
     add_source(show)
     show.set_defaults(run=_show)
 
@@ -91,13 +97,32 @@ def _list(options: argparse.Namespace) -> None:
     print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
 
 
-def read_job(options: argparse.Namespace) -> JobView:
-    """The job that the command line names, from the server or the database that it names."""
-    return _read(options, JobView, "", lambda reader: reader.show_job(options.job_id))
+def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
+    """The job that the command line names, from the server or the database that it names.
+
+    Args:
+        options: The command line.
+        limit: At most so many trials, the latest ones. None: all of them.
+    """
+    query = urlencode({"limit": MAX_PAGE if limit is None else limit})
+    view = _read(options, JobView, f"?{query}", lambda reader: reader.show_job(options.job_id, limit=limit))
+    if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
+        return view
+    return view.model_copy(update={"trials": tuple(_all_trials(options))})
+
+
+def _all_trials(options: argparse.Namespace) -> Iterator[TrialView]:
+    cursor: int | None = 0
+    while cursor is not None:
+        query = urlencode({"limit": MAX_PAGE, "cursor": cursor})
+        path = f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}/trials?{query}"
+        page = TrialPage.model_validate_json(_ask(options, "GET", path))
+        yield from page.trials
+        cursor = page.next_cursor
 
 
 def _show(options: argparse.Namespace) -> None:
-    job = read_job(options)
+    job = read_job(options, limit=None if options.json or options.all else _LATEST)
     print(job.model_dump_json(indent=2) if options.json else job_text(job, verbose=options.verbose))
 
 

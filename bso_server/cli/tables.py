@@ -28,8 +28,10 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
         view: The job.
         verbose: Show the numbers behind each decision and the trials' epoch bounds, too.
     """
+    count = len(view.trials) if view.trial_count is None else view.trial_count
+    states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
     head = (
-        f"job {view.job.job_id}: {view.stage} stage, {len(view.trials)} trials, "
+        f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
         f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
     )
     arms = table(
@@ -66,6 +68,8 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     )
     sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
     energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    if len(view.trials) < count:
+        trials += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
     return "\n\n".join([head, arms, trials, energy])
 
 

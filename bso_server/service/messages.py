@@ -28,7 +28,6 @@ from zeus_plugins.protocol import (
     Seconds,
     Text,
     TrialState,
-    TrialView,
     Watts,
     WireMessage,
 )
@@ -38,18 +37,6 @@ MAX_PAGE = 1000
 
 # A job of hundreds of thousands of reports. Larger ones are imported next to the database, without HTTP.
 MAX_IMPORT_BYTES = 256 * 1024 * 1024
-
-
-class TrialPage(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/trials``: a page of trials, in order of dispatch.
-
-    Attributes:
-        trials: The page.
-        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
-    """
-
-    trials: tuple[TrialView, ...]
-    next_cursor: int | None
 
 
 class ArmList(WireMessage):

@@ -17,14 +17,13 @@ from bso_server.service.messages import (
     EventPage,
     JobExport,
     PowerProfileList,
-    TrialPage,
     VersionView,
 )
 from bso_server.storage import queries as store_reads
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import JobList, JobSummary, JobView, Stage, TrialState
+from zeus_plugins.protocol import JobList, JobSummary, JobView, Stage, TrialPage, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -74,15 +73,24 @@ class JobReader:
             jobs += page.jobs
         return JobList(jobs=tuple(jobs))
 
-    async def show_job(self, job_id: str) -> JobView:
-        """One job with its arms and trials.
+    async def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
+        """One job with its arms and its latest trials.
+
+        Args:
+            job_id: The job.
+            limit: At most so many trials. None: all of them.
 
         Raises:
             UnknownJobError: No such job.
         """
-        return await self._store.read(
-            lambda transaction: views.job(_job(transaction, job_id), transaction.all_trials(job_id))
-        )
+
+        def read(transaction: Transaction) -> JobView:
+            stored = _job(transaction, job_id)
+            history, _ = load_history(transaction, stored)
+            states = store_reads.trial_states(transaction, job_id)
+            return views.job(stored, history, states, store_reads.latest_trials(transaction, job_id, limit=limit))
+
+        return await self._store.read(read)
 
     async def list_trials(
         self, job_id: str, *, state: TrialState | None = None, limit: int = DEFAULT_PAGE, cursor: int = 0

@@ -20,7 +20,7 @@ from bso_server.service.messages import (
     PowerProfileView,
 )
 from bso_server.storage.rows import TRIAL, StoredEpoch, StoredJob, StoredPowerProfile, epoch_row, last_report
-from zeus_plugins.protocol import ArmView, GpuConfig, JobRegistration, JobSummary, JobView, Stage, TrialView
+from zeus_plugins.protocol import ArmView, GpuConfig, JobRegistration, JobSummary, JobView, Stage, TrialState, TrialView
 
 
 def summary(stored: StoredJob) -> JobSummary:
@@ -37,9 +37,17 @@ def summary(stored: StoredJob) -> JobSummary:
     )
 
 
-def job(stored: StoredJob, trials: Sequence[TrialRecord]) -> JobView:
-    """A job with its arms and trials."""
-    history = History.of(stored.config, trials)
+def job(
+    stored: StoredJob, history: History, states: Mapping[TrialState, int], trials: Sequence[TrialRecord]
+) -> JobView:
+    """A job with its arms and trials.
+
+    Args:
+        stored: The job.
+        history: What decisions on it rest on.
+        states: How many of its trials are in each state.
+        trials: Those to show.
+    """
     arms = tuple(map(arm, history.arms.values()))
     tried = [each for each in arms if each.mean_cost_j is not None]
     best = min(tried, key=lambda each: each.mean_cost_j or 0.0, default=None)
@@ -49,6 +57,8 @@ def job(stored: StoredJob, trials: Sequence[TrialRecord]) -> JobView:
         min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
         best_batch_size=None if best is None else best.batch_size,
         arms=arms,
+        trial_count=stored.trial_count,
+        trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial(stored.config, each) for each in trials),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import ColumnElement, select
+from sqlalchemy import ColumnElement, func, select
 
 from bso_server.core.model import TrialRecord
 from bso_server.storage.rows import (
@@ -64,6 +64,17 @@ def trials_page(
     return _trials(transaction, job_id, conditions, order=trials.c.trial_number, limit=limit)
 
 
+def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -> list[TrialRecord]:
+    """The trials that were dispatched last, at most so many of them (None: all), in order of dispatch."""
+    return _trials(transaction, job_id, [], order=trials.c.trial_number.desc(), limit=limit)[::-1]
+
+
+def trial_states(transaction: Transaction, job_id: str) -> dict[TrialState, int]:
+    """How many of the job's trials are in each state that any of them is in."""
+    statement = select(trials.c.state, func.count()).where(trials.c.job_id == job_id).group_by(trials.c.state)
+    return {row["state"]: row["count"] for row in transaction.rows(statement)}
+
+
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """One trial, or None."""
     found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=trials.c.trial_number, limit=1)
@@ -97,7 +108,11 @@ def power_profiles_of(transaction: Transaction, job_id: str) -> list[StoredPower
 
 
 def _trials(
-    transaction: Transaction, job_id: str, conditions: list[ColumnElement[bool]], order: ColumnElement[Any], limit: int
+    transaction: Transaction,
+    job_id: str,
+    conditions: list[ColumnElement[bool]],
+    order: ColumnElement[Any],
+    limit: int | None,
 ) -> list[TrialRecord]:
     statement = select(trials).where(trials.c.job_id == job_id, *conditions).order_by(order).limit(limit)
     return [trial_from(row) for row in transaction.rows(statement)]

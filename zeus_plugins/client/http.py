@@ -45,7 +45,9 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialEnd,
     TrialId,
+    TrialPage,
     TrialPowerProfile,
+    TrialView,
 )
 from zeus_plugins.training import environment
 
@@ -72,6 +74,7 @@ _EMBEDDED_BASE_URL = "http://embedded"
 _DEFAULT_TIMEOUT_S = 10.0
 _EXCERPT_LENGTH = 200
 _MAX_PORT = 65535
+_LARGEST_PAGE = "1000"
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -296,12 +299,23 @@ class BsoClient:
         return JobList(jobs=jobs)
 
     def show_job(self, job_id: str) -> JobView:
-        """Show a job with its arms and trials. A Zeus server does not offer this.
+        """Show a job with its arms and all of its trials. A Zeus server does not offer this.
 
         Args:
             job_id: The job.
         """
-        return self._decode(self._request("GET", f"{Paths.API_JOBS}/{quote(job_id, safe='')}"), JobView)
+        path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
+        view = self._decode(self._request("GET", path), JobView)
+        if view.trial_count is None or len(view.trials) >= view.trial_count:
+            return view
+        trials: list[TrialView] = []
+        cursor: int | None = 0
+        while cursor is not None:
+            query = {"limit": _LARGEST_PAGE, "cursor": str(cursor)}
+            page = self._decode(self._request("GET", f"{path}/trials", params=query), TrialPage)
+            trials += page.trials
+            cursor = page.next_cursor
+        return view.model_copy(update={"trials": tuple(trials)})
 
     def _request(
         self,
