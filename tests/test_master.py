@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pty
+import shlex
+import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -384,6 +388,62 @@ def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
         master_of(tmp_path, PolicyOptimizer(policy="zeus")).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
 
 
+def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Path) -> None:
+    # 32 takes 4 epochs of 10 J, 64 6 of 10 J, and 128 reaches nothing within the 20 that it may have.
+    program = WRITES_A_RESULT + (
+        "bs = int(sys.argv[1])\n"
+        "epochs = {32: 4, 64: 6, 128: 20}[bs]\n"
+        "result.update(energy=10.0 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=bs < 128)\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    first, second = PolicyOptimizer(), PolicyOptimizer(policy="gp_voi")
+    entries = master_of(tmp_path, first).run(python_job(program), 8, SIZES, None, 1.0, logdir=tmp_path / "here")
+    assert entries[0].bs == 64
+    assert {entry.bs for entry in entries[-3:]} == {32}
+    resumed = master_of(tmp_path, second).run(python_job(program), 9, SIZES, None, 1.0, resume_from=tmp_path / "here")
+    assert resumed[-1].bs == first.predict(python_job(program)) == 32
+    trials = [(trial["epoch"], trial["energy_j"], trial["state"]) for trial in second.state_dict()["trials"][:1]]
+    assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
+
+
+def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: BsoClient) -> None:
+    program = WRITES_A_RESULT + (
+        "bs, seed = int(sys.argv[1]), int(sys.argv[3])\n"
+        "if seed % 7 == 3: sys.exit(2)\n"
+        "if bs == 128: raise MemoryError\n"
+        "epochs = 20 if seed % 5 == 4 else 3 + seed % 3\n"
+        "result.update(energy=bs / 8 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=epochs < 20)\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    server = ServerOptimizer(client, GPUS, eta_knob=1.0, beta_knob=4.0, options={"policy": "gp_voi"})
+    sizes = [16, 32, 64, 128]
+    entries = [
+        [
+            (entry.bs, entry.reached)
+            for entry in master_of(tmp_path / name, optimizer).run(
+                python_job(program), 10, sizes, 4.0, 1.0, logdir=tmp_path / name / "here"
+            )
+        ]
+        for name, optimizer in (("server", server), ("here", PolicyOptimizer()))
+    ]
+    assert entries[0] == entries[1]
+    assert len({batch_size for batch_size, _ in entries[0]}) > 2
+
+
+def test_a_state_is_resumed_with_its_policy(tmp_path: Path) -> None:
+    del tmp_path
+    begun = PolicyOptimizer(policy="zeus")
+    begun.register_job(job_of(), SIZES)
+    begun.predict(job_of())
+    resumed = PolicyOptimizer()
+    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert resumed.state_dict() == begun.state_dict()
+    with pytest.raises(ZeusBSOConfigError, match="was begun with policy zeus, not gp_voi"):
+        PolicyOptimizer(policy="gp_voi").load_state_dict(begun.state_dict())
+    with pytest.raises(ZeusBSOConfigError, match="make it one of zeus, gp_voi"):
+        PolicyOptimizer(policy="bandit")
+
+
 @pytest.fixture
 def client(tmp_path: Path) -> Iterator[BsoClient]:
     """Of a server in this process."""
@@ -648,6 +708,32 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
     assert list(dict.fromkeys(bench.begun)) == undisturbed.begun
     measured = [run.job_id for run in bench.state.history if run.was_measured]
     assert all(bench.begun.count(job_id) == 1 for job_id in measured)
+
+
+@pytest.mark.parametrize("kind", ["server", "policy"])
+def test_a_master_that_version_0_1_0_began_goes_on_as_that_version_would_have(tmp_path: Path, kind: str) -> None:
+    old = Path(__file__).parent / "fixtures" / "v0_1" / "master"
+    shutil.copytree(old / kind, tmp_path, dirs_exist_ok=True)
+    config = (tmp_path / "job.toml").read_text().replace("REPOSITORY", str(ROOT))
+    (tmp_path / "job.toml").write_text(config.replace("tests.master_training", "tests.support.master_training"))
+    database = tmp_path / "bso.sqlite3"
+    if kind == "server":
+        with contextlib.closing(sqlite3.connect(database)) as connection:
+            connection.executescript((tmp_path / "server.sql").read_text())
+    finished = subprocess.run(
+        shlex.split(f"{sys.executable} -m zeus_plugins master run job.toml --log-base logs --resume --recurrences 8"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ZEUS_BSO_DATABASE_URL": f"sqlite:///{database}"},
+        text=True,
+        capture_output=True,
+        timeout=LONG_S,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    (directory,) = {path.parent for path in tmp_path.glob("logs/*/history.json")}
+    told = [(run.job_id, run.bs, run.seed, run.outcome) for run in MasterState.read(directory).history]
+    expected = json.loads((old / "expected.json").read_text())[kind]
+    assert told == [(run["job_id"], run["bs"], run["seed"], run["outcome"]) for run in expected]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class OptimizerTable(_Table):
     """``[optimizer]``: who chooses batch sizes.
 
     Attributes:
-        kind: ``"server"``: the batch size optimization server; ``"policy"``: its policy `zeus`, in the master's
+        kind: ``"server"``: the batch size optimization server; ``"policy"``: its policies, in the master's
             process.
         server_url: The server. None: ``ZEUS_SERVER_URL``, and without that one the server in this process.
         options: Fields of `JobSpec` for the server, or arguments of `PolicyOptimizer`.
