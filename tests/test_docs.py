@@ -1,0 +1,185 @@
+"""The documentation says what is so: links, commands, tables of fields and arguments, and the README's examples."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bso_server import cli as server_cli
+from bso_server.settings import Settings, variable_of
+from tests.support.lightning_bench import QUIET
+from zeus_plugins import JobSpec
+from zeus_plugins import cli as client_cli
+
+pytestmark = QUIET
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+PARSERS = {"bso-server": server_cli._parser, "zeus-plugins": client_cli._parser}
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of the page's headings in links to them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_can_be_found_from_the_readme() -> None:
+    linked = README.read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name}" not in linked] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 100
+
+
+def commands() -> Iterator[tuple[str, bool]]:
+    """Every command of ours in the documentation, and whether it stands by itself, to be typed as it is."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        text = page.read_text()
+        for language, block in FENCED.findall(text):
+            if language in {"sh", "bash"}:
+                for line in block.replace("\\\n", " ").splitlines():
+                    if found := re.search(r"(?:^|\s)((?:bso-server|zeus-plugins) [^#;]*)", line):
+                        yield found[1].strip(), not re.search(r"[\[|$<…]", found[1])
+        for span in INLINE.findall(FENCED.sub("", text)):
+            if re.match(r"(bso-server|zeus-plugins) ", span):
+                yield span, False
+
+
+@pytest.mark.parametrize(("command", "is_whole"), sorted(set(commands())))
+def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -> None:
+    name, *arguments = shlex.split(command)
+    if "--" in arguments:
+        arguments = [*arguments[: arguments.index("--")], "--", "true"]
+    parser = PARSERS[name]()
+    if is_whole:
+        parser.parse_args(arguments)
+    options = re.findall(r"(?<!\S)\[?\|?(--[a-z][a-z-]*)", command) + re.findall(r"\|(--[a-z][a-z-]*)", command)
+    words: list[str] = []
+    for argument in arguments:
+        if argument.startswith(("-", "[")) or "|" in argument:
+            break
+        words.append(argument)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        parser.parse_args([*words, "--help"])
+    assert ended.value.code == 0
+    assert [option for option in options if option not in shown.getvalue()] == []
+
+
+def table_below(heading: str, text: str = REFERENCE) -> list[tuple[str, str]]:
+    """First two cells of each row of the first table below a heading that begins so, without back-ticks."""
+    section = re.split(r"^## ", text, flags=re.MULTILINE)
+    (found,) = [one for one in section if one.startswith(heading)]
+    rows = [line.split("|")[1:3] for line in found.splitlines() if line.startswith("| `")]
+    return [(name.strip().strip("`"), default.strip().strip("`").replace('"', "'")) for name, default in rows]
+
+
+def test_the_reference_has_the_fields_of_a_job() -> None:
+    fields = JobSpec.model_fields.items()
+    defaults = [(name, "required" if field.is_required() else field.get_default()) for name, field in fields]
+    assert table_below("`zeus_plugins.JobSpec`") == [
+        (name, default if default == "required" else repr(getattr(default, "value", default)))
+        for name, default in defaults
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "heading", "name"),
+    [
+        ("lightning", "`zeus_plugins.lightning.ZeusBSOCallback`", "BatchSizeCallback"),
+        ("lightning", "`ZeusEnergyCallback`", "EnergyCallback"),
+        ("lightning", "`ZeusPowerLimitCallback`", "PowerLimitCallback"),
+        ("huggingface", "`zeus_plugins.lightning.ZeusBSOCallback`", "BatchSizeCallback"),
+        ("huggingface", "`ZeusEnergyCallback`", "EnergyCallback"),
+        ("huggingface", "`ZeusPowerLimitCallback`", "PowerLimitCallback"),
+    ],
+)
+def test_the_reference_has_the_arguments_of_the_callbacks(package: str, heading: str, name: str) -> None:
+    pytest.importorskip({"lightning": "lightning", "huggingface": "transformers"}[package])
+    module = __import__(f"zeus_plugins.{package}", fromlist=[name])
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    assert table_below(heading) == [
+        (one.name, "required" if one.default is one.empty else repr(one.default)) for one in parameters
+    ]
+
+
+def test_the_servers_page_has_all_settings() -> None:
+    shown = dict(table_below("Settings", (ROOT / "docs" / "server.md").read_text()))
+    assert list(shown) == [variable_of(name) for name in Settings.model_fields]
+    for name, field in Settings.model_fields.items():
+        default = field.get_default()
+        if default is not None and field.default_factory is None:
+            expected = f"{default:g}" if isinstance(default, float) else str(default)
+            assert shown[variable_of(name)] == expected, name
+
+
+def example(package: str) -> str:
+    """The README's Python example that imports from this package."""
+    (found,) = [
+        code for language, code in FENCED.findall(README.read_text()) if language == "python" and package in code
+    ]
+    assert isinstance(found, str)
+    return found
+
+
+# The example leaves all settings of the trainer as they are.
+@pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
+@pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
+def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.lightning_models import AttributeData, Batch, Classifier
+    from zeus_plugins.client.http import client_from_environment
+
+    class Scoring(Classifier):
+        def validation_step(self, batch: Batch) -> None:  # noqa: ARG002 - Lightning's signature
+            self.log("val_acc", 1.0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    names: dict[str, Any] = {"model": Scoring(), "datamodule": AttributeData()}
+    code = example("zeus_plugins.lightning")
+    assert len([line for line in code.splitlines() if line]) <= 12
+    exec(code, names)  # noqa: S102 - our own README
+    with client_from_environment() as client:
+        (trial,) = client.show_job("digits-nightly").trials
+    assert (trial.state, trial.batch_size) == ("completed", 128)
+    assert names["model"].seen_sizes[0] == 128
+
+
+def test_the_readmes_hugging_face_example_makes_a_callback() -> None:
+    pytest.importorskip("transformers")
+    job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
+    names: dict[str, Any] = {"job": job, "Trainer": lambda _, callbacks: callbacks}
+    exec(example("zeus_plugins.huggingface"), names)  # noqa: S102 - our own README
+    (callback,) = names["trainer"]
+    assert type(callback).__name__ == "ZeusBSOTrainerCallback"
