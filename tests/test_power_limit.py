@@ -32,7 +32,7 @@ from zeus_plugins.power_limit import (
     limits_between,
 )
 from zeus_plugins.power_limit.selectors import epoch_cost
-from zeus_plugins.power_limit.states import MOVES, check_move
+from zeus_plugins.power_limit.states import TRANSITIONS, check_transition
 from zeus_plugins.protocol import GpuConfig
 
 ROOT = Path(__file__).parent.parent
@@ -183,13 +183,13 @@ def test_windows_shrink_to_what_an_epoch_has(steps: int, limits: int, fitted: Wi
 
 def test_an_illegal_move_is_refused() -> None:
     with pytest.raises(ValueError, match=r"from Done\(\) to Ready"):
-        check_move(Done(), Ready())
+        check_transition(Done(), Ready())
 
 
 def test_the_diagram_in_the_documentation_shows_all_moves_and_no_others() -> None:
     diagram = (ROOT / "docs" / "power-limit.md").read_text().partition("```mermaid")[2].partition("```")[0]
     drawn = set(re.findall(r"^ *(\w+) --> (\w+)", diagram, re.MULTILINE))
-    assert drawn == {(old.__name__, new.__name__) for old, news in MOVES.items() for new in news}
+    assert drawn == {(old.__name__, new.__name__) for old, news in TRANSITIONS.items() for new in news}
 
 
 def test_the_limits_to_try_go_downwards_from_the_highest() -> None:
@@ -471,6 +471,6 @@ def test_states_seen_are_linked_by_legal_moves_only() -> None:
         zeus.on_epoch_end()
         seen.append(zeus.state)
     for old, new in pairwise(seen):
-        assert type(old) is type(new) or type(new) in MOVES[type(old)]
-    assert {type(state) for state in seen} == set(MOVES)
+        assert type(old) is type(new) or type(new) in TRANSITIONS[type(old)]
+    assert {type(state) for state in seen} == set(TRANSITIONS)
     zeus.close()

@@ -21,7 +21,7 @@ from zeus_plugins.power_limit import (
     Warmup,
     ZeusCost,
 )
-from zeus_plugins.power_limit.states import MOVES
+from zeus_plugins.power_limit.states import TRANSITIONS
 from zeus_plugins.protocol import GpuConfig
 
 EVENTS = st.one_of(
@@ -181,7 +181,7 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
                 profiler.close()
                 is_closed = True
         if isinstance(before, Ready | Warmup | Profiling) and not is_closed and what in ("step", "end"):
-            assert type(profiler.state) is type(before) or type(profiler.state) in MOVES[type(before)]
+            assert type(profiler.state) is type(before) or type(profiler.state) in TRANSITIONS[type(before)]
         assert isinstance(profiler.state, Profiling) or monitor.open == 0
         limits_w = {device.limit_w() for device in devices}
         if not any(device.is_broken for device in devices):

@@ -53,7 +53,7 @@ class ZeusBSORuntimeError(ZeusBSOError):
 
     @property
     def is_outage(self) -> bool:
-        """Whether the same request may succeed later: no answer, a failing server, or one that asks for patience."""
+        """True when the same request may succeed later: no answer, a failing server, or one that asks for patience."""
         return self.status is None or self.status >= 500 or self.status in _LATER
 
 

@@ -1,4 +1,4 @@
-"""What a launched training script and its master say to each other: environment variables, and one file of results.
+"""The messages between a launched training script and its master: environment variables, and one file of results.
 
 `zeus_plugins.master` sets the variables and reads the file; `zeus_plugins.dataloader`, or what a script does in its
 place, reads the variables and writes the file. Both go by Zeus's names.
@@ -44,7 +44,7 @@ class Variables:
 
 
 class TrainResult(WireMessage):
-    """What one run of the script came to; the content of ``{job id}+bs{batch size}.train.json``.
+    """The result of one run of the script; the content of ``{job id}+bs{batch size}.train.json``.
 
     Attributes:
         energy: Joules over all GPUs.
@@ -91,7 +91,7 @@ class TrainResult(WireMessage):
 
 
 def result_path(log_dir: str | Path, job_id: str, batch_size: int) -> Path:
-    """Where a run leaves its result."""
+    """The file in which a run leaves its result."""
     return Path(log_dir) / f"{job_id}+bs{batch_size}.train.json"
 
 

@@ -49,7 +49,7 @@ _NO_TRIAL = TrialId(job_id="zeus-plugins-doctor-asks", batch_size=1, trial_numbe
 
 
 class Level(StrEnum):
-    """How a finding is to be taken."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -149,7 +149,7 @@ def _numbers(gpu: NvmlGpu) -> dict[str, float | None]:
 
 
 def _comparison() -> Finding:
-    """Whether counters and power readings tell the same of two seconds."""
+    """Compare counters and power readings over two seconds."""
     try:
         compared = compare_nvml()
     except ZeusBSOError as error:
@@ -183,7 +183,7 @@ def _described(check: str, monitor: EnergyMonitor) -> Finding:
 
 
 def _monitor() -> Finding:
-    """Which monitor a training gets that chooses none; one on a CPU beside idle GPUs gets what there is for CPUs."""
+    """The monitor of a training that chooses none; one on a CPU beside idle GPUs gets what there is for CPUs."""
     try:
         choice = choose()
         details = {"source": choice.monitor.source, "causes": list(choice.causes), **choice.monitor.gpus().model_dump()}
@@ -196,7 +196,7 @@ def _monitor() -> Finding:
 
 
 def _server() -> Finding:
-    """Whether the server answers, and lets this token run trials: by a heartbeat of a trial that does not exist."""
+    """Find out if the server answers, and lets this token run trials: by a heartbeat of a trial that does not exist."""
     try:
         with client_from_environment(timeout_s=_TIMEOUT_S).with_retries(NO_RETRIES) as client:
             details = {"server_url": client.server_url}
@@ -214,7 +214,7 @@ def _server() -> Finding:
 
 
 def _answered(server_url: str, error: ZeusBSORuntimeError, details: dict[str, Any]) -> Finding:
-    """What an answer says that is, as it should be, no success."""
+    """The finding of an answer that is, as it should be, no success."""
     if error.status == 404 and _NO_TRIAL.job_id in str(error):
         return Finding("server", Level.OK, f"{server_url} answers, and lets this client run trials", details)
     if error.status == 404:
@@ -224,7 +224,7 @@ def _answered(server_url: str, error: ZeusBSORuntimeError, details: dict[str, An
 
 
 def _outbox() -> Finding:
-    """Where results wait while the server is away, and what waits there."""
+    """The directory of results that wait while the server is away, and their number."""
     outbox = default_outbox()
     waiting, refused = outbox.waiting(), outbox.refused()
     details = {

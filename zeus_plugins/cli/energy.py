@@ -162,7 +162,7 @@ def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None
 
 
 def _has_keyboard() -> bool:
-    """Whether the terminal sends the signals of its keys to this process, and so to the command, which is beside it."""
+    """True when the terminal sends the signals of its keys to this process, and so to the command beside it."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

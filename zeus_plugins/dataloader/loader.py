@@ -158,7 +158,7 @@ class ZeusDataLoader(DataLoader[T]):
 
     @property
     def reached(self) -> bool:
-        """Whether the target was reached, as far as this rank knows."""
+        """True once the target was reached, as far as this rank knows."""
         return self._training is not None and self._training.reached
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator measures to the end, and to a break
@@ -193,7 +193,7 @@ class ZeusDataLoader(DataLoader[T]):
             return None
 
     def _power(self, training: Training, devices: Sequence[PowerLimitDevice] | None) -> LoaderPower | None:
-        """What finds the power limit, where one is wanted and there are GPUs."""
+        """The search for the power limit, where one is wanted and there are GPUs."""
         steps, observe = training.settings.profile_steps, training.settings.is_observed
         if steps is None or (devices is None and not torch.cuda.is_available()):
             return None

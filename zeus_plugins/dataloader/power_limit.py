@@ -16,7 +16,7 @@ _logger = logging.getLogger("zeus_plugins")
 
 
 def profile_path(log_dir: Path, batch_size: int) -> Path:
-    """Where the profile of a batch size is kept, for later runs in the same directory of logs."""
+    """The file that keeps the profile of a batch size, for later runs in the same directory of logs."""
     return log_dir / f"bs{batch_size}.power.json"
 
 
@@ -76,7 +76,7 @@ class LoaderPower:
         self._profiler.close()
 
     def accounted(self, measured: Measurement) -> Measurement:
-        """What a pass over the training data counts: in observer mode, as if the best limit had been in force.
+        """The measurement that a pass over the training data counts as: in observer mode, that under the best limit.
 
         Time and energy are multiplied with the ratio of those per step under the best limit to those under the highest
         one, once both are known; passes before that count as they were.

@@ -61,7 +61,7 @@ class _Account:
 
     @property
     def next_would_cross(self) -> bool:
-        """Whether another epoch like the last one would cross the threshold; not known before the first."""
+        """True when another epoch like the last one would cross the threshold; not known before the first."""
         if self._last_epoch_j is None:
             return False
         return self.cost_j + self._last_epoch_j > self._settings.cost_thresh_j
@@ -112,7 +112,7 @@ class Training:
         self._has_begun = True
 
     def goes_on(self) -> bool:
-        """Whether another epoch is trained; the result is written when not. Rank 0 only."""
+        """True when another epoch is trained; the result is written when not. Rank 0 only."""
         account = self._the_account
         crosses = account.next_would_cross
         if not self.reached and self.epoch < self._max_epochs and not crosses:

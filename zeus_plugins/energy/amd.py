@@ -40,7 +40,7 @@ class AmdSmi(Protocol):
 
 
 class AmdSmiMonitor(CounterMonitor[GpuConfig]):
-    """An `EnergyMonitor` over the visible AMD GPUs.
+    """An `EnergyMonitor` over the visible AMD GPUs. Experimental: it was tried on no real GPU yet.
 
     The driver is first asked when `gpus` or `begin_window` is called, and ``ROCR_VISIBLE_DEVICES``,
     ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` are read then.
@@ -50,7 +50,7 @@ class AmdSmiMonitor(CounterMonitor[GpuConfig]):
 
     Args:
         device_indices: Which of the visible GPUs train, counting from 0. None: all of them.
-        amdsmi: What to call instead of the installed `amdsmi`.
+        amdsmi: A stand-in for the installed `amdsmi`.
         clock: Monotonic seconds.
 
     Raises:

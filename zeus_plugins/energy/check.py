@@ -1,4 +1,4 @@
-"""Whether two ways to measure the same GPUs agree."""
+"""The comparison of two ways to measure the same GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
 __all__ = ["AGREEMENT", "Comparison", "compare_nvml"]
 
 AGREEMENT = 0.2
-"""How far the two may differ, as a part of the counter's value.
+"""The difference that the two may have, as a part of the counter's value.
 
 Generous: within a few seconds the ends of the window matter, since a counter moves every few tens of milliseconds and
 newer GPUs tell the mean power of the last second. What this is to find is a counter in another unit, or of another GPU.
@@ -37,12 +37,12 @@ class Comparison:
 
     @property
     def difference(self) -> float:
-        """How far the integral is from the counter, as a part of the latter."""
+        """The integral's distance from the counter, as a part of the latter."""
         return abs(self.integrated_j - self.counter_j) / self.counter_j
 
     @property
     def agrees(self) -> bool:
-        """Whether both measured, and about the same."""
+        """True when both measured, and about the same."""
         return self.problem is None and self.counter_j > 0 and self.difference <= AGREEMENT
 
 

@@ -23,7 +23,7 @@ logger = logging.getLogger("zeus_plugins.energy")
 
 @dataclass(frozen=True)
 class _Node:
-    """What a node says of itself when the training begins: its devices, or why it cannot measure them."""
+    """A node when the training begins: its devices, or why it cannot measure them."""
 
     rank: int
     gpus: GpuConfig | None
@@ -32,7 +32,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Share:
-    """What a node used since the ranks were together before; None: it could not measure that."""
+    """The joules that a node used since the ranks were together before; None: it could not measure that."""
 
     rank: int
     energy_j: float | None
@@ -95,7 +95,7 @@ class ClusterMonitor:
 
     @property
     def source(self) -> str:
-        """How the energy is obtained on rank 0's node and on the others, and how many they are."""
+        """The way in which the energy is obtained on rank 0's node and on the others, and how many they are."""
         own = () if self._monitor is None else (self._monitor.source,)
         return self._joined(own)
 
@@ -144,7 +144,7 @@ class ClusterMonitor:
         return self._monitor
 
     def _share(self) -> _Share | None:
-        """What this rank has to tell; rank 0's own node is in its windows."""
+        """The share of this rank's node; rank 0's own node is in its windows."""
         if self._rank == 0 or self._monitor is None:
             return None
         measured = None

@@ -25,7 +25,7 @@ Devices = TypeVar("Devices")
 
 
 class EnergyCounter(Protocol):
-    """What counts the energy of one device. `str()` names the device for people."""
+    """A counter of the energy of one device. `str()` names the device for people."""
 
     @property
     def max_power_w(self) -> float:
@@ -175,7 +175,7 @@ class CounterWindows:
 
 
 class CounterMonitor(ABC, Generic[Devices]):
-    """What monitors over counters have in common; each opens its own devices, once, and describes them."""
+    """The base of monitors over counters; each opens its own devices, once, and describes them."""
 
     def begin_window(self, name: str) -> None:
         """Start to measure; see `EnergyMonitor.begin_window`."""

@@ -36,7 +36,7 @@ class EpochMeter:
         return {"time_s": self._time_s, "energy_j": self._energy_j}
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps, in plain types: `totals`, and what the present epoch has cost so far.
+        """The state for a checkpoint, in plain types: `totals`, and what the present epoch has cost so far.
 
         Seconds and joules. Call it between `begin` and `end`.
         """

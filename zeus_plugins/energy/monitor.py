@@ -1,4 +1,4 @@
-"""What a measurement is, and what every energy monitor owes its caller."""
+"""The measurement of a window, and the interface of every energy monitor."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class NoGpuError(EnergyUnavailableError):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one window cost.
+    """The cost of one window.
 
     Attributes:
         time_s: Its length in seconds, by a monotonic clock.
@@ -63,7 +63,7 @@ class EnergyMonitor(Protocol):
 
     @property
     def source(self) -> str:
-        """How the energy is obtained, at most 255 characters. Asking touches no device."""
+        """The way in which the energy is obtained, at most 255 characters. Asking touches no device."""
         ...
 
     def gpus(self) -> GpuConfig:

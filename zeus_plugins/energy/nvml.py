@@ -209,7 +209,7 @@ def _check_whole(gpu: NvmlGpu) -> None:
 
 
 def _is_one_slice(gpu: NvmlGpu) -> bool:
-    """Whether the first slice, which is the one that CUDA takes, is as large as all of the GPU.
+    """True when the first slice, which is the one that CUDA takes, is as large as all of the GPU.
 
     That there is no other slice says nothing: in a container, NVML hides those of others.
     """

@@ -29,7 +29,7 @@ class PowerMeter(Protocol):
         ...
 
     def power_w(self) -> float:
-        """What it draws now, in watts."""
+        """The power that it draws now, watts."""
         ...
 
 

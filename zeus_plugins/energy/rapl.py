@@ -104,7 +104,7 @@ class _Zone:
 
     @property
     def max_power_w(self) -> float:
-        """What was stated, else its long-term limit; for memory, which often has none, 0."""
+        """The stated power, else its long-term limit; for memory, which often has none, 0."""
         if self.stated_power_w is not None:
             return self.stated_power_w
         for limit in ("constraint_0_max_power_uw", "constraint_0_power_limit_uw"):

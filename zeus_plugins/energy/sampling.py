@@ -40,12 +40,12 @@ class Sampler:
 
     @property
     def is_running(self) -> bool:
-        """Whether a thread of this process samples."""
+        """True while a thread of this process samples."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def is_inherited(self) -> bool:
-        """Whether it was started by another process, of which this one is a fork: there is no thread here."""
+        """True when it was started by another process, of which this one is a fork: there is no thread here."""
         return self._process_id is not None and self._process_id != os.getpid()
 
     def require_own_process(self) -> None:

@@ -1,4 +1,4 @@
-"""Which of the machine's GPUs a training uses."""
+"""The GPUs of the machine that a training sees and uses."""
 
 from __future__ import annotations
 

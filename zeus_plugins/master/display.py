@@ -1,4 +1,4 @@
-"""What a master tells on the terminal: a table that grows with every run, or a line for each, and what it comes to."""
+"""The lines of a master on the terminal: a table that grows with every run, or a line for each, and the sum."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def display() -> Iterator[Any]:
 
 
 def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
-    """What the runs come to: the best size beside the default, and where time and energy went."""
+    """The conclusion of the runs: the best size beside the default, and where time and energy went."""
     means = mean_costs(history)
     best = best_size(history)
     if best is None:

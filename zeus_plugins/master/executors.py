@@ -1,4 +1,4 @@
-"""How the command of a run is executed: here, as a process of its own that outlives a killed master.
+"""The execution of a run's command: here, as a process of its own that outlives a killed master.
 
 A run writes its output straight into its log, not into a pipe of the master's, and holds the lock of a file. So a
 master that is resumed finds out whether the run of the killed one still goes on, and can wait for it.
@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def marker(self) -> Path:
-        """Where an executor notes what it needs to find the run again."""
+        """The file in which an executor notes what it needs to find the run again."""
         return self.log.with_suffix(".running")
 
 

@@ -1,4 +1,4 @@
-"""Why a run left no result, as far as its exit status, its log and the kernel tell."""
+"""The reason why a run left no result, as far as its exit status, its log and the kernel tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a master has done, as it is kept on disk, and what follows from it.
+"""The history of a master, as it is kept on disk, and what follows from it.
 
 Nothing is counted twice: recurrence, try, seed and cost bound of the next run are all derived from the runs so far.
 """
@@ -101,18 +101,18 @@ class Run(PlannedRun):
 
     @property
     def was_measured(self) -> bool:
-        """Whether the script left a result."""
+        """True when the script left a result."""
         return self.outcome not in (TrialState.FAILED, TrialState.INFEASIBLE)
 
     @property
     def entry(self) -> HistoryEntry:
-        """What `ZeusMaster.run` returns of it."""
+        """Its entry in what `ZeusMaster.run` returns."""
         return HistoryEntry(self.bs, self.pl, self.energy, self.reached, self.time)
 
 
 @dataclass(frozen=True)
 class NextRun:
-    """Where a history stands.
+    """The state of a history.
 
     Attributes:
         recurrence: Recurrence of the next run, from 1.
@@ -188,7 +188,7 @@ class MasterState(_Kept):
 
     @property
     def next_run(self) -> NextRun:
-        """Where the history stands."""
+        """The state of the history."""
         return NextRun.after(self.history, seed=self.seed, beta_knob=self.beta_knob)
 
     def write(self, logdir: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a master wants of the object that chooses batch sizes: Zeus's interface, and what it may offer beyond."""
+"""The interface of the object that chooses a master's batch sizes: Zeus's, and what it may offer beyond."""
 
 from __future__ import annotations
 

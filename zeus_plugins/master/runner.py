@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
@@ -25,49 +24,15 @@ from zeus_plugins.master.history import (
     Run,
 )
 from zeus_plugins.master.job import Job
+from zeus_plugins.master.listeners import Listener, PlainListener
 from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
 from zeus_plugins.protocol import GpuConfig, cost
 from zeus_plugins.train_result import TrainResult, Variables, result_path
 
-__all__ = ["Listener", "ZeusMaster"]
+__all__ = ["ZeusMaster"]
 
 _LOCK_FILE = ".master.lock"
 _LEAST_TIME_S = 1e-6
-
-
-class Listener(Protocol):
-    """Hears what a master does."""
-
-    def began(self, state: MasterState) -> None:
-        """The master begins, or goes on after a resume."""
-
-    def launched(self, run: PlannedRun) -> None:
-        """A run begins."""
-
-    def printed(self, text: str) -> None:
-        """The run's script has printed whole lines; called from another thread."""
-
-    def ended(self, run: Run) -> None:
-        """The run has ended."""
-
-
-class PlainListener:
-    """A `Listener` that passes on what the scripts print, and says a line about each run that left no result."""
-
-    def began(self, state: MasterState) -> None:
-        """Says nothing."""
-
-    def launched(self, run: PlannedRun) -> None:
-        """Says nothing."""
-
-    def printed(self, text: str) -> None:
-        """Passes it on."""
-        print(text, end="", flush=True)
-
-    def ended(self, run: Run) -> None:
-        """Says why a run failed."""
-        if not run.was_measured:
-            print(f"{run.job_id}: {run.outcome}: {run.reason}", file=sys.stderr, flush=True)
 
 
 class ZeusMaster:

@@ -86,7 +86,7 @@ def _folder(launch: Launch) -> Path:
 
 
 def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:
-    """What a node does: the command's exit status."""
+    """The work of a node; returns the command's exit status."""
     with Path(log).open("ab") as output:
         try:
             return subprocess.run(  # noqa: S603 - running what the user says is what this is for

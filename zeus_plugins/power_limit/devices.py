@@ -1,4 +1,4 @@
-"""What a GPU whose power limit can be set owes the profiler."""
+"""The interface of a GPU whose power limit can be set."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PowerLimitDevice(Protocol):
 
     @property
     def outlives_process(self) -> bool:
-        """Whether a limit stays in force after this process has ended, so that somebody has to put it back."""
+        """True when a limit stays in force after this process has ended, so that somebody has to put it back."""
         ...
 
     def range_w(self) -> tuple[float, float]:

@@ -44,15 +44,15 @@ class LimitGuard:
     """
 
     def __init__(self, devices: Sequence[PowerLimitDevice]) -> None:
-        self._found = [(device, device.limit_w()) for device in devices]
+        self._initial = [(device, device.limit_w()) for device in devices]
         self._owner = os.getpid()
         self._undo_signals: Callable[[], None] | None = None
         self._restorer: subprocess.Popen[bytes] | None = None
 
     @property
-    def found_w(self) -> tuple[float, ...]:
-        """The limits that were found, watts."""
-        return tuple(limit_w for _, limit_w in self._found)
+    def initial_limits_w(self) -> tuple[float, ...]:
+        """The limits that were in force at first, watts."""
+        return tuple(limit_w for _, limit_w in self._initial)
 
     def arm(self) -> None:
         """Make sure that the limits are put back even if `release` is not called. Call it before changing a limit."""
@@ -60,13 +60,15 @@ class LimitGuard:
             return
         self._undo_signals = raise_at_sigterm()
         atexit.register(self.release)
-        self._restorer = _start_restorer([(device, limit) for device, limit in self._found if device.outlives_process])
+        self._restorer = _start_restorer(
+            [(device, limit) for device, limit in self._initial if device.outlives_process]
+        )
 
     def restore(self) -> None:
         """Put the limits back. What cannot be is logged, with what to do: it never raises."""
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
-        for device, limit_w in self._found:
+        for device, limit_w in self._initial:
             problem = _put_back(device, limit_w) and _put_back(device, limit_w)  # nobody comes after to try again
             if problem is not None:
                 _logger.error(

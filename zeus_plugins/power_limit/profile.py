@@ -1,4 +1,4 @@
-"""What a training costs under each power limit, and how that is kept."""
+"""The cost of a training under each power limit, and the file that keeps it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PowerLimitProfile(PowerProfile):
         return self._with(sample for sample in self.samples if sample.limit_w in wanted)
 
     def fits(self, gpus: GpuConfig, batch_size: int | None) -> bool:
-        """Whether it says something about a training on these devices at this batch size."""
+        """True when it holds for a training on these devices at this batch size."""
         return self.gpus == gpus and self.batch_size == batch_size
 
     def save(self, path: str | os.PathLike[str]) -> None:

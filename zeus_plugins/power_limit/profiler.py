@@ -15,7 +15,7 @@ from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavail
 from zeus_plugins.power_limit.guard import LimitGuard
 from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.power_limit.selectors import OptimumSelector
-from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window, check_move
+from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window, check_transition
 from zeus_plugins.protocol import GpuConfig
 
 __all__ = ["PowerLimitProfiler"]
@@ -31,19 +31,19 @@ Devices = Sequence[PowerLimitDevice] | Callable[[], Sequence[PowerLimitDevice]]
 
 
 @dataclass(frozen=True)
-class _Muster:
-    """What one rank has to say before the first limit is tried."""
+class _RankSetup:
+    """One rank's devices and earlier measurements, as all ranks hear of them before the first limit is tried."""
 
     problem: str | None
     range_w: tuple[float, float] | None
-    found_w: tuple[float, ...]
+    initial_limits_w: tuple[float, ...]
     gpus: GpuConfig | None
     profile: PowerLimitProfile | None
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How something went on one rank."""
+    """The outcome of one action on one rank."""
 
     problem: str | None = None
     measured: Measurement | None = None
@@ -131,12 +131,12 @@ class PowerLimitProfiler:
 
     @property
     def is_done(self) -> bool:
-        """Whether steps need not be counted any more."""
+        """True once steps need not be counted any more."""
         return isinstance(self._state, Done)
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """What was measured so far; None before the first epoch, and where no monitor can describe the devices."""
+        """The measurements so far; None before the first epoch, and where no monitor can describe the devices."""
         return self._profile
 
     @property
@@ -190,20 +190,20 @@ class PowerLimitProfiler:
         self._state = Done()
         self._release()
 
-    # The moves
+    # The transitions
 
     def _go(self, new: State, steps: int = 0) -> None:
-        """Make a move, and do what follows from it.
+        """Make a transition, and do what follows from it.
 
         Args:
             new: The next state.
-            steps: How many have ended, if that is what made the move.
+            steps: How many have ended, if that is what made the transition.
         """
         old = self._state
         if _is_same(old, new):
             self._state = new
             return
-        check_move(old, new)
+        check_transition(old, new)
         if isinstance(old, Profiling) and not steps:
             self._drop_window()
         elif isinstance(old, Profiling) and not self._record(old.position, old.steps + steps):
@@ -261,7 +261,7 @@ class PowerLimitProfiler:
     # The beginning
 
     def _begin(self) -> None:
-        ranks: Sequence[_Muster] = self._all_gather(self._muster())
+        ranks: Sequence[_RankSetup] = self._all_gather(self._setup())
         measuring = [rank.gpus for rank in ranks if rank.gpus is not None]
         if not measuring:
             problems = [rank.problem for rank in ranks if rank.problem is not None]
@@ -282,7 +282,7 @@ class PowerLimitProfiler:
         self._profile = known
         self._plan(ranks, gpus)
 
-    def _muster(self) -> _Muster:
+    def _setup(self) -> _RankSetup:
         problem: str | None = None
         range_w: tuple[float, float] | None = None
         gpus: GpuConfig | None = None
@@ -298,8 +298,8 @@ class PowerLimitProfiler:
                 gpus = self._monitor.gpus()
             except Exception as error:
                 problem = str(error)
-        found_w = self._guard.found_w if self._guard is not None else ()
-        return _Muster(problem, range_w, found_w, gpus, self._known)
+        initial_w = self._guard.initial_limits_w if self._guard is not None else ()
+        return _RankSetup(problem, range_w, initial_w, gpus, self._known)
 
     def _take_charge(self, devices: Sequence[PowerLimitDevice]) -> tuple[float, float]:
         """Make sure that the devices' limits can be set, and remember those in force.
@@ -311,20 +311,20 @@ class PowerLimitProfiler:
             raise PowerLimitUnavailableError("there is no GPU whose power limit could be set")
         self._guard = LimitGuard(devices)
         ranges_w = [device.range_w() for device in devices]
-        for device, limit_w in zip(devices, self._guard.found_w, strict=True):
+        for device, limit_w in zip(devices, self._guard.initial_limits_w, strict=True):
             device.set_limit_w(limit_w)  # it changes nothing, and shows whether it may be done
         self._devices = tuple(devices)
         return max(lowest_w for lowest_w, _ in ranges_w), min(highest_w for _, highest_w in ranges_w)
 
-    def _plan(self, ranks: Sequence[_Muster], gpus: GpuConfig) -> None:
+    def _plan(self, ranks: Sequence[_RankSetup], gpus: GpuConfig) -> None:
         """Decide what is measured; every rank decides the same."""
         ranges_w = [rank.range_w for rank in ranks if rank.range_w is not None]
-        found_w = [limit_w for rank in ranks for limit_w in rank.found_w]
+        initial_w = [limit_w for rank in ranks for limit_w in rank.initial_limits_w]
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
         if problem is None and not ranges_w:
             problem = "no rank controls a GPU"
         if problem is not None:
-            in_force_w = min(found_w, default=gpus.max_power / gpus.number_of_gpus)
+            in_force_w = min(initial_w, default=gpus.max_power / gpus.number_of_gpus)
             self._warn(
                 "the power limits are left alone, and only what the training costs under the one in force "
                 f"({in_force_w:g} W) is measured: {problem}"
@@ -333,7 +333,7 @@ class PowerLimitProfiler:
         else:
             lowest_w = max(lowest_w for lowest_w, _ in ranges_w)
             highest_w = min(highest_w for _, highest_w in ranges_w)
-            self._candidates_w = self._limits_w or limits_between(lowest_w, min(highest_w, *found_w))
+            self._candidates_w = self._limits_w or limits_between(lowest_w, min(highest_w, *initial_w))
             outside = [w for w in self._candidates_w if not lowest_w - _TOLERANCE_W <= w <= highest_w + _TOLERANCE_W]
             if outside:
                 self._state = Done()
@@ -356,7 +356,7 @@ class PowerLimitProfiler:
             return True
         problem = self._attempt(lambda: self._set(limit_w))[1]
         self._set_w = limit_w
-        return self._all_well(_Outcome(problem)) is not None
+        return self._outcomes_of_ranks(_Outcome(problem)) is not None
 
     def _set(self, limit_w: float) -> None:
         if self._guard is not None:
@@ -394,7 +394,7 @@ class PowerLimitProfiler:
     def _record(self, position: int, steps: int) -> bool:
         """Take the measurement of a window that had all its steps into the profile, or give up on all ranks."""
         part, problem = self._attempt(self._end_window)
-        ranks = self._all_well(_Outcome(self._window_problem or problem, part))
+        ranks = self._outcomes_of_ranks(_Outcome(self._window_problem or problem, part))
         if ranks is None or self._profile is None:
             return False
         parts = [rank.measured for rank in ranks if rank.measured is not None]
@@ -415,8 +415,8 @@ class PowerLimitProfiler:
 
     # Agreement
 
-    def _all_well(self, mine: _Outcome) -> Sequence[_Outcome] | None:
-        """What happened on all ranks; None, and all give up, if something went wrong on one of them."""
+    def _outcomes_of_ranks(self, mine: _Outcome) -> Sequence[_Outcome] | None:
+        """The outcomes on all ranks; None, and all give up, if something went wrong on one of them."""
         ranks: Sequence[_Outcome] = self._all_gather(mine)
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
         if problem is None:
@@ -431,7 +431,7 @@ class PowerLimitProfiler:
 
     @staticmethod
     def _attempt(do: Callable[[], T]) -> tuple[T | None, str | None]:
-        """What it returned, or the problem: a rank that raised alone would leave the others waiting."""
+        """The answer of `do`, or the problem: a rank that raised alone would leave the others waiting."""
         try:
             return do(), None
         except Exception as error:
@@ -439,7 +439,7 @@ class PowerLimitProfiler:
 
 
 def _is_same(old: State, new: State) -> bool:
-    """Whether a state only counts on."""
+    """True when a state only counts on."""
     if isinstance(old, Warmup) and isinstance(new, Warmup):
         return old.position == new.position
     if isinstance(old, Profiling) and isinstance(new, Profiling):

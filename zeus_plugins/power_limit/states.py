@@ -1,11 +1,11 @@
-"""The profiler's states and their legal moves. Pure: no device, no clock, no training.
+"""The profiler's states and their legal transitions. Pure: no device, no clock, no training.
 
 A state is a value; `Window.epoch_began`, `steps_ended` and `epoch_ended` answer with the next one. What has to be done
-with devices and measurement windows follows from the two states of a move (`PowerLimitProfiler`):
+with devices and measurement windows follows from the two states of a transition (`PowerLimitProfiler`):
 
 * the limit in force is that of the new state (`Ready`: the one that was found; `Warmup`, `Profiling`: the one that is
   tried; `Done`: the chosen one);
-* a window is open exactly in `Profiling`, and its measurement counts if the move was made by `steps_ended`.
+* a window is open exactly in `Profiling`, and its measurement counts if the transition was made by `steps_ended`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["MOVES", "Done", "Profiling", "Ready", "State", "Warmup", "Window", "check_move"]
+__all__ = ["TRANSITIONS", "Done", "Profiling", "Ready", "State", "Warmup", "Window", "check_transition"]
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Done:
 
 State = Ready | Warmup | Profiling | Done
 
-# Every other move is a defect of this package.
-MOVES: Mapping[type[State], frozenset[type[State]]] = {
+# Every other transition is a defect of this package.
+TRANSITIONS: Mapping[type[State], frozenset[type[State]]] = {
     Ready: frozenset({Warmup, Profiling, Done}),
     Warmup: frozenset({Profiling, Ready, Done}),
     Profiling: frozenset({Warmup, Profiling, Ready, Done}),
@@ -57,19 +57,19 @@ MOVES: Mapping[type[State], frozenset[type[State]]] = {
 }
 
 
-def check_move(old: State, new: State) -> None:
-    """Make sure that a move is legal.
+def check_transition(old: State, new: State) -> None:
+    """Make sure that a transition is legal.
 
     Raises:
         ValueError: It is not.
     """
-    if type(new) not in MOVES[type(old)]:
+    if type(new) not in TRANSITIONS[type(old)]:
         raise ValueError(f"the profiler cannot go from {old} to {new}")
 
 
 @dataclass(frozen=True)
 class Window:
-    """How many steps each limit gets, and the moves between states.
+    """The steps that each limit gets, and the transitions between states.
 
     Args:
         warmup_steps: Steps under a new limit before it is measured.

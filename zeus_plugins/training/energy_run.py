@@ -84,7 +84,7 @@ class EnergyRun:
 
     @property
     def is_measuring(self) -> bool:
-        """Whether a training is measured here, by the first of all its processes."""
+        """True while a training is measured here, by the first of all its processes."""
         return self._meter is not None
 
     def close(self) -> None:
