@@ -54,6 +54,8 @@ def test_both_ranks_share_one_trial_and_report_the_mean(server: Server, train: T
         assert rank["sizes"] == [per_rank] * full + [rest]
         assert rank["steps"] == full + 1
         assert rank["estimated_steps"] == 2 * (full + 1)
+    # What was reported is the mean, and what other callbacks see stays each rank's own.
+    assert tuple(rank["score"] for rank in ranks) == SCORES
     trial = only_trial(server)
     assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, 0.5, 1)
 

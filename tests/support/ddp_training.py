@@ -117,6 +117,7 @@ def train(server_url: str, job_id: str, target: float, folder: str, scenario: st
     else:
         assert callback.trial.verdict is not None
         seen |= {"converged": callback.trial.verdict.converged, "trial_number": callback.trial.trial_number}
+        seen["score"] = float(trainer.callback_metrics["score"])
     return seen | {
         "rank": trainer.global_rank,
         "sizes": module.seen_sizes,
