@@ -155,7 +155,7 @@ def test_the_chosen_size_is_logged_once(bench: Bench, caplog: pytest.LogCaptureF
         quiet_trainer(bench.callback()).fit(Classifier(), train_loader())
     (said,) = [record for record in caplog.records if "batch size" in record.getMessage()]
     assert said.levelno == logging.INFO
-    assert f"job {bench.job_id}, trial 1: batch size 48 (no size has reached the target yet" in said.getMessage()
+    assert f"job {bench.job_id}, trial 1: batch size 48 (first run: your default size)" in said.getMessage()
 
 
 def test_the_callback_can_be_pickled_before_fit(bench: Bench) -> None:
