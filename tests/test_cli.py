@@ -15,21 +15,13 @@ import pytest
 
 from bso_server.cli import main as bso_server_main
 from bso_server.settings import Settings
+from tests.support.jobs import job
 from tests.support.servers import Server, bso_server, free_port, wait_until_up
 from zeus_plugins.cli import main as zeus_plugins_main
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult, TrialView
 
-JOB = JobRegistration(
-    job_id="night.ly-1",
-    job_id_prefix="night",
-    batch_sizes=(8, 16),
-    default_batch_size=16,
-    target_metric=0.9,
-    max_power=100,
-    number_of_gpus=1,
-    gpu_model="V100",
-)
+JOB = JobRegistration(**job(job_id="night.ly-1", job_id_prefix="night"))
 
 
 @pytest.fixture

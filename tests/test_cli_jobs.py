@@ -15,6 +15,7 @@ import pytest
 
 from bso_server.cli import main
 from bso_server.cli.common import TOKEN_VARIABLE
+from tests.support.jobs import job
 from tests.support.servers import Server, free_port
 from tests.support.wire import begin, reached, report
 
@@ -71,19 +72,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
     return run
 
 
-def registration(job_id: str) -> dict[str, Any]:
-    return {
-        "job_id": job_id,
-        "job_id_prefix": "cli",
-        "batch_sizes": [8, 16],
-        "default_batch_size": 16,
-        "target_metric": 0.9,
-        "max_power": 100,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
-    }
-
-
 def new_id() -> str:
     return f"cli-{uuid.uuid4().hex[:8]}"
 
@@ -93,7 +81,7 @@ def job_id(server: Server) -> str:
     """A job with one completed and one running trial, and an epoch of each."""
     job_id = new_id()
     with httpx.Client(base_url=server.url) as http:
-        http.post("/jobs", json=registration(job_id)).raise_for_status()
+        http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
         trial = begin(http, job_id)
         report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1).raise_for_status()
         reached(http, trial, cost_j=500)

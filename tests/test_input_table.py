@@ -21,23 +21,12 @@ import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from tests.support.jobs import JOB, THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import Server
 
 JSON = {"content-type": "application/json"}
 
-JOB: dict[str, Any] = {
-    "job_id_prefix": "job",
-    "batch_sizes": [8, 16, 32],
-    "default_batch_size": 16,
-    "target_metric": 0.9,
-    "max_epochs": 10,
-    "num_pruning_rounds": 1,
-    "mab_seed": 1,
-    "max_power": 100.0,
-    "number_of_gpus": 1,
-    "gpu_model": "Tesla V100-SXM2-16GB",
-}
 
 # The longest answer to a wrong request, whatever its size.
 LONGEST_ANSWER = 16_000
@@ -91,7 +80,7 @@ class Scene:
 
 def register(http: httpx.Client, **fields: Any) -> str:
     job_id = f"job-{uuid.uuid4().hex[:8]}"
-    answer = http.post("/jobs", json={**JOB, "job_id": job_id, **fields})
+    answer = http.post("/jobs", json=job(**{"job_id": job_id, **THREE_SIZES, **fields}))
     assert answer.status_code == 201, answer.text
     return job_id
 
@@ -210,15 +199,15 @@ JOB_INTEGERS = ["default_batch_size", "max_epochs", "num_pruning_rounds", "windo
     ("job_id", '"other-1"', "job_id"),
 )
 def test_a_job_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
-    body = with_token({**JOB, "job_id": "job-refused"}, field, token)
+    body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
     with scene.nothing_stored():
         assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, named)
 
 
 def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
-    job = {**JOB, "job_id": "job-refused"}
     trials = [{"trial_number": "first"}] * 1000
-    body = {"job": job, "created_at": "now", "survivors": None, "rng_state": None, "trials": trials}
+    refused = job(**THREE_SIZES, job_id="job-refused")
+    body = {"job": refused, "created_at": "now", "survivors": None, "rng_state": None, "trials": trials}
     with scene.nothing_stored():
         answer = scene.http.post("/api/import", json=body)
         assert_refused(answer, 422, "trials.0.trial_number")
@@ -397,7 +386,7 @@ IN_URL = {name: part for name, (_, part) in WRONG_IDS.items() if part is not Non
     ],
 )
 def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> None:
-    body = with_token({**JOB, "job_id": "job-refused"}, field, token)
+    body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
     with scene.nothing_stored():
         assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, field)
 
@@ -565,7 +554,7 @@ def good_body(scene: Scene, path: str) -> dict[str, Any]:
     """What the route would take, and keep."""
     match path:
         case "/jobs":
-            return {**JOB, "job_id": "job-refused"}
+            return job(**THREE_SIZES, job_id="job-refused")
         case "/api/import":
             export: dict[str, Any] = scene.http.get(f"/api/jobs/{scene.running['job_id']}/export").json()
             return {**export, "job": {**export["job"], "job_id": "job-refused"}}
@@ -645,13 +634,13 @@ def test_json_that_says_to_be_something_else(scene: Scene, method: str, path: st
     "media_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/x.bso+json"]
 )
 def test_json_by_other_names(scene: Scene, media_type: str) -> None:
-    body = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"})
+    body = json.dumps(job(**THREE_SIZES))
     assert scene.http.post("/jobs", content=body, headers={"content-type": media_type}).status_code == 201
 
 
 def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
     """As Zeus's clients send all of theirs."""
-    content = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"})
+    content = json.dumps(job(**THREE_SIZES))
     request = scene.http.build_request("POST", "/jobs", content=content)
     assert "content-type" not in request.headers
     assert scene.http.send(request).status_code == 201
@@ -659,13 +648,13 @@ def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
 
 @pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[[[[]]]]"])
 def test_what_stands_in_unknown_fields_does_not_matter(scene: Scene, token: str) -> None:
-    body = with_token({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}"}, "colour", token)
+    body = with_token(job(**THREE_SIZES), "colour", token)
     assert scene.http.post("/jobs", content=body, headers=JSON).status_code == 201
 
 
 def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
-    job = json.dumps({**JOB, "job_id": f"job-{uuid.uuid4().hex[:8]}", "eta_knob": 0.1})
-    answer = scene.http.post("/jobs", content=f'{job[:-1]}, "eta_knob": 0.2}}', headers=JSON)
+    twice = json.dumps(job(**THREE_SIZES, eta_knob=0.1))
+    answer = scene.http.post("/jobs", content=f'{twice[:-1]}, "eta_knob": 0.2}}', headers=JSON)
     assert (answer.status_code, answer.json()["eta_knob"]) == (201, 0.2)
 
 
@@ -749,7 +738,7 @@ def test_a_body_of_100_mb(any_server: Server, scene: Scene, path: str, chunked: 
 
 @in_proc
 def test_100_000_faults_in_one_body(any_server: Server, scene: Scene) -> None:
-    sizes = {**JOB, "job_id": "job-refused", "batch_sizes": [0] * 100_000}
+    sizes = job(job_id="job-refused", batch_sizes=[0] * 100_000)
     forget_peak(any_server)
     before = memory_of(any_server, "VmRSS")
     assert_refused(scene.http.post("/jobs", json=sizes), 422, "batch_sizes.0")

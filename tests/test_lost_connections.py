@@ -30,6 +30,7 @@ from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.support.databases import MYSQL, POSTGRESQL
+from tests.support.jobs import job
 from tests.support.servers import Server, bso_server
 from tests.support.wire import begin, reached
 
@@ -183,19 +184,6 @@ def relayed_server(database_url: str, relayed_url: str, tmp_path_factory: pytest
 def http(relayed_server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=relayed_server.url, timeout=PATIENCE_S) as client:
         yield client
-
-
-def job(job_id: str) -> dict[str, Any]:
-    return {
-        "job_id": job_id,
-        "job_id_prefix": job_id,
-        "batch_sizes": [8, 16],
-        "default_batch_size": 16,
-        "target_metric": 0.9,
-        "max_power": 100,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
-    }
 
 
 def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:

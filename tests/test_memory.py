@@ -18,7 +18,8 @@ import pytest
 import bso_server
 from bso_server.app import create_app
 from bso_server.settings import Settings
-from tests.support.tokens import RESULT, bearer, spec
+from tests.support.jobs import job
+from tests.support.tokens import RESULT, bearer
 
 # Litestar remembers the latest 1024 paths and queries.
 WARM_UP, REQUESTS = 1100, 900
@@ -62,7 +63,7 @@ def test_unknown_names_are_not_kept(tmp_path: Path) -> None:
     async def run() -> int:
         transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
         async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://bso.example") as http:
-            job_id = (await http.post("/jobs", json=spec())).json()["job_id"]
+            job_id = (await http.post("/jobs", json=job())).json()["job_id"]
             trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
             for number in range(WARM_UP):
                 assert (await _ask(http, trial, 0, number)).status_code == 404

@@ -26,6 +26,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from tests.support.jobs import job
 from tests.support.servers import Server
 
 ROUTES = [
@@ -66,16 +67,6 @@ EXAMPLES = {GenerationMode.POSITIVE: VALID, GenerationMode.NEGATIVE: max(1, VALI
 # Whole jobs take long to make up, and test_transfer.py knows better what could be wrong with them.
 IMPORTS = max(1, VALID // 4)
 
-JOB = {
-    "job_id_prefix": "fuzz",
-    "batch_sizes": [8, 16],
-    "default_batch_size": 16,
-    "target_metric": 0.9,
-    "max_power": 100,
-    "number_of_gpus": 1,
-    "gpu_model": "V100",
-}
-
 
 @pytest.fixture(scope="module")
 def document(any_server: Server) -> BaseSchema:
@@ -87,7 +78,7 @@ def open_trial(any_server: Server) -> dict[str, Any]:
     """A trial that has reported once, of a job with another one that has ended."""
     job_id = f"fuzz-{uuid.uuid4().hex[:8]}"
     with httpx.Client(base_url=any_server.url) as http:
-        http.post("/jobs", json={**JOB, "job_id": job_id}).raise_for_status()
+        http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
         for metric in (0.95, 0.5):
             trial = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
             result = {"time": 5, "energy": 500, "metric": metric, "current_epoch": 3}

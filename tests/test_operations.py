@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -30,19 +29,11 @@ from bso_server.storage.database import open_database
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.store import Store
 from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS
+from tests.support.jobs import job
 from tests.support.servers import SERVER_START_S, Server, bso_server, free_port
 from tests.support.wire import begin
 
-JOB: dict[str, Any] = {
-    "job_id": "kept-1",
-    "job_id_prefix": "kept",
-    "batch_sizes": [8, 16],
-    "default_batch_size": 16,
-    "target_metric": 0.9,
-    "max_power": 100,
-    "number_of_gpus": 1,
-    "gpu_model": "V100",
-}
+KEPT = job(job_id="kept-1")
 
 MOUNTS = """\
 /dev/sda1 / ext4 rw 0 0
@@ -302,11 +293,11 @@ def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     server.start()
     try:
         with httpx.Client(base_url=server.url) as http:
-            http.post("/jobs", json=JOB).raise_for_status()
-            trials = [begin(http, JOB["job_id"]) for _ in range(3)]
+            http.post("/jobs", json=KEPT).raise_for_status()
+            trials = [begin(http, KEPT["job_id"]) for _ in range(3)]
             beat = http.patch("/trials/heartbeat", json=trials[1]).raise_for_status().json()
             http.patch("/trials", json={**trials[2], "outcome": "suspended"}).raise_for_status()
-            export = http.get(f"/api/jobs/{JOB['job_id']}/export").raise_for_status().json()
+            export = http.get(f"/api/jobs/{KEPT['job_id']}/export").raise_for_status().json()
     finally:
         server.kill()
     assert (beat["interval_s"], beat["lease_s"]) == (7, 77)

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.jobs import job
 from tests.support.servers import Server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
@@ -43,19 +44,9 @@ RULE = StopRule(max_epochs=10)
 
 
 def registration(job_id: str = "digits-1", **fields: object) -> JobRegistration:
-    spec = {
-        "job_id": job_id,
-        "job_id_prefix": "digits",
-        "batch_sizes": (32, 64),
-        "default_batch_size": 32,
-        "target_metric": 0.9,
-        "max_epochs": 10,
-        "beta_knob": None,
-        "max_power": 100.0,
-        "number_of_gpus": 1,
-        "gpu_model": "A40",
-    }
-    return JobRegistration.model_validate(spec | fields)
+    sizes = {"batch_sizes": (32, 64), "default_batch_size": 32}
+    spec = {"job_id": job_id, "job_id_prefix": "digits", **sizes, "max_epochs": 10, "beta_knob": None}
+    return JobRegistration.model_validate(job(**spec, **fields))
 
 
 def sender(

@@ -11,22 +11,13 @@ import httpx
 import pytest
 
 from bso_server.service.queries import JobReader
+from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import Server as ServerProcess
 from tests.support.servers import bso_server
 from tests.support.service import HOUR_S, Server, serve
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
-
-JOB: dict[str, Any] = {
-    "job_id_prefix": "limits",
-    "batch_sizes": [8, 16],
-    "default_batch_size": 16,
-    "target_metric": 0.9,
-    "max_power": 100.0,
-    "number_of_gpus": 1,
-    "gpu_model": "V100",
-}
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
 @pytest.fixture
 def job_id(http: httpx.Client) -> str:
     job_id = f"limits-{uuid.uuid4().hex[:8]}"
-    http.post("/jobs", json={**JOB, "job_id": job_id}).raise_for_status()
+    http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
     return job_id
 
 
@@ -141,7 +132,7 @@ def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str)
     http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
     assert_refused(http.put("/trials/power_profile", json=trial | found_out(JOB)), 404, None)
     assert http.get(f"/api/jobs/{job_id}/power_profiles").status_code == 404
-    http.post("/jobs", json={**JOB, "job_id": job_id}).raise_for_status()
+    http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
     assert dispatched(http, job_id)["power_profile"] is None
 
 

@@ -24,6 +24,7 @@ from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
+from tests.support.jobs import job
 from tests.support.servers import Server
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.client.http import BsoClient
@@ -44,24 +45,9 @@ def prefix() -> str:
     return f"read-{uuid.uuid4().hex[:8]}"
 
 
-def registration(job_id: str, prefix: str, **fields: object) -> dict[str, Any]:
-    return {
-        "job_id": job_id,
-        "job_id_prefix": prefix,
-        "batch_sizes": [8, 16],
-        "default_batch_size": 16,
-        "target_metric": 0.9,
-        "num_pruning_rounds": 1,
-        "mab_seed": 1,
-        "max_power": 100,
-        "number_of_gpus": 1,
-        "gpu_model": "V100",
-        **fields,
-    }
-
-
 def register(http: httpx.Client, job_id: str, prefix: str, **fields: object) -> str:
-    http.post("/jobs", json=registration(job_id, prefix, **fields)).raise_for_status()
+    body = job(job_id=job_id, job_id_prefix=prefix, **{"num_pruning_rounds": 1, "mab_seed": 1, **fields})
+    http.post("/jobs", json=body).raise_for_status()
     return job_id
 
 

@@ -21,9 +21,10 @@ from sqlalchemy import Engine, event
 from bso_server.api.auth import needed_scope
 from bso_server.app import create_app
 from bso_server.settings import Settings
+from tests.support.jobs import job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import Server, bso_server
-from tests.support.tokens import RESULT, bearer, spec
+from tests.support.tokens import RESULT, bearer
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import TrialId
@@ -87,7 +88,7 @@ class Http:
     def begin(self, token: str, job_id: str | None = None) -> dict[str, Any]:
         """A trial, of a job of its own unless one is named."""
         if job_id is None:
-            job_id = self.ask("POST", "/jobs", token, json=spec()).json()["job_id"]
+            job_id = self.ask("POST", "/jobs", token, json=job()).json()["job_id"]
         trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()
         return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
 
@@ -202,11 +203,11 @@ class TestOwners:
         for stranger in (tokens.other, tokens.admin):
             assert_refused(http.report(stranger, trial), 403, "was dispatched to token", tokens.report.split("_")[1])
             assert_refused(http.ask("PATCH", "/trials/heartbeat", stranger, json=trial), 403)
-            assert_refused(http.ask("PUT", "/trials/power_profile", stranger, json=trial | found_out(spec())), 403)
+            assert_refused(http.ask("PUT", "/trials/power_profile", stranger, json=trial | found_out(job())), 403)
 
         assert http.report(tokens.report, trial).status_code == 200
         assert http.ask("PATCH", "/trials/heartbeat", tokens.report, json=trial).status_code == 200
-        stored = http.ask("PUT", "/trials/power_profile", tokens.report, json=trial | found_out(spec()))
+        stored = http.ask("PUT", "/trials/power_profile", tokens.report, json=trial | found_out(job()))
         assert stored.status_code == 200, stored.text
 
     def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
@@ -241,7 +242,7 @@ class TestOwners:
             assert f"  {owner}  " in text
 
     def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
-        job_id = http.ask("POST", "/jobs", tokens.report, json=spec()).json()["job_id"]
+        job_id = http.ask("POST", "/jobs", tokens.report, json=job()).json()["job_id"]
 
         def suggest(token: str) -> httpx.Response:
             headers = {**bearer(token), "Idempotency-Key": "the-same"}
@@ -335,7 +336,7 @@ class TestFirstTokens:
 
 
 def begin_openly(url: str) -> dict[str, Any]:
-    job_id = httpx.post(f"{url}/jobs", json=spec()).json()["job_id"]
+    job_id = httpx.post(f"{url}/jobs", json=job()).json()["job_id"]
     trial: dict[str, Any] = httpx.get(f"{url}/jobs/batch_size", params={"job_id": job_id}).json()
     return trial
 
@@ -385,7 +386,7 @@ class TestFromOtherMachines:
 
     def test_the_refusal_says_what_to_do(self, sqlite_url: str) -> None:
         async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
-            refused = await client(FOREIGN).post("/jobs", json=spec())
+            refused = await client(FOREIGN).post("/jobs", json=job())
             assert_refused(refused, 403, "bso-server token create", "--insecure")
             assert (await client(FOREIGN).get("/health/live")).status_code == 200
             assert (await client(LOCAL).get("/api/jobs")).json()["jobs"] == []
@@ -416,7 +417,7 @@ def test_a_report_with_a_token_takes_three_statements(database_url: str) -> None
     async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
         async with client(FOREIGN) as http:
             http.headers.update(bearer(token))
-            job_id = (await http.post("/jobs", json=spec())).json()["job_id"]
+            job_id = (await http.post("/jobs", json=job())).json()["job_id"]
             trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
             statements.clear()
             answer = await http.post("/report", json={**trial, **RESULT})

@@ -30,6 +30,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
 from tests.support.databases import SQLITE_DRIVERS
+from tests.support.jobs import job
 from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
 
 pytestmark = pytest.mark.storage
@@ -39,17 +40,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
 
 
 def registration(job_id: str, policy: PolicyName = PolicyName.ZEUS) -> JobRegistration:
-    return JobRegistration(
-        policy=policy,
-        job_id=job_id,
-        job_id_prefix=job_id[:1],
-        batch_sizes=(8, 16),
-        default_batch_size=16,
-        target_metric=0.9,
-        max_power=100,
-        number_of_gpus=1,
-        gpu_model="V100",
-    )
+    return JobRegistration(**job(policy=policy, job_id=job_id, job_id_prefix=job_id[:1]))
 
 
 def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:

@@ -14,22 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.jobs import THREE_SIZES, job
 from tests.support.servers import SERVER_START_S, Server, bso_server
 
 PATIENCE_S = 120.0
 
-JOB: dict[str, Any] = {
-    "batch_sizes": [8, 16, 32],
-    "default_batch_size": 16,
-    "eta_knob": 1.0,
-    "target_metric": 0.9,
-    "max_epochs": 10,
-    "num_pruning_rounds": 1,
-    "mab_seed": 1,
-    "max_power": 100.0,
-    "number_of_gpus": 1,
-    "gpu_model": "V100",
-}
 
 Call = tuple[str, str, dict[str, Any]]
 """Method, path, and what `httpx.AsyncClient.request` takes beside them."""
@@ -68,9 +57,13 @@ def prefix() -> str:
     return f"storm-{uuid.uuid4().hex[:8]}"
 
 
+def job_of(prefix: str) -> dict[str, Any]:
+    return job(**THREE_SIZES, eta_knob=1.0, job_id_prefix=prefix, job_id=prefix)
+
+
 @pytest.fixture
 def job_id(servers: Sequence[str], prefix: str) -> str:
-    body = {**JOB, "job_id_prefix": prefix, "job_id": prefix}
+    body = job_of(prefix)
     httpx.post(f"{servers[0]}/jobs", json=body).raise_for_status()
     return prefix
 
@@ -190,7 +183,8 @@ def test_suggests_and_reports_at_the_same_time(servers: Sequence[str], job_id: s
 
 def test_many_jobs_of_one_prefix(servers: Sequence[str], prefix: str) -> None:
     """Jobs without an id get one each."""
-    answers = at_once(servers, [("POST", "/jobs", {"json": {**JOB, "job_id_prefix": prefix}})] * 50)
+    nameless = job_of(prefix) | {"job_id": None}
+    answers = at_once(servers, [("POST", "/jobs", {"json": nameless})] * 50)
     assert statuses(answers) == {201: 50}
     told = {answer.json()["job_id"] for answer in answers}
     assert len(told) == 50
@@ -201,7 +195,7 @@ def test_one_job_registered_by_many(servers: Sequence[str], prefix: str) -> None
     """Half of them want it otherwise: one configuration is taken, and the other one refused."""
     # Twice the same, so that each server gets both.
     limits = [10, 10, 11, 11] * 10
-    bodies = [{**JOB, "job_id_prefix": prefix, "job_id": prefix, "max_epochs": limit} for limit in limits]
+    bodies = [job_of(prefix) | {"max_epochs": limit} for limit in limits]
     answers = at_once(servers, [("POST", "/jobs", {"json": body}) for body in bodies])
 
     kept = read(servers, f"/api/jobs/{prefix}")["job"]["max_epochs"]

@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
-from itertools import count
 from typing import Literal
 
 from bso_server.errors import BsoError
@@ -14,6 +13,7 @@ from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from tests.support import jobs
 from zeus_plugins.protocol import (
     Heartbeat,
     JobRegistration,
@@ -30,7 +30,6 @@ from zeus_plugins.protocol import (
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HOUR_S = 3600.0
-_numbers = count()
 
 
 class Server:
@@ -40,20 +39,7 @@ class Server:
         self.store = store
         self.now = START
         self.service = BatchSizeService(store, clock=lambda: self.now)
-        fields = {
-            "job_id": f"job-{next(_numbers)}",
-            "job_id_prefix": "job",
-            "batch_sizes": (8, 16, 32),
-            "default_batch_size": 16,
-            "target_metric": 0.9,
-            "max_epochs": 10,
-            "num_pruning_rounds": 1,
-            "mab_seed": 1,
-            "max_power": 100.0,
-            "number_of_gpus": 1,
-            "gpu_model": "V100",
-        }
-        self.job = JobRegistration.model_validate({**fields, **job})
+        self.job = JobRegistration.model_validate(jobs.job(**{**jobs.THREE_SIZES, **job}))
         self.job_id = self.job.job_id or ""
 
     def wait(self, seconds: float) -> None:
