@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bso_server.cli.common import CommandError
 from bso_server.cli.jobs import add_source, read_job
-from bso_server.cli.simulate_tables import ratios_text, spending_text
-from bso_server.service.views import csv_of
-from bso_server.simulate.plots import FORMATS, plot
-from bso_server.simulate.recorded import recorded_account, recorded_workload
+from bso_server.cli.simulate_tables import ratios_text, savings_text
+from bso_server.simulate.recorded import recorded_savings, recorded_workload
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
-from bso_server.simulate.savings import Account
+from bso_server.simulate.savings import Savings
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Workload
 from zeus_plugins.protocol import PolicyName
@@ -34,7 +30,13 @@ _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", 
 
 def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``simulate``."""
-    parser = commands.add_parser("simulate", help="what a policy would have done with recorded trainings")
+    parser = commands.add_parser("simulate", help="costs and savings of the policies on recorded trainings")
+    add_arguments(parser)
+    parser.set_defaults(run=_simulate)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is simulated, and how."""
     parser.add_argument("--train-trace", type=Path, metavar="FILE", help="epochs to the target, as CSV")
     parser.add_argument("--power-trace", type=Path, metavar="FILE", help="time and power, as CSV")
     parser.add_argument("--job", dest="job_id", metavar="JOB", help="a job's own trials in place of traces")
@@ -44,7 +46,7 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
         parser.add_argument(f"--{name}", help="as in the traces")
     parser.add_argument("--target-metric", type=float, metavar="X", help="one of the train trace's")
     parser.add_argument("--max-epochs", type=_at_least_1, metavar="E", help="a run that needs more has failed")
-    parser.add_argument("--default-batch-size", type=_at_least_1, metavar="B", help="what the job's owner would take")
+    parser.add_argument("--default-batch-size", type=_at_least_1, metavar="B", help="the choice of the job's owner")
     parser.add_argument(
         "--policy", type=PolicyName, choices=list(PolicyName), action="append", help="one or several (default: all)"
     )
@@ -70,71 +72,57 @@ def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -
         "--concurrency", type=_at_least_1, default=1, metavar="K", help="recurrences always under way (default 1)"
     )
     parser.add_argument(
-        "--no-foresight",
-        dest="foresight",
-        action="store_false",
-        help="trainings end after the epoch that crosses their cost bound, not before it",
-    )
-    parser.add_argument(
-        "--cost-noise",
-        type=_at_least_0,
-        default=0.0,
-        metavar="SD",
-        help="σ of the log of a factor on each trial's time and energy, as on a busy machine (default 0)",
-    )
-    parser.add_argument(
-        "--drift",
-        type=_drift,
-        metavar="reversed@N",
-        help="from recurrence N on (counting from 1), sizes need the epochs of those in reverse order",
-    )
-    parser.add_argument(
-        "--landscape",
-        type=_landscape,
-        metavar="shuffled@SEED|bad-neighbours",
-        help="sizes need each other's epochs, dealt out by chance; or those beside the default three times theirs",
-    )
-    parser.add_argument(
-        "--price", type=_at_least_0, metavar="PRICE", help="of a kWh, in any currency: also tell what energy cost in it"
+        "--price", type=at_least_0, metavar="PRICE", help="of a kWh, in any currency: also tell what energy cost in it"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
-    parser.add_argument(
-        "--plot",
-        type=_picture,
-        metavar="FILE",
-        help="draw costs over recurrences, what gp_voi believes, and every trial of the first seed (png, svg or pdf)",
-    )
-    parser.set_defaults(run=_simulate)
 
 
 @dataclass(frozen=True, slots=True)
-class _Subject:
-    """What is simulated.
+class Subject:
+    """The workloads to simulate, and the job they are of.
 
     Attributes:
         workloads: One or several.
         eta: η unless the command line says otherwise.
         beta: β likewise.
-        recorded: What the job really took whose trials they are; None with traces.
+        recorded: Savings of the job whose trials they are; None with traces.
         untried_default: That job's default size, if another one has to stand for it.
     """
 
     workloads: Sequence[Workload]
     eta: float = 0.5
     beta: float | None = 2.0
-    recorded: Account | None = None
+    recorded: Savings | None = None
     untried_default: int | None = None
 
 
 def _simulate(options: argparse.Namespace) -> None:
-    if options.plot is not None:
-        _require_matplotlib()
-    subject = _recorded(options) if options.job_id is not None else _traced(options)
-    workloads = subject.workloads
-    if options.landscape is not None:
-        workloads = [options.landscape(workload) for workload in workloads]
-    settings = [
+    subject = subject_of(options)
+    settings, policies = settings_of(options, subject), policies_of(options)
+    comparisons = [compare(workload, policies, setting) for setting in settings for workload in subject.workloads]
+    if options.json is not None:
+        write_json(results_json(comparisons, options, subject.recorded), options.json)
+    print(results_text(comparisons, options, subject))
+
+
+def subject_of(options: argparse.Namespace) -> Subject:
+    """The workloads that the options name.
+
+    Raises:
+        CommandError: They do not go together.
+        ValueError: A file or job cannot be simulated.
+    """
+    return _recorded(options) if options.job_id is not None else _traced(options)
+
+
+def policies_of(options: argparse.Namespace) -> list[PolicyName]:
+    """The policies that the options name, each once."""
+    return list(dict.fromkeys(options.policy or PolicyName))
+
+
+def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
+    """The setting that the options state, for each η."""
+    return [
         Setting(
             recurrences=options.recurrences,
             seeds=options.seeds,
@@ -142,37 +130,36 @@ def _simulate(options: argparse.Namespace) -> None:
             beta=subject.beta if options.beta == "" else options.beta,
             optimal_power_limits=options.power_limit == "optimal",
             concurrency=options.concurrency,
-            foresight=options.foresight,
-            cost_noise_sd=options.cost_noise,
-            drift_at=options.drift,
         )
         for eta in dict.fromkeys(options.eta or [subject.eta])
     ]
-    policies = list(dict.fromkeys(options.policy or PolicyName))
-    comparisons = [compare(workload, policies, setting) for setting in settings for workload in workloads]
-    if options.json is not None:
-        shown = _as_json(comparisons, options.price, subject.recorded, together=options.all or len(comparisons) > 1)
-        options.json.write_text(json.dumps(shown, indent=2, allow_nan=False) + "\n", "utf-8")
-    if options.history is not None:
-        options.history.write_text(csv_of(_history(comparisons)), encoding="utf-8", newline="")
-    if options.plot is not None:
-        plot(comparisons, options.plot)
-    print(ratios_text(comparisons), spending_text(comparisons, options.price, subject.recorded), sep="\n\n")
+
+
+def write_json(document: dict[str, Any], file: Path) -> None:
+    """Write results, which hold no infinity, as JSON."""
+    file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", "utf-8")
+
+
+def results_json(
+    comparisons: Sequence[Comparison], options: argparse.Namespace, recorded: Savings | None
+) -> dict[str, Any]:
+    """The results in JSON's types: one comparison, or several with their geometric mean."""
+    workloads = [each.as_json(options.price, recorded) for each in comparisons]
+    if not options.all and len(comparisons) == 1:
+        return workloads[0]
+    return {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
+
+
+def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace, subject: Subject) -> str:
+    """The results as the terminal shows them."""
+    parts = [ratios_text(comparisons), savings_text(comparisons, options.price, subject.recorded)]
     if subject.untried_default is not None:
-        print(
-            f"\nthe default size, {subject.untried_default}, was never measured: the nearest one that was stands for it"
-        )
+        untried = subject.untried_default
+        parts.append(f"the default size, {untried}, was never measured: the nearest one that was stands for it")
+    return "\n\n".join(parts)
 
 
-def _require_matplotlib() -> None:
-    """Not to find out only after the simulation."""
-    try:
-        importlib.import_module("matplotlib")
-    except ImportError as error:
-        raise CommandError(f"--plot needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
-
-
-def _recorded(options: argparse.Namespace) -> _Subject:
+def _recorded(options: argparse.Namespace) -> Subject:
     """The workload of a job's own trials, with its η and β."""
     given = ("train_trace", "power_trace", *_SELECTION)
     named = [_flag(name) for name in given if getattr(options, name) is not None] + ["--all"] * options.all
@@ -180,23 +167,23 @@ def _recorded(options: argparse.Namespace) -> _Subject:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
     view = read_job(options)
     workload, job = recorded_workload(view), view.job
-    return _Subject(
+    return Subject(
         [workload],
         job.eta_knob,
         job.beta_knob,
-        recorded_account(view, workload),
+        recorded_savings(view, workload),
         None if workload.default_batch_size == job.default_batch_size else job.default_batch_size,
     )
 
 
-def _traced(options: argparse.Namespace) -> _Subject:
+def _traced(options: argparse.Namespace) -> Subject:
     """The workloads from the traces."""
     missing = [_flag(name) for name in ("train_trace", "power_trace") if getattr(options, name) is None]
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
     selections = _selections(options)
     traces = Traces.read(options.train_trace, options.power_trace)
-    return _Subject([traces.workload(selection) for selection in selections])
+    return Subject([traces.workload(selection) for selection in selections])
 
 
 def _selections(options: argparse.Namespace) -> Sequence[Selection]:
@@ -216,39 +203,6 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _as_json(
-    comparisons: Sequence[Comparison], price: float | None, recorded: Account | None, *, together: bool
-) -> dict[str, Any]:
-    workloads = [each.as_json(price, recorded) for each in comparisons]
-    if not together:
-        return workloads[0]
-    return {"workloads": workloads, "geometric_mean": geometric_means(comparisons)}
-
-
-def _history(comparisons: Sequence[Comparison]) -> list[dict[str, Any]]:
-    return [
-        {
-            "workload": each.workload.name,
-            "policy": str(policy),
-            "eta": each.eta,
-            "recurrence": trial.recurrence + 1,
-            "trial_number": trial.record.trial_number,
-            "batch_size": trial.record.batch_size,
-            "origin": str(trial.record.origin),
-            "state": str(trial.record.state),
-            "epochs": trial.record.epoch,
-            "time_s": trial.record.time_s,
-            "energy_j": trial.record.energy_j,
-            "cost_j": trial.cost_j,
-            "reason": trial.record.reason,
-            "message": trial.record.message,
-        }
-        for each in comparisons
-        for policy, job in each.first_jobs.items()
-        for trial in job.trials
-    ]
-
-
 def _at_least_1(text: str) -> int:
     number = int(text)
     if number < 1:
@@ -256,7 +210,8 @@ def _at_least_1(text: str) -> int:
     return number
 
 
-def _at_least_0(text: str) -> float:
+def at_least_0(text: str) -> float:
+    """The number that an option states, if it is finite and not negative."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
@@ -280,26 +235,3 @@ def _beta(text: str) -> float | str | None:
     if number <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
-
-
-def _landscape(text: str) -> Callable[[Workload], Workload]:
-    match = re.fullmatch(r"bad-neighbours|shuffled@(\d+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no landscape: write shuffled@1 or bad-neighbours")
-    if match[1] is None:
-        return Workload.with_bad_neighbours
-    return lambda workload: workload.shuffled(int(match[1]))
-
-
-def _picture(text: str) -> Path:
-    file = Path(text)
-    if file.suffix.lower().removeprefix(".") not in FORMATS:
-        raise argparse.ArgumentTypeError(f"{text}: a picture's name ends in .{', .'.join(FORMATS)}")
-    return file
-
-
-def _drift(text: str) -> int:
-    match = re.fullmatch(r"reversed@([1-9][0-9]*)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no drift: write reversed@50")
-    return int(match[1]) - 1

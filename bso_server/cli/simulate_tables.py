@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from bso_server.cli.tables import table
 from bso_server.simulate.results import Comparison, geometric_means
-from bso_server.simulate.savings import Account, Spending
+from bso_server.simulate.savings import Consumption, Savings
 
 
 def ratios_text(comparisons: Sequence[Comparison]) -> str:
@@ -38,24 +38,24 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def spending_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Account | None) -> str:
-    """Energy, time and money of all recurrences, and what of it each policy saves.
+def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Savings | None) -> str:
+    """Energy, time and money of all recurrences, and each policy's savings.
 
     Args:
         comparisons: Of workloads and values of η.
         price_per_kwh: In any currency; None leaves money out.
-        recorded: What the recorded job really took.
+        recorded: Savings of the recorded job.
     """
     amounts = ["ENERGY J", "KWH", "HOURS"] + ["MONEY"] * (price_per_kwh is not None)
     saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
     rows = []
     for each in comparisons:
-        name, eta, default = each.workload.name, f"{each.eta:g}", each.phases[0].landscape.default.batch_size
-        always = _amounts(each.default_spending, price_per_kwh)
+        name, eta, default = each.workload.name, f"{each.eta:g}", each.conditions.landscape.default.batch_size
+        always = _amounts(each.default_consumption, price_per_kwh)
         rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *[""] * len(saved)])
-        rows += [[name, policy, eta, *_account(each.account(policy), price_per_kwh)] for policy in each.results]
+        rows += [[name, policy, eta, *_savings(each.savings(policy), price_per_kwh)] for policy in each.results]
     if recorded is not None:
-        rows.append([comparisons[0].workload.name, "what it really did", "", *_account(recorded, price_per_kwh)])
+        rows.append([comparisons[0].workload.name, "what it really did", "", *_savings(recorded, price_per_kwh)])
     unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
     return (
         "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
@@ -64,21 +64,21 @@ def spending_text(comparisons: Sequence[Comparison], price_per_kwh: float | None
     )
 
 
-def _account(account: Account, price_per_kwh: float | None) -> list[str]:
+def _savings(savings: Savings, price_per_kwh: float | None) -> list[str]:
     return [
-        str(account.recurrences),
-        *_amounts(account.spent, price_per_kwh),
-        *_amounts(account.saved, price_per_kwh),
-        _percent(account.energy_share_saved),
-        _percent(account.time_share_saved),
+        str(savings.recurrences),
+        *_amounts(savings.consumed, price_per_kwh),
+        *_amounts(savings.saved, price_per_kwh),
+        _percent(savings.energy_share_saved),
+        _percent(savings.time_share_saved),
     ]
 
 
-def _amounts(spending: Spending | None, price_per_kwh: float | None) -> list[str]:
-    if spending is None:
+def _amounts(consumed: Consumption | None, price_per_kwh: float | None) -> list[str]:
+    if consumed is None:
         return ["-"] * (3 if price_per_kwh is None else 4)
-    money = [] if price_per_kwh is None else [spending.money(price_per_kwh)]
-    return [f"{amount:.4g}" for amount in (spending.energy_j, spending.energy_kwh, spending.time_h, *money)]
+    money = [] if price_per_kwh is None else [consumed.money(price_per_kwh)]
+    return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h, *money)]
 
 
 def _percent(share: float | None) -> str:

@@ -1,1 +1,1 @@
-"""What a policy would have done: recurring trainings replayed from traces, through the server's own decisions."""
+"""Simulated jobs: recurring trainings replayed from traces, through the server's own decisions."""

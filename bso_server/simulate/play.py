@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +12,7 @@ from bso_server.core.history import History, cost_of
 from bso_server.core.job import InMemoryJob
 from bso_server.core.model import JobConfig, Report, TrialRecord
 from bso_server.errors import NoSurvivorError
-from bso_server.simulate.savings import Spending
+from bso_server.simulate.savings import Consumption
 from bso_server.simulate.workload import Landscape, Profile
 from zeus_plugins.protocol import PolicyName, StopRule, TrialState
 
@@ -24,22 +23,28 @@ _PATIENCE = 20
 _TARGET = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """What the job is like from a recurrence on.
+@dataclass(frozen=True)
+class Conditions:
+    """The conditions under which a job recurs: always the same, on a machine of its own.
+
+    A subclass may let them vary.
 
     Attributes:
-        first: The recurrence, from 0.
-        landscape: What it is like.
+        landscape: Every batch size, in the first recurrence.
+        has_foresight: A training ends before the epoch that would cross its cost bound, as with Zeus's data loader, or
+            else after it.
     """
 
-    first: int
     landscape: Landscape
+    has_foresight: bool = True
 
+    def landscape_at(self, recurrence: int) -> Landscape:  # noqa: ARG002 - always the same
+        """Every batch size at a recurrence, counted from 0."""
+        return self.landscape
 
-def landscape_at(phases: Sequence[Phase], recurrence: int) -> Landscape:
-    """What the job is like at a recurrence, from 0."""
-    return next(phase.landscape for phase in reversed(phases) if phase.first <= recurrence)
+    def slowness(self, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
+        """A factor on the time and energy of one trial."""
+        return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,10 @@ class PlayedTrial:
     """One trial of a simulated job.
 
     Attributes:
-        recurrence: Which recurrence it belongs to, from 0.
+        recurrence: The recurrence that it belongs to, from 0.
         record: The trial as it ended.
-        cost_j: What it cost, joules.
-        epochs_to_target: What it would have needed; infinite if it would never have reached the target.
+        cost_j: Its cost, joules.
+        epochs_to_target: Epochs that it would have needed; infinite if it would never have reached the target.
     """
 
     recurrence: int
@@ -61,19 +66,19 @@ class PlayedTrial:
 
 @dataclass
 class Played:
-    """What became of one simulated job.
+    """One simulated job.
 
     Attributes:
-        history: What the job remembers in the end.
+        history: The job's memory in the end.
         costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
-        spent: Their energy and time, in the same way.
+        consumed: Their energy and time, in the same way.
         unfinished: Recurrences that were given up.
         trials: Every trial, in order of their ends.
     """
 
     history: History
     costs_j: list[float]
-    spent: list[Spending]
+    consumed: list[Consumption]
     unfinished: int = 0
     trials: list[PlayedTrial] = field(default_factory=list)
 
@@ -82,8 +87,8 @@ def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: obj
     """The job that a landscape is of.
 
     Args:
-        landscape: What runs take.
-        policy: How batch sizes are chosen.
+        landscape: Every batch size.
+        policy: The policy that chooses batch sizes.
         seed: Of the job's draws.
         fields: Others of `JobConfig`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
     """
@@ -100,28 +105,22 @@ def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: obj
 
 def play(
     job: JobConfig,
-    phases: Sequence[Phase],
+    conditions: Conditions,
     *,
     recurrences: int,
     concurrency: int = 1,
-    foresight: bool = True,
-    cost_noise_sd: float = 0.0,
     seed: int = 0,
 ) -> Played:
     """Let a job recur.
 
     Args:
         job: The job, whose `mab_seed` seeds its own draws.
-        phases: What it is like, the first phase from recurrence 0 on.
-        recurrences: How often.
-        concurrency: How many of them are always under way.
-        foresight: Whether a training ends before the epoch that would cross its cost bound, as Zeus's data loader does;
-            else after it.
-        cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
-            on which others work, too.
-        seed: Seeds which recorded run each trial follows, and that factor.
+        conditions: The conditions under which it does.
+        recurrences: Number of recurrences.
+        concurrency: Number of them that are always under way.
+        seed: Seeds the choice of the recorded run that each trial follows, and the draws of the conditions.
     """
-    return _Player(job, phases, recurrences, concurrency, foresight, cost_noise_sd, seed).play()
+    return _Player(job, conditions, recurrences, concurrency, seed).play()
 
 
 @dataclass
@@ -144,7 +143,7 @@ class _Run:
         return self.profile.epoch_j * self.slowness
 
     def report_at(self, epochs: int) -> Report:
-        """What it reports after so many epochs."""
+        """Its report after so many epochs."""
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
         later = epochs - 1
         return Report(
@@ -156,25 +155,15 @@ class _Run:
 
 
 class _Player:
-    def __init__(
-        self,
-        job: JobConfig,
-        phases: Sequence[Phase],
-        recurrences: int,
-        concurrency: int,
-        foresight: bool,
-        cost_noise_sd: float,
-        seed: int,
-    ) -> None:
-        self._job, self._phases = job, phases
-        self._recurrences, self._concurrency, self._foresight = recurrences, concurrency, foresight
-        self._cost_noise_sd = cost_noise_sd
+    def __init__(self, job: JobConfig, conditions: Conditions, recurrences: int, concurrency: int, seed: int) -> None:
+        self._job, self._conditions = job, conditions
+        self._recurrences, self._concurrency = recurrences, concurrency
         self._rng = np.random.default_rng(job.mab_seed)
         self._playing = InMemoryJob(job)
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
-        self._played = Played(self._playing.history, [0.0] * recurrences, [Spending()] * recurrences)
-        # What happens next: time, order of insertion, run.
+        self._played = Played(self._playing.history, [0.0] * recurrences, [Consumption()] * recurrences)
+        # Events to come: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
         self._pushed = 0
 
@@ -206,7 +195,7 @@ class _Player:
             self._played.unfinished += self._recurrences - recurrence
             self._recurrences = recurrence
             return
-        profile = landscape_at(self._phases, recurrence).profiles[trial.batch_size]
+        profile = self._conditions.landscape_at(recurrence).profiles[trial.batch_size]
         run = _Run(
             recurrence,
             trial,
@@ -215,14 +204,10 @@ class _Player:
             profiles_limits=trial.batch_size not in self._profiled,
             began_s=now_s,
             attempts=attempts + 1,
-            slowness=self._slowness(),
+            slowness=self._conditions.slowness(self._draws),
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
-
-    def _slowness(self) -> float:
-        sd = self._cost_noise_sd
-        return float(self._draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
 
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs
@@ -230,7 +215,7 @@ class _Player:
         heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, self._pushed, run))
 
     def _report(self, run: _Run, now_s: float) -> bool:  # noqa: ARG002 - what happens depends on the order alone
-        """Report where a run stands; whether that ended it."""
+        """Report the state of a run; True if that ended it."""
         report = run.report_at(run.epochs)
         run.trial, verdict = self._playing.report(
             run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
@@ -240,14 +225,14 @@ class _Player:
             return False
         cost_j = cost_of(self._job, run.trial)
         self._played.costs_j[run.recurrence] += cost_j
-        self._played.spent[run.recurrence] += Spending(report.energy_j, report.time_s)
+        self._played.consumed[run.recurrence] += Consumption(report.energy_j, report.time_s)
         self._played.trials.append(PlayedTrial(run.recurrence, run.trial, cost_j, run.epochs_to_target))
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:
         """The rule by which a training with foresight ends itself at this report; None if it does not."""
         rule = self._playing.stop_rule(run.trial.trial_number)
-        if not self._foresight or rule.max_cost_j is None:
+        if not self._conditions.has_foresight or rule.max_cost_j is None:
             return None
         spent_j = cost_of(self._job, report)
         if spent_j > rule.max_cost_j or spent_j + run.epoch_j <= rule.max_cost_j:
@@ -266,5 +251,5 @@ class _Player:
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
             # Rounding may name the epoch before; its report then goes through as any other.
-            epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._foresight))
+            epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._conditions.has_foresight))
         return max(int(epochs), run.epochs + 1)

@@ -1,11 +1,11 @@
-"""A job's own trials as a workload, so that the simulator can ask what another policy would have made of them."""
+"""A job's own trials as a workload, on which the simulator plays other policies."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 
-from bso_server.simulate.savings import Account, Spending
+from bso_server.simulate.savings import Consumption, Savings
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from zeus_plugins.protocol import JobView, TrialState, TrialView
 
@@ -43,8 +43,8 @@ def recorded_workload(view: JobView) -> Workload:
     )
 
 
-def recorded_account(view: JobView, workload: Workload) -> Account:
-    """What all trials of a job have taken until now, however they ended, against as many runs of the default size.
+def recorded_savings(view: JobView, workload: Workload) -> Savings:
+    """Savings of all trials of a job until now, however they ended, over as many runs of the default size.
 
     Args:
         view: The job; a trial that reached the target is a recurrence of it.
@@ -54,10 +54,10 @@ def recorded_account(view: JobView, workload: Workload) -> Account:
         ValueError: No trial has reached the target within `max_epochs`.
     """
     recurrences = sum(trial.state is TrialState.COMPLETED for trial in view.trials)
-    spent = sum((Spending(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Spending())
+    consumed = sum((Consumption(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Consumption())
     # Energy and time of the default are the same for each η.
-    expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_spending
-    return Account(recurrences, spent, None if expected is None else expected * recurrences)
+    expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_consumption
+    return Savings(recurrences, consumed, None if expected is None else expected * recurrences)
 
 
 _MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}

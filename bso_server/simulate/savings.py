@@ -1,4 +1,4 @@
-"""Energy, time and money: what recurrences took, beside what the default batch size would have taken."""
+"""Energy, time and money that recurrences took and saved, compared with the default batch size."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _SECONDS_PER_HOUR = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Spending:
-    """What trainings took.
+class Consumption:
+    """Energy and time of trainings.
 
     Attributes:
         energy_j: Joules.
@@ -21,14 +21,14 @@ class Spending:
     energy_j: float = 0.0
     time_s: float = 0.0
 
-    def __add__(self, other: Spending) -> Spending:
-        return Spending(self.energy_j + other.energy_j, self.time_s + other.time_s)
+    def __add__(self, other: Consumption) -> Consumption:
+        return Consumption(self.energy_j + other.energy_j, self.time_s + other.time_s)
 
-    def __sub__(self, other: Spending) -> Spending:
-        return Spending(self.energy_j - other.energy_j, self.time_s - other.time_s)
+    def __sub__(self, other: Consumption) -> Consumption:
+        return Consumption(self.energy_j - other.energy_j, self.time_s - other.time_s)
 
-    def __mul__(self, times: float) -> Spending:
-        return Spending(self.energy_j * times, self.time_s * times)
+    def __mul__(self, times: float) -> Consumption:
+        return Consumption(self.energy_j * times, self.time_s * times)
 
     @property
     def energy_kwh(self) -> float:
@@ -41,7 +41,7 @@ class Spending:
         return self.time_s / _SECONDS_PER_HOUR
 
     def money(self, price_per_kwh: float) -> float:
-        """What the energy cost, in the price's currency."""
+        """Price of the energy, in the currency of `price_per_kwh`."""
         return self.energy_kwh * price_per_kwh
 
     def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
@@ -51,45 +51,45 @@ class Spending:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
-    """What a number of recurrences took, against what they would have taken at the default batch size.
+class Savings:
+    """Savings of a number of recurrences over as many at the default batch size.
 
     Attributes:
-        recurrences: How many.
-        spent: What they took, all their trials included.
-        default: What they are expected to take at the default; None if that never reaches the target.
+        recurrences: Their number.
+        consumed: Energy and time of all their trials.
+        default: Expected at the default batch size; None if that never reaches the target.
     """
 
     recurrences: int
-    spent: Spending
-    default: Spending | None
+    consumed: Consumption
+    default: Consumption | None
 
     @property
-    def saved(self) -> Spending | None:
-        """What was saved; None where the default never reaches the target."""
-        return None if self.default is None else self.default - self.spent
+    def saved(self) -> Consumption | None:
+        """Energy and time saved; None where the default never reaches the target."""
+        return None if self.default is None else self.default - self.consumed
 
     @property
     def energy_share_saved(self) -> float | None:
         """The share of the default's energy that was saved; None where that is unknown or 0 J."""
-        return None if self.default is None else _share_saved(self.spent.energy_j, self.default.energy_j)
+        return None if self.default is None else _share_saved(self.consumed.energy_j, self.default.energy_j)
 
     @property
     def time_share_saved(self) -> float | None:
         """The same of time."""
-        return None if self.default is None else _share_saved(self.spent.time_s, self.default.time_s)
+        return None if self.default is None else _share_saved(self.consumed.time_s, self.default.time_s)
 
     def as_json(self, price_per_kwh: float | None) -> dict[str, Any]:
-        """The same in JSON's types, without what the default takes."""
+        """The same in JSON's types, without the consumption at the default."""
         saved = None if self.saved is None else self.saved.as_json(price_per_kwh)
         return {
             "recurrences": self.recurrences,
-            **self.spent.as_json(price_per_kwh),
+            **self.consumed.as_json(price_per_kwh),
             "saved": saved,
             "energy_share_saved": self.energy_share_saved,
             "time_share_saved": self.time_share_saved,
         }
 
 
-def _share_saved(spent: float, default: float) -> float | None:
-    return 1 - spent / default if default else None
+def _share_saved(consumed: float, default: float) -> float | None:
+    return 1 - consumed / default if default else None

@@ -22,7 +22,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which workload to take from the traces.
+    """The choice of a workload in the traces.
 
     Attributes:
         dataset: As in the traces; likewise `network` and `optimizer`.

@@ -1,20 +1,18 @@
-"""A recurring training as traces know it: what a run at each batch size takes and costs."""
+"""A recurring training as traces know it: epochs, energy, time and cost of a run at each batch size."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
-
-from bso_server.simulate.savings import Spending
+from bso_server.simulate.savings import Consumption
 from zeus_plugins.protocol import cost
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """What one epoch takes.
+    """Time and energy of one epoch.
 
     Attributes:
         time_s: Seconds.
@@ -31,7 +29,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class SizeTrace:
-    """What is recorded of one batch size.
+    """The recorded runs of one batch size.
 
     Attributes:
         batch_size: The size.
@@ -51,7 +49,7 @@ class Workload:
     Attributes:
         name: For people.
         sizes: Its batch sizes, ascending.
-        default_batch_size: What its owner would take.
+        default_batch_size: Its owner's choice.
         max_epochs: A run that has not reached the target by then has failed.
         max_power_w: The largest power limit of the GPU.
     """
@@ -62,38 +60,10 @@ class Workload:
     max_epochs: int
     max_power_w: float
 
-    def reversed(self) -> Workload:
-        """The same job after a drift: what the smallest size needed of epochs, the largest now needs, and so on."""
-        return self._needing([size.epochs_to_target for size in reversed(self.sizes)])
-
-    def shuffled(self, seed: int) -> Workload:
-        """A job that is not smooth: what its sizes need of epochs, dealt out anew; the default reaches the target."""
-        rng = np.random.default_rng(seed)
-        place = [size.batch_size for size in self.sizes].index(self.default_batch_size)
-        while True:
-            paths = [self.sizes[index].epochs_to_target for index in rng.permutation(len(self.sizes))]
-            if min(paths[place]) <= self.max_epochs:
-                return self._needing(paths)
-
-    def with_bad_neighbours(self) -> Workload:
-        """A job whose default is a hill's top as seen from beside it: the next sizes need three times the epochs."""
-        place = [size.batch_size for size in self.sizes].index(self.default_batch_size)
-        factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(self.sizes))]
-        return self._needing(
-            [
-                tuple(factor * epochs for epochs in size.epochs_to_target)
-                for size, factor in zip(self.sizes, factors, strict=True)
-            ]
-        )
-
-    def _needing(self, paths: Sequence[tuple[float, ...]]) -> Workload:
-        sizes = (replace(size, epochs_to_target=path) for size, path in zip(self.sizes, paths, strict=True))
-        return replace(self, sizes=tuple(sizes))
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a run at one batch size takes, power limits being decided.
+    """A run at one batch size, power limits being decided.
 
     Attributes:
         batch_size: The size.
@@ -118,11 +88,11 @@ class Profile:
         return self.expected_epochs * self.epoch_j
 
     @property
-    def expected_spending(self) -> Spending | None:
-        """What so many epochs take; None if no run reaches the target."""
+    def expected_consumption(self) -> Consumption | None:
+        """Energy and time of so many epochs; None if no run reaches the target."""
         if math.isinf(self.expected_epochs):
             return None
-        return Spending(self.epoch.energy_j, self.epoch.time_s) * self.expected_epochs
+        return Consumption(self.epoch.energy_j, self.epoch.time_s) * self.expected_epochs
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +102,7 @@ class Landscape:
     Attributes:
         profiles: Per batch size, ascending.
         oracle: The profile with the lowest expected cost.
-        default: The profile of the default size at the maximum power limit: what the owner pays without an optimizer.
+        default: The profile of the default size at the maximum power limit, the owner's without an optimizer.
     """
 
     profiles: dict[int, Profile]

@@ -1,4 +1,4 @@
-"""Pictures of comparisons: what policies waste, what they believe, and which trials they give up."""
+"""Pictures of studies: costs over recurrences, predictions beside the truth, and the trials of one job."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from benchmarks.policies.predictions import predicted_costs
+from benchmarks.policies.study import Study
 from bso_server.simulate.play import PlayedTrial
-from bso_server.simulate.predictions import believed_costs
-from bso_server.simulate.results import Comparison
 from zeus_plugins.protocol import PolicyName, TrialState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = ("png", "svg", "pdf")
-"""What a picture's name may end in."""
+"""Endings of a picture's name."""
 
 # How trials look that ended so: in words, marker, colour.
 _LOOKS = {
@@ -29,12 +29,12 @@ _LOOKS = {
 _Draw: TypeAlias = "Callable[[Axes], None]"
 
 
-def plot(comparisons: Sequence[Comparison], file: Path) -> None:
-    """Draw the panels of each comparison, in a row for each if there are several.
+def plot(studies: Sequence[Study], file: Path) -> None:
+    """Draw the panels of each study, in a row for each if there are several.
 
     Args:
-        comparisons: What to draw, all of the same policies.
-        file: Where to; its ending is one of `FORMATS`.
+        studies: Studies of the same policies.
+        file: The picture; its ending is one of `FORMATS`.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -42,8 +42,8 @@ def plot(comparisons: Sequence[Comparison], file: Path) -> None:
     # Not with the module: matplotlib takes a second to load and is an extra of its own.
     from matplotlib.figure import Figure
 
-    draws = [draw for comparison in comparisons for draw in _panels(comparison)]
-    columns = len(draws) // len(comparisons) if len(comparisons) > 1 else math.ceil(len(draws) / 2)
+    draws = [draw for each in studies for draw in _panels(each)]
+    columns = len(draws) // len(studies) if len(studies) > 1 else math.ceil(len(draws) / 2)
     rows = math.ceil(len(draws) / columns)
     figure = Figure(figsize=(5.0 * columns, 3.6 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -55,59 +55,62 @@ def plot(comparisons: Sequence[Comparison], file: Path) -> None:
     figure.savefig(file)
 
 
-def _panels(comparison: Comparison) -> list[_Draw]:
-    draws: list[_Draw] = [partial(_draw_ratios, comparison), partial(_draw_regrets, comparison)]
-    if PolicyName.GP_VOI in comparison.first_jobs:
-        draws.append(partial(_draw_costs, comparison))
-    return draws + [partial(_draw_trials, comparison, policy) for policy in comparison.first_jobs]
+def _panels(study: Study) -> list[_Draw]:
+    draws: list[_Draw] = [partial(_draw_ratios, study), partial(_draw_regrets, study)]
+    if PolicyName.GP_VOI in study.first_jobs:
+        draws.append(partial(_draw_costs, study))
+    return draws + [partial(_draw_trials, study, policy) for policy in study.first_jobs]
 
 
-def _title(comparison: Comparison) -> str:
-    return f"{comparison.workload.name}, η = {comparison.eta:g}"
+def _title(study: Study) -> str:
+    return f"{study.comparison.workload.name}, η = {study.comparison.eta:g}"
 
 
-def _draw_ratios(comparison: Comparison, panel: Axes) -> None:
+def _draw_ratios(study: Study, panel: Axes) -> None:
     """Total cost over the oracle's, after each recurrence."""
-    for policy, curve in comparison.curves.items():
+    for policy, curve in study.curves.items():
         panel.plot(range(1, len(curve) + 1), curve, label=policy)
-    if comparison.default_ratio is not None:
-        default = comparison.phases[0].landscape.default.batch_size
+    if study.comparison.default_ratio is not None:
+        default = study.comparison.conditions.landscape.default.batch_size
         label = f"always {default}, at full power"
-        panel.axhline(comparison.default_ratio, color="grey", linestyle=":", label=label)
-    panel.set(title=_title(comparison), xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
+        panel.axhline(study.comparison.default_ratio, color="grey", linestyle=":", label=label)
+    panel.set(title=_title(study), xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
 
 
-def _draw_regrets(comparison: Comparison, panel: Axes) -> None:
+def _draw_regrets(study: Study, panel: Axes) -> None:
     """What was paid more than the oracle would have paid, after each recurrence."""
-    for policy, regret in comparison.regrets.items():
+    for policy, regret in study.regrets.items():
         panel.plot(range(1, len(regret) + 1), regret, label=policy)
-    panel.set(title=_title(comparison), xlabel="recurrences", ylabel="regret, in runs of the oracle")
+    panel.set(title=_title(study), xlabel="recurrences", ylabel="regret, in runs of the oracle")
 
 
-def _draw_costs(comparison: Comparison, panel: Axes) -> None:
-    """Cost of a run by batch size: as `gp_voi` believes in the end, as it is, and as trials of the first job found."""
-    job = comparison.first_jobs[PolicyName.GP_VOI]
+def _draw_costs(study: Study, panel: Axes) -> None:
+    """Cost of a run by batch size: predicted by `gp_voi` in the end, true, and of each trial of the first job."""
+    job = study.first_jobs[PolicyName.GP_VOI]
     sizes = job.history.job.batch_sizes
-    if believed := believed_costs(job.history):
-        low, high = [each.low_j for each in believed], [each.high_j for each in believed]
-        panel.fill_between(sizes, low, high, alpha=0.2, label="90 % of runs, as believed")
-        panel.plot(sizes, [each.expected_j for each in believed], label="expected, as believed")
-    truth = [profile.expected_cost_j for profile in comparison.phases[-1].landscape.profiles.values()]
+    if predicted := predicted_costs(job.history):
+        low, high = [each.low_j for each in predicted], [each.high_j for each in predicted]
+        panel.fill_between(sizes, low, high, alpha=0.2, label="90 % of runs, as predicted")
+        panel.plot(sizes, [each.expected_j for each in predicted], label="expected, as predicted")
+    truth = [
+        profile.expected_cost_j
+        for profile in study.comparison.conditions.landscape_at(study.comparison.recurrences - 1).profiles.values()
+    ]
     # What is infinite is left out.
     panel.plot(sizes, [cost if math.isfinite(cost) else math.nan for cost in truth], "k--", label="expected, in truth")
     _mark(panel, job.trials, lambda trial: (trial.record.batch_size, trial.cost_j))
-    panel.set(title=f"{_title(comparison)}: gp_voi", xlabel="batch size", ylabel="cost of a run (J)", yscale="log")
+    panel.set(title=f"{_title(study)}: gp_voi", xlabel="batch size", ylabel="cost of a run (J)", yscale="log")
     panel.set_xscale("log", base=2)
     panel.set_xticks(sizes, labels=[str(size) for size in sizes], rotation=90, fontsize="small")
     panel.set_xticks([], minor=True)
 
 
-def _draw_trials(comparison: Comparison, policy: PolicyName, panel: Axes) -> None:
+def _draw_trials(study: Study, policy: PolicyName, panel: Axes) -> None:
     """How many epochs each trial of the first job ran, might have run, and would have needed; the stopped with size."""
-    trials = comparison.first_jobs[policy].trials
+    trials = study.first_jobs[policy].trials
     stopped = [trial for trial in trials if trial.record.state is TrialState.EARLY_STOPPED]
     if stopped:
-        needed = [min(trial.epochs_to_target, comparison.workload.max_epochs) for trial in stopped]
+        needed = [min(trial.epochs_to_target, study.comparison.workload.max_epochs) for trial in stopped]
         numbers, epochs = [each.record.trial_number for each in stopped], [each.record.epoch for each in stopped]
         panel.vlines(numbers, epochs, needed, color="grey", linewidth=0.8, label="what it would still have needed")
     for trial in stopped:
@@ -118,7 +121,7 @@ def _draw_trials(comparison: Comparison, policy: PolicyName, panel: Axes) -> Non
     bounds = [(trial.record.trial_number, trial.record.bound.epochs) for trial in trials if trial.record.bound]
     _scatter(panel, bounds, marker="_", color="grey", label="its bound")
     _mark(panel, trials, lambda trial: (trial.record.trial_number, trial.record.epoch))
-    panel.set(title=f"{_title(comparison)}: {policy}", xlabel="trial", ylabel="epochs")
+    panel.set(title=f"{_title(study)}: {policy}", xlabel="trial", ylabel="epochs")
     panel.set_ylim(0, 1.05 * panel.get_ylim()[1])
 
 

@@ -1,4 +1,4 @@
-"""What policy `gp_voi` believes in the end that a run costs at each batch size, to be compared with the truth."""
+"""Predictions of policy `gp_voi` for the cost of a run at each batch size, to be compared with the truth."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SDS_OF_90_PERCENT = 1.6449
 
 
 @dataclass(frozen=True, slots=True)
-class BelievedCost:
+class PredictedCost:
     """Cost of a run at one batch size, the runs included that have to be repeated because they fail.
 
     Attributes:
@@ -29,8 +29,8 @@ class BelievedCost:
     high_j: float
 
 
-def believed_costs(history: History) -> list[BelievedCost]:
-    """The cost of a run at each of a job's batch sizes, ascending; of none while no trial has said anything of it.
+def predicted_costs(history: History) -> list[PredictedCost]:
+    """The predicted cost of a run at each of a job's batch sizes, ascending; of none before the first measurement.
 
     The log of a run's cost is normal, with the variance of what is expected and that from run to run together.
 
@@ -47,5 +47,5 @@ def believed_costs(history: History) -> list[BelievedCost]:
         mean, variance = float(outlook.costs.mean[index]), max(float(outlook.costs.covariance[index, index]), 0.0)
         reach = _SDS_OF_90_PERCENT * math.sqrt(variance + run_variance)
         expected_j = outlook.expected_cost_j(index)
-        costs.append(BelievedCost(size, expected_j, math.exp(mean - reach), math.exp(mean + reach)))
+        costs.append(PredictedCost(size, expected_j, math.exp(mean - reach), math.exp(mean + reach)))
     return costs

@@ -1,0 +1,71 @@
+"""Jobs that change, machines on which others work, and landscapes that are not smooth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bso_server.simulate.play import Conditions
+from bso_server.simulate.workload import Landscape, Workload
+
+
+@dataclass(frozen=True)
+class VaryingConditions(Conditions):
+    """Conditions that change from recurrence to recurrence.
+
+    Attributes:
+        drift_at: The first recurrence after a drift, counted from 0; None without one.
+        landscape_after: Every batch size from then on; None without a drift.
+        cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
+            on which others work, too.
+    """
+
+    drift_at: int | None = None
+    landscape_after: Landscape | None = None
+    cost_noise_sd: float = 0.0
+
+    def landscape_at(self, recurrence: int) -> Landscape:
+        """Every batch size at a recurrence, counted from 0."""
+        has_drifted = self.drift_at is not None and recurrence >= self.drift_at
+        return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
+
+    def slowness(self, draws: np.random.Generator) -> float:
+        """A factor on the time and energy of one trial."""
+        sd = self.cost_noise_sd
+        return float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
+
+
+def in_reverse(workload: Workload) -> Workload:
+    """The same job after a drift: the largest size now needs the epochs that the smallest did, and so on."""
+    return _needing(workload, [size.epochs_to_target for size in reversed(workload.sizes)])
+
+
+def shuffled(workload: Workload, seed: int) -> Workload:
+    """A job that is not smooth: its sizes' epochs to the target, dealt out anew; the default reaches the target."""
+    rng = np.random.default_rng(seed)
+    while True:
+        paths = [workload.sizes[index].epochs_to_target for index in rng.permutation(len(workload.sizes))]
+        if min(paths[_default_place(workload)]) <= workload.max_epochs:
+            return _needing(workload, paths)
+
+
+def with_bad_neighbours(workload: Workload) -> Workload:
+    """A job whose default is a hill's top as seen from beside it: the next sizes need three times their epochs."""
+    place = _default_place(workload)
+    factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(workload.sizes))]
+    paths = [
+        tuple(factor * epochs for epochs in size.epochs_to_target)
+        for size, factor in zip(workload.sizes, factors, strict=True)
+    ]
+    return _needing(workload, paths)
+
+
+def _default_place(workload: Workload) -> int:
+    return [size.batch_size for size in workload.sizes].index(workload.default_batch_size)
+
+
+def _needing(workload: Workload, paths: Sequence[tuple[float, ...]]) -> Workload:
+    sizes = (replace(size, epochs_to_target=path) for size, path in zip(workload.sizes, paths, strict=True))
+    return replace(workload, sizes=tuple(sizes))

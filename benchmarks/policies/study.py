@@ -1,0 +1,116 @@
+"""Policies on a workload, looked at more closely: curves, the job of the first seed, and what follows a drift."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from benchmarks.policies.conditions import VaryingConditions, in_reverse
+from bso_server.simulate.play import Conditions, Played
+from bso_server.simulate.results import (
+    Comparison,
+    Setting,
+    compare,
+    landscape_of,
+    mean_curve,
+    oracle_costs_j,
+    played,
+    running_ratios,
+)
+from bso_server.simulate.workload import Workload
+from zeus_plugins.protocol import PolicyName
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison under conditions of its own.
+
+    Attributes:
+        comparison: The policies' results.
+        setting: The extent and the parameters.
+        drift_at: The first recurrence after a drift, counted from 0; None without one.
+    """
+
+    comparison: Comparison
+    setting: Setting
+    drift_at: int | None = None
+
+    @cached_property
+    def first_jobs(self) -> Mapping[PolicyName, Played]:
+        """By policy the job of the first seed, played once more."""
+        workload, conditions = self.comparison.workload, self.comparison.conditions
+        return {policy: played(workload, conditions, policy, self.setting, 0) for policy in self.comparison.results}
+
+    @property
+    def curves(self) -> Mapping[PolicyName, Sequence[float]]:
+        """By policy the mean over the seeds of the total cost over the oracle's, after each recurrence."""
+        return {
+            policy: mean_curve([running_ratios(job_j, self._oracle_j) for job_j in costs_j])
+            for policy, costs_j in self.comparison.costs_j.items()
+        }
+
+    @property
+    def regrets(self) -> Mapping[PolicyName, Sequence[float]]:
+        """Likewise of the sum of the costs above the oracle's, in runs of the oracle."""
+        return {
+            policy: mean_curve([_running_regrets(job_j, self._oracle_j) for job_j in costs_j])
+            for policy, costs_j in self.comparison.costs_j.items()
+        }
+
+    def ratio_since_drift(self, policy: PolicyName) -> float | None:
+        """Cost of all recurrences since the drift over the oracle's, mean over the seeds; None without a drift."""
+        if self.drift_at is None or self.drift_at >= self.comparison.recurrences:
+            return None
+        costs_j = self.comparison.costs_j[policy]
+        spent_j = sum(sum(job_j[self.drift_at :]) for job_j in costs_j)
+        return spent_j / (sum(self._oracle_j[self.drift_at :]) * len(costs_j))
+
+    def add_ratios_since_drift(self, document: dict[str, Any]) -> None:
+        """Add ``ratio_since_drift`` to the policies of the comparison's JSON, where there is one."""
+        for policy in self.comparison.results:
+            ratio = self.ratio_since_drift(policy)
+            if ratio is not None:
+                document["policies"][str(policy)]["ratio_since_drift"] = ratio
+
+    @property
+    def _oracle_j(self) -> list[float]:
+        return oracle_costs_j(self.comparison.conditions, self.comparison.recurrences)
+
+
+def study(
+    workload: Workload,
+    policies: Sequence[PolicyName],
+    setting: Setting,
+    *,
+    foresight: bool = True,
+    cost_noise_sd: float = 0.0,
+    drift_at: int | None = None,
+) -> Study:
+    """Simulate a workload with each of these policies.
+
+    Args:
+        workload: The job.
+        policies: The policies.
+        setting: The extent and the parameters.
+        foresight: See `Conditions.has_foresight`.
+        cost_noise_sd: See `VaryingConditions`.
+        drift_at: From this recurrence on, the sizes' epochs to the target are those of the sizes in reverse order.
+
+    Raises:
+        ValueError: No recorded run reaches the target.
+    """
+    conditions: Conditions = VaryingConditions(
+        landscape_of(workload, setting),
+        foresight,
+        drift_at=drift_at,
+        landscape_after=None if drift_at is None else landscape_of(in_reverse(workload), setting),
+        cost_noise_sd=cost_noise_sd,
+    )
+    return Study(compare(workload, policies, setting, conditions), setting, drift_at)
+
+
+def _running_regrets(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
+    return list(accumulate(cost_j / least_j - 1 for cost_j, least_j in zip(costs_j, oracle_j, strict=True)))

@@ -1,0 +1,67 @@
+"""Workloads and traces made by hand, whose costs can be counted, for the tests on simulated jobs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload
+
+# Two power limits; an epoch at the lower one takes longer and less energy.
+EPOCHS = {100.0: Epoch(20, 1600), 200.0: Epoch(10, 1800)}
+# At η = 0.5 and 200 W an epoch costs 0.5·1600 + 0.5·200·20 = 2800 J, or 0.5·1800 + 0.5·200·10 = 1900 J.
+HALF = {100.0: Epoch(10, 800), 200.0: Epoch(5, 900)}
+NEVER = (math.inf,)
+WORKLOAD = Workload(
+    "made up",
+    (
+        SizeTrace(8, (8.0,), EPOCHS),
+        SizeTrace(16, (4.0,), EPOCHS),
+        SizeTrace(32, (6.0,), HALF),
+        SizeTrace(64, NEVER, HALF),
+    ),
+    default_batch_size=16,
+    max_epochs=20,
+    max_power_w=200.0,
+)
+
+TRAIN = """dataset,network,batch_size,optimizer,learning_rate,run,target_metric,target_epoch
+digits,mlp,16,adam,1e-2,1,0.9,4
+digits,mlp,16,adam,1e-2,1,0.8,2
+digits,mlp,16,adam,1e-2,2,0.9,5
+digits,mlp,32,adam,1e-2,1,0.90,
+digits,mlp,32,adam,1e-2,2,0.9,nan
+digits,mlp,64,adam,1e-2,1,0.9,3
+digits,mlp,16,sgd,1e-2,1,0.9,1
+faces,mlp,16,adam,1e-2,1,0.9,1
+"""
+POWER = """dataset,network,batch_size,optimizer,power_limit,time_per_epoch,average_power
+digits,mlp,16,adam,100,20,80
+digits,mlp,16,adam,200,10,180
+digits,mlp,32,adam,200,5,180
+digits,mlp,128,adam,200,5,180
+"""
+DIGITS_ARGUMENTS = [
+    *("--dataset", "digits", "--network", "mlp", "--optimizer", "adam"),
+    *("--target-metric", "0.9", "--max-epochs", "20", "--default-batch-size", "24"),
+]
+
+
+def only(batch_size: int, **changes: object) -> Workload:
+    """The workload with that size alone."""
+    sizes = tuple(size for size in WORKLOAD.sizes if size.batch_size == batch_size)
+    return replace(WORKLOAD, sizes=sizes, default_batch_size=batch_size, **changes)  # type: ignore[arg-type]
+
+
+def trace_files(folder: Path) -> list[str]:
+    """The traces on disk, and the arguments that name them."""
+    train, power = folder / "train.csv", folder / "power.csv"
+    train.write_text(TRAIN)
+    power.write_text(POWER)
+    return ["--train-trace", str(train), "--power-trace", str(power)]
+
+
+def without_padding(text: str) -> str:
+    """The text with a single blank between words."""
+    return " ".join(text.split())
