@@ -1,4 +1,4 @@
-"""What the ``bso-server`` commands share: settings from the command line, and the database that they name."""
+"""Shared by the ``bso-server`` commands: settings from the command line, and the database that they name."""
 
 from __future__ import annotations
 

@@ -41,9 +41,9 @@ class Display:
 
     Args:
         job: The recurring job.
-        recurrences: How many are to come.
+        recurrences: Number of recurrences to come.
         verbose: Show the numbers behind each decision, too.
-        console: Where to write.
+        console: The console to write to.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Display:
         self._console.print(_row(self._cells(recurrence, trial)))
 
     def conclude(self, outcome: Outcome) -> None:
-        """Say what was found, what it saves, and where the time went."""
+        """Print the best size, its saving, and the use of the time."""
         job, trials = outcome.job, outcome.job.trials
         best, default = job.best_batch_size, job.job.default_batch_size
         mean_cost_j = {arm.batch_size: arm.mean_cost_j for arm in job.arms}

@@ -29,8 +29,8 @@ class Outcome:
         job: The job with all its trials, as the server tells it.
         recurrences: Number of recurrences.
         wall_s: Seconds that all of it took, server start and process starts included.
-        database_url: What to give to `bso-server serve` to see the trials again.
-        directory: Where `summary.json` and `costs.png` are.
+        database_url: The database, for `bso-server` to show the trials again.
+        directory: The directory of `summary.json` and `costs.png`.
     """
 
     job: JobView

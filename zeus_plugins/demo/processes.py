@@ -41,7 +41,7 @@ class Launcher:
         """Run the module's `main` in a new process, whose exit code is the status.
 
         Args:
-            arguments: What `main` is given.
+            arguments: Arguments of `main`.
             log: Its standard output and error are appended to this file.
         """
         try:

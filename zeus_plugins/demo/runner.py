@@ -30,7 +30,7 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, v
     """Let the job recur, shown on the terminal; leave the database, a summary and a plot in `directory`.
 
     Args:
-        recurrences: How often the training recurs, each time until it reaches its target.
+        recurrences: Number of recurrences, each of which lasts until the training reaches its target.
         directory: Made if need be. The database of an earlier demo in it is replaced.
         policy: Chooses the batch sizes.
         verbose: Show the numbers behind each decision, too.

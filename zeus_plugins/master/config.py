@@ -47,7 +47,7 @@ class MasterTable(_Table):
 
     Attributes:
         batch_sizes: Sizes to choose from.
-        recurrences: How often the job recurs, unless the command line says otherwise.
+        recurrences: Number of recurrences, unless the command line says otherwise.
         eta_knob: η of the cost.
         beta_knob: β of the cost bound; ``inf``: none.
         seed: Seed of the first run.
@@ -90,7 +90,7 @@ class ExecutorTable(_Table):
 
     Attributes:
         kind: ``"local"``: on this machine; ``"slurm"``: as jobs of a Slurm cluster, by submitit.
-        parameters: What submitit's ``AutoExecutor.update_parameters`` takes.
+        parameters: Arguments of submitit's ``AutoExecutor.update_parameters``.
     """
 
     kind: Literal["local", "slurm"] = "local"

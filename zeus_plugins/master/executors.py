@@ -32,9 +32,9 @@ class Launch:
 
     Attributes:
         command: Program and arguments.
-        workdir: Where it runs; None: where the master runs.
+        workdir: Its working directory; None: the master's.
         environ: Environment variables that it gets beside the master's own.
-        log: Where its output is appended.
+        log: File to which its output is appended.
     """
 
     command: Sequence[str]
@@ -173,7 +173,7 @@ def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
     Args:
         log: The file; it need not exist yet.
         show: Gets the text, from another thread.
-        offset: Where to begin, bytes.
+        offset: Start within the log, bytes.
     """
     over = threading.Event()
 

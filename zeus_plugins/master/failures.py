@@ -25,7 +25,7 @@ class FailedTryError(ZeusBSOTrainFailError):
 
     Attributes:
         outcome: ``infeasible`` if it ran out of memory, else ``failed``.
-        time_s: How long it ran, seconds.
+        time_s: Its duration, seconds.
     """
 
     def __init__(self, reason: str, *, outcome: Literal["failed", "infeasible"], time_s: float) -> None:

@@ -33,7 +33,7 @@ class HistoryEntry:
         bs: Global batch size.
         pl: Power limit of each GPU in watts; None where the run chose none.
         energy: Joules.
-        reached: Whether the target metric was reached.
+        reached: True if the target metric was reached.
         time: Seconds.
     """
 
@@ -79,13 +79,13 @@ class Run(PlannedRun):
         energy: Joules. Of a failed run: the most that it can have used, maximum power × time.
         time: Seconds.
         cost: ``η·energy + (1 − η)·max_power·time``, joules.
-        reached: Whether the target metric was reached.
+        reached: True if the target metric was reached.
         outcome: ``completed`` (reached), ``early_stopped`` or ``exhausted`` (measured to an end short of it),
             ``failed`` or ``infeasible`` (no result).
         reason: The same in words.
         end_epoch: Epochs trained; None where unknown.
         metric: The last validation metric; None where unknown.
-        energy_source: How the energy was obtained; None where the script does not say.
+        energy_source: Source of the energy; None if the script does not name it.
     """
 
     pl: float | None = None
@@ -165,10 +165,10 @@ class MasterState(_Kept):
         target_metric: The job's.
         default_bs: The job's.
         seed: Seed of the first run.
-        gpus: What the job runs on.
+        gpus: The accelerators that the job runs on.
         history: The runs that have ended, in order.
         running: The run that was decided on and has not ended.
-        observed: How many runs of the history the optimizer knows of.
+        observed: Number of runs of the history that the optimizer knows of.
         optimizer: The optimizer's own state; None where it keeps none.
     """
 

@@ -31,17 +31,17 @@ class Job:
 
     Attributes:
         name: Names the job: its directory of logs, and the job on the batch size optimization server.
-        dataset: What it trains on.
-        network: What it trains.
-        optimizer: What it trains with, e.g. ``"adam"``.
+        dataset: Name of the data that it trains on.
+        network: Name of the model that it trains.
+        optimizer: Name of its optimizer, e.g. ``"adam"``.
         target_metric: Value of the validation metric at which the training is done.
         max_epochs: Epochs after which a run ends without it.
         default_bs: Global batch size that the owner would use without an optimizer.
         default_lr: Learning rate that goes with it.
         command: As one string, which is split as a POSIX shell would, or as a list.
-        workdir: Where the command runs. None: where the master runs.
-        lr_scaling: How the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
-        higher_is_better_metric: Whether the metric rises as the model improves.
+        workdir: The command's working directory. None: the master's.
+        lr_scaling: The rule by which the learning rate follows the batch size: ``"linear"``, ``"sqrt"`` or ``"none"``.
+        higher_is_better_metric: True if the metric rises as the model improves.
         fields: More values for the command.
 
     Raises:

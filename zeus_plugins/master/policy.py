@@ -30,9 +30,9 @@ class PolicyOptimizer:
     stopped is the master's decision, which knows the bound on its cost.
 
     Args:
-        policy: How batch sizes are chosen, ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: by `gp_voi`, or as the
-            state says that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
-        num_pruning_rounds: How often every batch size is tried before sizes are drawn.
+        policy: Chooses the batch sizes, ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: `gp_voi`, or the one of the
+            state that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
+        num_pruning_rounds: Number of times that every batch size is tried before sizes are drawn.
         window_size: Number of latest observations per batch size that count. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
         mab_prior_precision: Precision (1/joules²) of that prior.

@@ -51,7 +51,7 @@ class ZeusMaster:
         profile_warmup_iters: Iterations of warm-up for each power limit.
         profile_measure_iters: Iterations of measurement for each power limit.
         executor: Executes the runs; by default a `LocalExecutor`.
-        gpus: What the job runs on, for the cost. None: the devices of this machine.
+        gpus: The accelerators that the job runs on, for the cost. None: the devices of this machine.
         listener: Hears what is done. None: what scripts print is printed.
         now: Gives the present time, for the names of log directories.
 
@@ -99,10 +99,10 @@ class ZeusMaster:
 
         Args:
             job: The job.
-            num_recurrence: How often it is to recur.
+            num_recurrence: Number of recurrences.
             eta_knob: η of the cost.
             beta_knob: β of the cost bound, or None.
-            exist_ok: Whether it may be there already.
+            exist_ok: Accept a directory that is there already.
 
         Returns:
             Its absolute path, ``{log_base}/{name}+x{recurrences}+eta{η}+beta{β}+{YYYYmmdd-HHMMSS}``.
@@ -182,7 +182,7 @@ class ZeusMaster:
 
         Args:
             job: The job.
-            num_recurrence: How often, recurrences before a resume included.
+            num_recurrence: Number of recurrences, those before a resume included.
             batch_sizes: Sizes to choose from.
             beta_knob: β; None: runs are never stopped for their cost.
             eta_knob: η of the cost.
@@ -261,7 +261,7 @@ class ZeusMaster:
             run: The run.
             logdir: Directory of logs.
             eta_knob: η of the cost.
-            adopt: Whether a killed master may have launched it already.
+            adopt: A killed master may have launched it already.
         """
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),

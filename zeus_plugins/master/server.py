@@ -37,10 +37,10 @@ class ServerOptimizer:
 
     Args:
         client: Talks to the server. `zeus_plugins.client.client_from_environment` makes one. It is not closed here.
-        gpus: What the job runs on.
+        gpus: The accelerators that the job runs on.
         eta_knob: η of the cost; the same as the master's.
         beta_knob: β of the cost bound; the same as the master's.
-        outbox: Where results wait while the server is away; by default in the user's directory for state.
+        outbox: Directory in which results wait while the server is away; by default in the user's directory for state.
         options: More fields of `JobSpec`, such as ``num_pruning_rounds``.
     """
 

@@ -25,7 +25,7 @@ class SubmititExecutor:
 
     Args:
         cluster: ``"slurm"``; ``"local"`` has submitit run it as a process of this machine.
-        parameters: What submitit's ``AutoExecutor.update_parameters`` takes, such as ``timeout_min``,
+        parameters: Arguments of submitit's ``AutoExecutor.update_parameters``, such as ``timeout_min``,
             ``slurm_partition`` or ``gpus_per_node``.
 
     Raises:
