@@ -188,6 +188,14 @@ def test_the_state_of_callbacks_goes_with_checkpoints(trainings: Trainings) -> N
     holds("contract" in saved["stateful_callbacks"], "state.stateful_callbacks is saved in trainer_state.json")
 
 
+def test_a_trainer_may_have_a_train_of_its_own(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = quiet_trainer(tmp_path, recorder, trainer_options={"model": Classifier()})
+    vars(trainer)["train"] = lambda: "its own"
+    holds(trainer.train() == "its own", "Trainer.train can be replaced on an instance")
+    holds(recorder in trainer.callback_handler.callbacks, "callback_handler.callbacks lists the trainer's callbacks")
+
+
 def test_what_train_is_called_with() -> None:
     first, second, *_ = list(inspect.signature(Trainer.train).parameters)[1:]
     holds((first, second) == ("resume_from_checkpoint", "trial"), "train(resume_from_checkpoint, trial, …)")

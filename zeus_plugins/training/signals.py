@@ -45,8 +45,8 @@ def raise_at_sigterm() -> Callable[[], None]:
     signal.signal(signal.SIGTERM, handle)
 
     def undo() -> None:
-        is_ours = signal.getsignal(signal.SIGTERM) is handle
-        if is_ours and os.getpid() == owner and threading.current_thread() is threading.main_thread():
+        is_in_place = signal.getsignal(signal.SIGTERM) is handle
+        if is_in_place and os.getpid() == owner and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     return undo
