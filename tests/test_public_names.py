@@ -59,6 +59,7 @@ PUBLIC = {
             "TrialPowerProfile",
         ),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Goal", "Verdict", "cost", "is_reached"),
+        *("Instant", "LongText", "TrialFacts"),
         # The types and bounds of the messages' fields.
         *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
         *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),

@@ -101,8 +101,10 @@ def test_the_server_imports_nothing_of_the_training_side_but_the_protocol(module
     assert offenders(names, {"zeus_plugins"}) == offenders(names, {"zeus_plugins.protocol"})
 
 
-def test_the_protocol_imports_nothing_of_ours() -> None:
-    assert not own(imports("zeus_plugins/protocol.py"))
+@pytest.mark.parametrize("module", modules("zeus_plugins/protocol/*.py"))
+def test_the_protocol_imports_nothing_of_ours_but_itself(module: str) -> None:
+    names = imports(module)
+    assert own(names) == offenders(names, {"zeus_plugins.protocol"})
 
 
 @every("bso_server/core/**/*.py")

@@ -5,30 +5,28 @@ Trainings need none of it.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, AwareDatetime, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
 from zeus_plugins.protocol import (
     ArmView,
     BatchSize,
-    EndReason,
     Epochs,
     Finite,
     GpuConfig,
+    Instant,
     JobRegistration,
     Joules,
     NonNegativeInt,
-    Origin,
     PositiveInt,
     PowerLimitSample,
     PowerLimitSamples,
     Seconds,
-    Text,
+    TrialFacts,
     TrialState,
-    Watts,
     WireMessage,
 )
 
@@ -169,17 +167,8 @@ class VersionView(WireMessage):
     schema_revision: str
 
 
-def _in_utc(instant: datetime) -> datetime:
-    # What every database can keep; the ends of Python's range cannot even be converted to UTC.
-    if not 1970 <= instant.year <= 9000:
-        raise ValueError("must lie between the years 1970 and 9000")
-    return instant.astimezone(UTC)
-
-
-Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 # Leaves an imported job room for as many events again.
 EventNumber = Annotated[int, Field(gt=0, le=2**30)]
-LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
 
 
 class EpochExport(WireMessage):
@@ -200,68 +189,34 @@ class PowerProfileExport(WireMessage):
     stored_at: Instant
 
 
-class TrialExport(WireMessage):
-    """Everything that is kept of a trial, but for the client's idempotency key, which means nothing elsewhere.
+class TrialExport(TrialFacts):
+    """Everything that is kept of a trial, but for its token and the client's key, which mean nothing elsewhere.
 
     Attributes:
-        trial_number: Counts from 1 within the job.
-        batch_size: Global batch size.
-        state: Where the trial stands.
-        origin: Why it was dispatched.
-        reason: Why this batch size was chosen, in words.
-        message: The last verdict or the way it ended, in words, or None.
-        end_reason: Why it ended or was suspended, or None.
-        started_at: When it was dispatched (UTC).
-        started_event: Event of the job at which it was.
+        started_event: Event of the job at which it was dispatched.
         reported_at: When its last report was taken (UTC), or None.
-        ended_at: When it ended (UTC), or None.
-        ended_event: Event of the job at which it did, or None.
-        time_s: Seconds since it began as of its last report, or None before any.
-        energy_j: Joules since then, or None.
-        energy_source: How its energy was measured, or None.
+        ended_event: Event of the job at which it ended, or None.
         epoch: Epochs trained as of its last report, or None.
-        metric: Validation metric of its last report, or None.
         report_count: Reports taken.
         longest_gap_s: Longest time between two of them, seconds.
         lease_expires_at: When it counts as abandoned if nothing more is heard of it (UTC); None for one that has ended.
         heartbeats: Whether its training sends heartbeats.
         first_epoch: Epochs trained as of its first report, or None.
         first_cost_j: Its cost in joules by then, or None.
-        epoch_bound: Epochs after which policy `gp_voi` stops it, or None.
-        epoch_bound_reason: Why, in words, or None.
-        power_limit_w: The power limit of each GPU that its training chose, watts, or None.
-        power_limits: How many limits its training knew the cost of, or None.
-        power_profile: What it measured of them, if that was new to the job and is kept, or None.
+        power_profile: What it measured of its power limits, if that was new to the job and is kept, or None.
         epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
     """
 
-    trial_number: PositiveInt
-    batch_size: BatchSize
-    state: TrialState
-    origin: Origin
-    reason: LongText
-    message: LongText | None
-    end_reason: EndReason | None
-    started_at: Instant
     started_event: EventNumber
     reported_at: Instant | None
-    ended_at: Instant | None
     ended_event: EventNumber | None
-    time_s: Seconds | None
-    energy_j: Joules | None
-    energy_source: Text | None
     epoch: Epochs | None
-    metric: Finite | None
     report_count: NonNegativeInt
     longest_gap_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
     lease_expires_at: Instant | None
     heartbeats: bool
     first_epoch: Epochs | None = None
     first_cost_j: Joules | None = None
-    epoch_bound: PositiveInt | None = None
-    epoch_bound_reason: LongText | None = None
-    power_limit_w: Watts | None = None
-    power_limits: PositiveInt | None = None
     power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()
 

@@ -20,7 +20,17 @@ from bso_server.service.messages import (
     PowerProfileView,
 )
 from bso_server.storage.rows import TRIAL, StoredEpoch, StoredJob, StoredPowerProfile, epoch_row, last_report
-from zeus_plugins.protocol import ArmView, GpuConfig, JobRegistration, JobSummary, JobView, Stage, TrialState, TrialView
+from zeus_plugins.protocol import (
+    ArmView,
+    GpuConfig,
+    JobRegistration,
+    JobSummary,
+    JobView,
+    Stage,
+    TrialFacts,
+    TrialState,
+    TrialView,
+)
 
 
 def summary(stored: StoredJob) -> JobSummary:
@@ -134,9 +144,15 @@ def events(dispatched: Iterable[TrialRecord], ended: Iterable[TrialRecord], *, s
     return EventPage(events=tuple(page), next=page[-1].event if page else since)
 
 
+# The columns as version 0.1.0 wrote them: scripts may count on their places.
+_CSV_COLUMNS = [name for name in TrialFacts.model_fields if name != "metric"]
+_AFTER_ENERGY = _CSV_COLUMNS.index("energy_source") + 1
+_CSV_COLUMNS[_AFTER_ENERGY:_AFTER_ENERGY] = ["cost_j", "epochs", "metric", "owner"]
+
+
 def trials_csv(trials: Iterable[TrialView]) -> str:
     """Trials as CSV (RFC 4180) with a header line: the fields of `TrialView`, empty where there is no value."""
-    return csv_of([each.model_dump(mode="json") for each in trials], list(TrialView.model_fields))
+    return csv_of([each.model_dump(mode="json") for each in trials], _CSV_COLUMNS)
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:

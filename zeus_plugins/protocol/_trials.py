@@ -1,0 +1,241 @@
+"""What a training and the server tell each other of one trial."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import StringConstraints, field_serializer
+
+from zeus_plugins.protocol._jobs import Goal, TrialId, is_reached
+from zeus_plugins.protocol._power_limits import PowerProfile
+from zeus_plugins.protocol._values import (
+    MAX_DETAIL_LENGTH,
+    BatchSize,
+    EndReason,
+    Epochs,
+    Finite,
+    Identifier,
+    Joules,
+    NonNegativeFinite,
+    Origin,
+    PositiveInt,
+    Seconds,
+    Text,
+    TrialState,
+    WireMessage,
+)
+
+
+class StopRule(WireMessage):
+    """When a trial is stopped that has not reached its target.
+
+    The server judges by it, and so does a training while the server is away.
+
+    Attributes:
+        max_cost_j: Joules of cost beyond which the trial is stopped, be the target reached or not. None: no limit.
+        max_epochs: Epochs after which it is stopped.
+    """
+
+    max_cost_j: NonNegativeFinite | None = None
+    max_epochs: PositiveInt
+
+    def judge(
+        self, goal: Goal, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
+    ) -> Verdict:
+        """Decide whether a trial goes on.
+
+        Beyond `max_cost_j` it stops, and so it does at its target; reaching that counts only within the bound.
+        Otherwise it goes on until its epochs are over.
+
+        Args:
+            goal: What it is to reach.
+            metric: Its latest validation metric.
+            epochs: Epochs trained so far.
+            cost_j: Its cost so far, joules; None where that is unknown, so that no bound on it applies.
+            because: Reason for the rule's bound, in words: for `max_cost_j`, or without it for `max_epochs`.
+        """
+        spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
+        measured = f"metric {metric:.4g} against a target of {goal.target_metric:g}"
+        if self.max_cost_j is not None and cost_j is not None and cost_j > self.max_cost_j:
+            bound = f"{self.max_cost_j:.4g} J" if because is None else f"{because}, {self.max_cost_j:.4g} J"
+            state, reason = TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED
+            message = f"stopped: {spent} spent, more than {bound}"
+        elif is_reached(goal, metric):
+            state, reason = TrialState.COMPLETED, EndReason.TARGET_REACHED
+            message = f"target reached: {measured} after {epochs:g} epochs, {spent}"
+        elif epochs >= goal.max_epochs:
+            state, reason = TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED
+            message = f"stopped: {measured} after {epochs:g} epochs, all that max_epochs allows"
+        elif epochs >= self.max_epochs:
+            state, reason = TrialState.EARLY_STOPPED, EndReason.EPOCH_BOUND_REACHED
+            message = f"stopped: {measured} after {epochs:g} epochs" + (f"; {because}" if because else "")
+        else:
+            state, reason = TrialState.RUNNING, EndReason.KEEP_TRAINING
+            message = f"go on: {measured}, {spent}" + ("" if cost_j is None else " spent")
+            if because is not None and self.max_cost_j is None:
+                message += f"; it has {self.max_epochs} epochs ({because})"
+        return Verdict(state, reason, message, self)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What becomes of a trial after an evaluation.
+
+    Attributes:
+        state: The state that the trial takes; RUNNING to go on.
+        reason: Why.
+        message: The same in words, with its numbers.
+        rule: When a trial that goes on is going to be stopped, as far as is known by now.
+    """
+
+    state: TrialState
+    reason: EndReason
+    message: str
+    rule: StopRule
+
+    @property
+    def stop(self) -> bool:
+        """Whether the training should end."""
+        return self.state is not TrialState.RUNNING
+
+    @property
+    def converged(self) -> bool:
+        """Whether the target was reached within the cost bound."""
+        return self.state is TrialState.COMPLETED
+
+
+class TrialDispatch(TrialId):
+    """Answer of ``GET /jobs/batch_size`` and of ``POST /trials``.
+
+    Attributes:
+        origin: Why a trial was dispatched; None from a Zeus server.
+        reason: The same in words, with the numbers in brackets at the end; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
+        power_profile: The newest profile that an earlier trial of the job at this batch size has left; None where there
+            is none, for ``POST /trials`` (that training has begun), and from a Zeus server.
+    """
+
+    origin: Origin | None = None
+    reason: str | None = None
+    stop_rule: StopRule | None = None
+    power_profile: PowerProfile | None = None
+
+
+class OfflineTrial(WireMessage):
+    """Body of ``POST /trials``: a training began without the server, which was away, and wants its trial recorded.
+
+    Attributes:
+        job_id: The job.
+        batch_size: The global batch size that it took.
+    """
+
+    job_id: Identifier
+    batch_size: BatchSize
+
+
+class Ending(WireMessage):
+    """How a training ended before the server told it to.
+
+    Attributes:
+        outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
+            ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware), or
+            ``suspended`` (preempted: the trial may go on later).
+        detail: What happened, in words.
+    """
+
+    outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
+    detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
+
+
+class TrialEnd(Ending, TrialId):
+    """Body of ``PATCH /trials``: a training ends before the server told it to."""
+
+
+class Heartbeat(TrialId):
+    """Body of ``PATCH /trials/heartbeat``.
+
+    Attributes:
+        regular: Whether more heartbeats follow at the interval that the answer names, so that their absence soon means
+            that the training is gone. A training that only asks where its trial stands says no.
+    """
+
+    regular: bool = True
+
+
+class HeartbeatResponse(WireMessage):
+    """Answer of ``PATCH /trials/heartbeat``.
+
+    Attributes:
+        state: Where the trial stands; a training whose trial has ended need not send more.
+        lease_s: Seconds after which the trial counts as abandoned if nothing more is heard of it.
+        interval_s: Seconds after which the next heartbeat is due.
+        time_s: Seconds since the trial began, as of its last report; None, here and below, where unsaid.
+        energy_j: Joules since then.
+        epochs: Epochs trained since then.
+    """
+
+    state: TrialState
+    lease_s: float
+    interval_s: float
+    time_s: float | None = None
+    energy_j: float | None = None
+    epochs: float | None = None
+
+
+class Evaluation(WireMessage):
+    """Where a trial stands after an evaluation.
+
+    Attributes:
+        time: Seconds since the trial began.
+        energy: Joules since the trial began, over all its GPUs.
+        metric: The validation metric.
+        current_epoch: Epochs trained so far, counting from 1; fractional when validating within an epoch.
+        energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
+        judged_by: The rule by which the training has judged this result itself, because the server was away; the
+            server then judges by it, too, so that both come to the same verdict. None: the server is to judge.
+    """
+
+    time: Seconds
+    energy: Joules
+    metric: Finite
+    current_epoch: Epochs
+    energy_source: Text | None = None
+    judged_by: StopRule | None = None
+
+    @field_serializer("current_epoch")
+    def _whole_epochs_as_integers(self, epoch: float) -> int | float:
+        return int(epoch) if epoch.is_integer() else epoch
+
+
+class TrainingResult(Evaluation, TrialId):
+    """Body of ``POST /report``: an evaluation of a trial."""
+
+
+class ReportResponse(WireMessage):
+    """Answer of ``POST /report``.
+
+    Attributes:
+        stop_train: Whether the training should end now.
+        converged: Whether it reached the target metric within the cost bound.
+        message: The same in words, with numbers.
+        reason: The same as a value; None from a Zeus server.
+        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
+    """
+
+    stop_train: bool
+    converged: bool
+    message: str
+    reason: EndReason | None = None
+    stop_rule: StopRule | None = None
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> Self:
+        """Tell a training its verdict."""
+        return cls(
+            stop_train=verdict.stop,
+            converged=verdict.converged,
+            message=verdict.message,
+            reason=verdict.reason,
+            stop_rule=None if verdict.stop else verdict.rule,
+        )

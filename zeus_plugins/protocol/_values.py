@@ -1,0 +1,130 @@
+"""What messages are made of: bounds, words, and the types of fields."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+MAX_BATCH_SIZE = 2**31 - 1
+MAX_BATCH_SIZES = 1000
+MAX_ID_LENGTH = 255
+MAX_DETAIL_LENGTH = 1000
+MAX_POWER_LIMITS = 256
+ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
+
+
+class Paths:
+    """URL paths, relative to the server's URL."""
+
+    # Wire contract
+    JOBS = "/jobs"
+    BATCH_SIZE = "/jobs/batch_size"
+    REPORT = "/report"
+    TRIALS = "/trials"
+    HEARTBEAT = "/trials/heartbeat"
+    POWER_PROFILE = "/trials/power_profile"
+    # Read API
+    API_JOBS = "/api/jobs"
+    IMPORT = "/api/import"
+    HEALTH = "/health/live"
+    READY = "/health/ready"
+    VERSION = "/version"
+
+
+class PolicyName(StrEnum):
+    """How batch sizes are chosen."""
+
+    ZEUS = "zeus"
+    GP_VOI = "gp_voi"
+
+
+class Stage(StrEnum):
+    """Where a job stands: eliminating arms, or drawing among the survivors."""
+
+    PRUNING = "pruning"
+    BANDIT = "bandit"
+
+
+class Origin(StrEnum):
+    """Why a trial was dispatched."""
+
+    EXPLORATION = "exploration"
+    INCUMBENT = "incumbent"
+    CONCURRENT = "concurrent"
+    BANDIT = "bandit"
+    OFFLINE = "offline"
+
+
+class TrialState(StrEnum):
+    """The state of one trial; `bso_server.core.model` holds the legal moves."""
+
+    RUNNING = "running"
+    COMPLETED = "completed"
+    EARLY_STOPPED = "early_stopped"
+    EXHAUSTED = "exhausted"
+    FAILED = "failed"
+    INFEASIBLE = "infeasible"
+    SUSPENDED = "suspended"
+    ABANDONED = "abandoned"
+
+
+ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
+"""States of trials that are under way, or may go on: the server expects to hear of them, and they have leases."""
+
+FINAL = frozenset(TrialState) - ALIVE - {TrialState.ABANDONED}
+"""States of trials that have ended for good. An abandoned one goes on if its training does."""
+
+
+class EndReason(StrEnum):
+    """Why a trial ended, or that it has not."""
+
+    KEEP_TRAINING = "keep_training"
+    TARGET_REACHED = "target_reached"
+    COST_BOUND_CROSSED = "cost_bound_crossed"
+    EPOCH_BOUND_REACHED = "epoch_bound_reached"
+    MAX_EPOCHS_REACHED = "max_epochs_reached"
+    CRASHED = "crashed"
+    OUT_OF_MEMORY = "out_of_memory"
+    PREEMPTED = "preempted"
+    LEASE_EXPIRED = "lease_expired"
+
+
+def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
+    """Cost in joules: ``η · energy + (1 − η) · max_power · time``.
+
+    η trades energy against time, with time priced at the maximum power, so that both terms are joules
+    (You, Chung, Chowdhury: Zeus, NSDI '23, equation 2).
+
+    Args:
+        energy_j: Energy over all GPUs, joules.
+        time_s: Duration, seconds.
+        max_power_w: Sum of the GPUs' maximum power limits, watts.
+        eta: Weight of energy in [0, 1].
+    """
+    return eta * energy_j + (1 - eta) * max_power_w * time_s
+
+
+# Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
+BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
+Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
+# PostgreSQL keeps every character but NUL.
+Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+# Far beyond anything real, and small enough that costs, their sums and their squares stay finite.
+Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
+Joules = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
+Watts = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
+
+
+class WireMessage(BaseModel):
+    """Base of all messages: immutable, and deaf to fields that it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")

@@ -1,0 +1,225 @@
+"""Jobs and trials as the read API shows them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, AwareDatetime, Field, StringConstraints, field_serializer
+
+from zeus_plugins.protocol._jobs import JobRegistration
+from zeus_plugins.protocol._values import (
+    BatchSize,
+    EndReason,
+    Finite,
+    Joules,
+    Origin,
+    PolicyName,
+    PositiveInt,
+    Seconds,
+    Stage,
+    Text,
+    TrialState,
+    Watts,
+    WireMessage,
+)
+
+# The numbers behind a decision, which end its reason; those of version 0.1 have none in brackets.
+_NUMBERS = re.compile(r" \[[^\[\]]*\]$")
+
+
+def _in_utc(instant: datetime) -> datetime:
+    # What every database can keep; the ends of Python's range cannot even be converted to UTC.
+    if not 1970 <= instant.year <= 9000:
+        raise ValueError("must lie between the years 1970 and 9000")
+    return instant.astimezone(UTC)
+
+
+Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
+
+
+class TrialFacts(WireMessage):
+    """What is kept of a trial and shown of it; an export has it, too. Measured fields are None until the first report.
+
+    Attributes:
+        trial_number: Counts from 1 within the job.
+        batch_size: Global batch size.
+        state: Where the trial stands.
+        origin: Why it was dispatched.
+        reason: Why this batch size was chosen: plain words, and in brackets at the end the numbers behind them.
+        message: The last verdict or the way it ended, in words.
+        started_at: When it was dispatched (UTC).
+        ended_at: When it ended (UTC), or None.
+        end_reason: Why it ended or was suspended, or None.
+        time_s: Seconds since it began, as of its last report.
+        energy_j: Joules since it began, as of its last report.
+        energy_source: How the energy was measured.
+        metric: The last validation metric.
+        epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
+            them, and with other policies.
+        epoch_bound_reason: Why, in the form of `reason`.
+        power_limit_w: The power limit of each GPU that the training chose, watts; None where it sets none.
+        power_limits: How many limits it knew the cost of; None where it looks for none.
+    """
+
+    trial_number: PositiveInt
+    batch_size: BatchSize
+    state: TrialState
+    origin: Origin
+    reason: LongText
+    message: LongText | None
+    started_at: Instant
+    ended_at: Instant | None
+    end_reason: EndReason | None
+    time_s: Seconds | None
+    energy_j: Joules | None
+    energy_source: Text | None
+    metric: Finite | None
+    epoch_bound: PositiveInt | None = None
+    epoch_bound_reason: LongText | None = None
+    power_limit_w: Watts | None = None
+    power_limits: PositiveInt | None = None
+
+
+class TrialView(TrialFacts):
+    """One trial as the read API shows it.
+
+    Attributes:
+        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules, as of the last report; None before any.
+        epochs: Epochs trained, in the same way.
+        owner: Id of the token that it was dispatched to, which is no secret; None where the server asked for none.
+    """
+
+    cost_j: float | None
+    epochs: float | None
+    owner: str | None = None
+
+    @property
+    def reason_in_words(self) -> str:
+        """The reason without the numbers."""
+        return _NUMBERS.sub("", self.reason)
+
+    @field_serializer("epochs")
+    def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:
+        return int(epochs) if epochs is not None and epochs.is_integer() else epochs
+
+
+class ArmView(WireMessage):
+    """What is known of one batch size.
+
+    Attributes:
+        batch_size: The arm.
+        trials: Trials dispatched with it.
+        n: How many of them reached the target.
+        infeasible: Why the size cannot run on this hardware, or None.
+        mean_cost_j: Mean cost of those in joules, or None.
+        std_cost_j: Population standard deviation of those costs in joules; None for fewer than two.
+    """
+
+    batch_size: int
+    trials: int
+    n: int
+    mean_cost_j: float | None
+    std_cost_j: float | None
+    infeasible: EndReason | None
+
+
+class JobSummary(WireMessage):
+    """One line of ``GET /api/jobs``.
+
+    Attributes:
+        job_id: The job.
+        job_id_prefix: Its group.
+        policy: How its batch sizes are chosen.
+        stage: Where it stands.
+        created_at: When it was registered (UTC).
+        trials: Number of trials dispatched.
+        min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
+        min_cost_batch_size: The batch size of that trial.
+    """
+
+    job_id: str
+    job_id_prefix: str
+    policy: PolicyName
+    stage: Stage
+    created_at: datetime
+    trials: int
+    min_cost_j: float | None
+    min_cost_batch_size: int | None
+
+
+class JobList(WireMessage):
+    """Answer of ``GET /api/jobs``: a page of jobs, ordered by id.
+
+    Attributes:
+        jobs: The page.
+        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
+    """
+
+    jobs: tuple[JobSummary, ...]
+    next_cursor: str | None = None
+
+
+class JobView(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}`` and of ``bso-server jobs show --json``.
+
+    Attributes:
+        job: The job as registered.
+        stage: Where it stands.
+        min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
+        best_batch_size: The arm with the lowest mean cost, or None.
+        arms: Every batch size, ascending.
+        trial_count: Number of trials dispatched; None from a server of version 0.1.0, which shows all of them.
+        trial_states: How many of them are in each state, where any is.
+        trials: The latest trials, in order of dispatch: as many as were asked for.
+    """
+
+    job: JobRegistration
+    stage: Stage
+    min_cost_j: float | None
+    best_batch_size: int | None
+    arms: tuple[ArmView, ...]
+    trial_count: int | None = None
+    trial_states: dict[TrialState, int] = Field(default_factory=dict)
+    trials: tuple[TrialView, ...]
+
+
+class TrialPage(WireMessage):
+    """Answer of ``GET /api/jobs/{job_id}/trials``: a page of trials, in order of dispatch.
+
+    Attributes:
+        trials: The page.
+        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
+    """
+
+    trials: tuple[TrialView, ...]
+    next_cursor: int | None
+
+
+class FieldError(WireMessage):
+    """What is wrong with one field of a request."""
+
+    field: str
+    message: str
+
+
+class ErrorBody(WireMessage):
+    """Every error answer: problem details (RFC 9457) with Zeus's ``message`` beside them.
+
+    Attributes:
+        type: Always ``about:blank``: the status says it all.
+        title: The status in words.
+        status: The HTTP status.
+        detail: What went wrong and what to change.
+        message: The same text again, where a Zeus client looks for it.
+        errors: The fields at fault, where there are any.
+    """
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    message: str
+    errors: tuple[FieldError, ...] = ()
