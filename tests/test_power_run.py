@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +231,24 @@ def test_other_ranks_keep_and_log_nothing(tmp_path: Path) -> None:
     training.steps(8)
     assert training.done == ["done"]
     assert (keeper.kept, training.logged, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_after_the_end_the_trainer_is_let_go() -> None:
+    class Rank(FakeTrainer):
+        """A trainer that only its run may still know."""
+
+    ranks = Rank()
+    ranks.world_size = 2  # the run gathers through it
+    options = PowerOptions(ZeusCost(), 1, 2, None, None, machine().monitor, [], None)
+    run = PowerRun(options, ranks, SIZE, keeper=Keeper(), log=ranks.log, on_done=ranks.stop)
+    trainer = weakref.ref(ranks)
+    del ranks
+    gc.collect()
+    assert trainer() is not None
+    run.close()
+    gc.collect()
+    assert trainer() is None
+    assert (run.profile, run.chosen_limit_w) == (None, None)
 
 
 def test_after_the_end_nothing_happens(training: Training) -> None:

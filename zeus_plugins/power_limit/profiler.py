@@ -98,6 +98,7 @@ class PowerLimitProfiler:
         if limits_w is not None and not limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
         self._find = devices
+        self._controls = devices is not None
         self._selector = selector
         self._requested = self._window = Window(warmup_steps, profile_steps)
         self._monitor = monitor
@@ -105,8 +106,8 @@ class PowerLimitProfiler:
         self._known = profile
         self._batch_size = batch_size
         self._observe = observe
-        self._all_gather: Callable[[Any], Sequence[Any]] = all_gather or (lambda thing: [thing])
-        self._synchronize: Callable[[], None] = synchronize or (lambda: None)
+        self._all_gather: Callable[[Any], Sequence[Any]] = all_gather or _alone
+        self._synchronize: Callable[[], None] = synchronize or _nothing
         self._state: State = Ready()
         self._guard: LimitGuard | None = None
         self._devices: tuple[PowerLimitDevice, ...] = ()
@@ -189,6 +190,8 @@ class PowerLimitProfiler:
             self._drop_window()
         self._state = Done()
         self._release()
+        # They may hold the trainer, which is not needed for asking what was found.
+        self._find, self._all_gather, self._synchronize = None, _alone, _nothing
 
     # The transitions
 
@@ -427,7 +430,7 @@ class PowerLimitProfiler:
 
     def _warn(self, message: str) -> None:
         """Say it once on each machine: every rank knows it."""
-        _logger.log(logging.DEBUG if self._find is None else logging.WARNING, message)
+        _logger.log(logging.WARNING if self._controls else logging.DEBUG, message)
 
     @staticmethod
     def _attempt(do: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -436,6 +439,14 @@ class PowerLimitProfiler:
             return do(), None
         except Exception as error:
             return None, str(error) or type(error).__name__
+
+
+def _alone(thing: T) -> list[T]:
+    return [thing]
+
+
+def _nothing() -> None:
+    pass
 
 
 def _is_same(old: State, new: State) -> bool:
