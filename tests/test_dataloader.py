@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.support.properties import examples
 from zeus_plugins.dataloader.loader import ZeusDataLoader
 from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
@@ -134,7 +135,7 @@ def test_a_lower_metric_may_be_the_better_one(tmp_path: Path) -> None:
 
 
 @given(st.floats(0.0, 20.0), st.integers(1, 12), st.integers(1, 30))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_no_epoch_begins_whose_cost_would_cross_the_threshold(
     tmp_path_factory: pytest.TempPathFactory, threshold_epochs: float, max_epochs: int, reached_at: int
 ) -> None:

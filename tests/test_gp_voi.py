@@ -21,6 +21,7 @@ from bso_server.core.policy import stop_rule, suggest
 from bso_server.core.statistics import WeightedStatistics
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, make_job
+from tests.support.properties import examples
 from zeus_plugins.protocol import EndReason, Origin, PolicyName, StopRule, TrialState
 
 SIZES = (8, 16, 32, 64, 128)
@@ -210,7 +211,7 @@ def test_the_default_may_be_another_in_a_new_registration() -> None:
 
 
 @given(st.integers(0, 2**32))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_a_decision_follows_from_the_history_alone(seed: int) -> None:
     rng = np.random.default_rng(seed)
     life = new_life()
@@ -535,7 +536,7 @@ outcomes = st.builds(
 
 
 @given(st.lists(outcomes, max_size=60))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_whatever_happens_beliefs_stay_finite(history: list[Outcome]) -> None:
     beliefs = learned(history)
     for belief in beliefs:

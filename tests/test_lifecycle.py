@@ -22,6 +22,7 @@ from bso_server.errors import (
 )
 from bso_server.service.loading import load_history
 from bso_server.storage.transaction import Transaction
+from tests.support.properties import examples
 from tests.support.service import HOUR_S, Server, beat_of, live, serve
 from zeus_plugins.protocol import (
     EndReason,
@@ -459,7 +460,7 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     rounds=st.sampled_from([0, 1, 2]),
     policy=st.sampled_from(PolicyName),
 )
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_caches_equal_a_replay_of_the_trials(
     database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
 ) -> None:

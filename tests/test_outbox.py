@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.jobs import job
+from tests.support.properties import examples
 from tests.support.servers import Server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
@@ -199,7 +200,7 @@ def test_what_was_put_in_outlives_kill_9(outbox: Outbox) -> None:
     box.close()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(cut=st.integers(min_value=0, max_value=2000), delivered=st.integers(min_value=0, max_value=3))
 def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
     tmp_path_factory: pytest.TempPathFactory, cut: int, delivered: int

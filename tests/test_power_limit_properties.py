@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
 from tests.support.power_limit_bench import LIMITS_W, TABLE
+from tests.support.properties import examples
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
     Done,
@@ -108,7 +109,7 @@ def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> s
             return {found_w if profiler.chosen_limit_w is None else profiler.chosen_limit_w}
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(
     found_w=st.sampled_from(sorted(TABLE)),
     warmup_steps=st.integers(0, 2),

@@ -24,6 +24,7 @@ from bso_server.simulate.results import Setting, compare, geometric_means, playe
 from bso_server.simulate.savings import Consumption, Savings
 from bso_server.simulate.traces import Selection, Traces
 from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload, landscape
+from tests.support.properties import examples
 from tests.support.service import Server, serve
 from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, HALF, NEVER, WORKLOAD, only, trace_files, without_padding
 from zeus_plugins.protocol import JobRegistration, JobView, Origin, PolicyName, Stage, TrialState, TrialView
@@ -145,7 +146,7 @@ def test_recurrences_without_an_end_are_given_up() -> None:
 
 
 @given(st.integers(0, 2**32), st.sampled_from(PolicyName), st.sampled_from([1, 3]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
     seed: int, policy: PolicyName, concurrency: int
 ) -> None:

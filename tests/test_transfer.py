@@ -26,6 +26,7 @@ from bso_server.service.queries import JobReader
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
 from tests.support.power_limit_bench import found_out
+from tests.support.properties import examples
 from tests.support.servers import Server as ServerProcess
 from tests.support.service import HOUR_S, Server, live, serve
 from tests.support.wire import assert_refused, begin, reached, report
@@ -220,7 +221,9 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
 @given(data=st.data())
 def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str, Any], data: st.DataObject) -> None:
     """Exports with odd values in odd places are refused, or make jobs that can be read, exported and gone on with."""
@@ -286,7 +289,7 @@ def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     rounds=st.sampled_from([0, 1, 2]),
     policy=st.sampled_from(PolicyName),
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_job_lived_through_its_copy_decides_alike(
     database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
 ) -> None:
