@@ -25,8 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# `make test` takes the first (``--hypothesis-profile fast``), `make test-all` the second. The examples of `make test` are the same
-# each time. A test that says its own number of examples says it by tests.support.properties.examples.
+# `make test` takes the first (``--hypothesis-profile fast``), whose examples are the same each time; `make test-all`
+# takes the second. A test that wants another number of examples says it by tests.support.properties.examples.
 hypothesis.settings.register_profile("fast", max_examples=20, deadline=None, derandomize=True, database=None)
 hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None)
 hypothesis.settings.load_profile("thorough")
