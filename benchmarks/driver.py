@@ -22,7 +22,7 @@ IDLE_LIMIT_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What happened while all clients played one script each.
+    """The exchanges of all clients while each played one script.
 
     Attributes:
         exchanges: Per client, in the order of its script.

@@ -1,4 +1,4 @@
-"""Why a benchmark could not be run."""
+"""The error of a benchmark that could not be run."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ BLOCK_REQUESTS = 10
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one kind of request costs, with one client.
+    """The cost of one kind of request, with one client.
 
     Attributes:
         server_cpu_ms: CPU time of the server per request (median over blocks of requests), or None.

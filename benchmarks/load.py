@@ -34,7 +34,7 @@ PRUNING_ROUNDS = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How much is asked.
+    """The extent of a load.
 
     Attributes:
         jobs: Number of jobs.
@@ -56,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """What one server did under one load.
+    """Figures of one server under one load.
 
     Attributes:
         target: The server.
@@ -84,7 +84,7 @@ class LoadFigures:
 
 
 class Load(Protocol):
-    """What is done to one server: `begin` once, `round` as often as there is time, `finish` once."""
+    """Requests to one server: `begin` once, `round` as often as there is time, `finish` once."""
 
     driver: Driver
     tallies: dict[str, Tally]

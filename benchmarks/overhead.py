@@ -1,4 +1,4 @@
-"""What the callbacks cost a training: an epoch with the callback beside the same epoch without it.
+"""The cost of the callbacks in a training: an epoch with the callback beside the same epoch without it.
 
 Two trainings, one with the callback, run in this process and take turns epoch by epoch, so that a machine whose speed
 drifts is fair to both. Before each epoch without the callback a report is sent and timed, in the same rhythm as the
@@ -44,7 +44,7 @@ WITHOUT, WITH = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class OverheadPlan:
-    """How much is trained.
+    """The extent of the trainings.
 
     Attributes:
         epochs: Epochs of each training; its first one, in which all is new, and its last one do not count.
@@ -75,7 +75,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class OverheadFigures:
-    """What one framework's callback costs.
+    """The cost of one framework's callback.
 
     Attributes:
         epochs: Epochs with the callback that count.

@@ -38,7 +38,7 @@ ONE_CLIENT_LIMIT_S = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure.
+    """The measurements to make.
 
     Attributes:
         shape: The load.

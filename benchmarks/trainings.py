@@ -23,7 +23,7 @@ SCORE = "score"
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """How long something took.
+    """Wall-clock time and CPU time of something that was measured.
 
     Attributes:
         wall_s: Seconds that passed.

@@ -1,4 +1,4 @@
-"""What the trainings of a benchmark say: requests of the wire contract, and what their answers must be.
+"""The trainings of a benchmark: their requests on the wire, and the answers that these must get.
 
 Only what every server of the contract understands is sent, so that the same load can be put on a Zeus 0.16 server.
 """

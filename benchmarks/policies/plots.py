@@ -78,7 +78,7 @@ def _draw_ratios(study: Study, panel: Axes) -> None:
 
 
 def _draw_regrets(study: Study, panel: Axes) -> None:
-    """What was paid more than the oracle would have paid, after each recurrence."""
+    """Sum of the costs above the oracle's, after each recurrence."""
     for policy, regret in study.regrets.items():
         panel.plot(range(1, len(regret) + 1), regret, label=policy)
     panel.set(title=_title(study), xlabel="recurrences", ylabel="regret, in runs of the oracle")
@@ -106,7 +106,7 @@ def _draw_costs(study: Study, panel: Axes) -> None:
 
 
 def _draw_trials(study: Study, policy: PolicyName, panel: Axes) -> None:
-    """How many epochs each trial of the first job ran, might have run, and would have needed; the stopped with size."""
+    """Epochs that each trial of the first job ran, might have run, and would have needed; the stopped with size."""
     trials = study.first_jobs[policy].trials
     stopped = [trial for trial in trials if trial.record.state is TrialState.EARLY_STOPPED]
     if stopped:
