@@ -76,7 +76,9 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
 def test_show_reads_well(used_server: Server) -> None:
     show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
     text, numbers = bso_server(*show).stdout, bso_server(*show, "--verbose").stdout
-    assert text.splitlines()[0] == ("job night.ly-1: pruning stage, 2 trials, lowest cost 500 J, best batch size 16")
+    assert text.splitlines()[0] == (
+        "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), lowest cost 500 J, best batch size 16"
+    )
     assert "energy by nvml" in text
     # Nobody was asked for one.
     assert "TOKEN" not in text
