@@ -100,17 +100,18 @@ def _variables() -> Finding:
     """All variables that a training reads, set or not. The check of the server shows its URL, without a password."""
     shown = {variable.name: variable.shown() for variable in VARIABLES}
     stated = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None) or "none"
-    defaults = ", ".join(f"{each.name} ({each.default})" for each in VARIABLES if shown[each.name] is None)
+    default = {each.name: each.default.replace("`", "") for each in VARIABLES}
+    unset = ", ".join(f"{name} ({default[name]})" for name, value in shown.items() if value is None)
     details = {
         each.name: {
             "is_set": shown[each.name] is not None,
-            "value": each.default if shown[each.name] is None else shown[each.name],
+            "value": default[each.name] if shown[each.name] is None else shown[each.name],
             "unit": each.unit,
             "meaning": each.meaning,
         }
         for each in VARIABLES
     }
-    return Finding("environment", Level.OK, f"set: {stated}; not set: {defaults}", details)
+    return Finding("environment", Level.OK, f"set: {stated}; not set: {unset}", details)
 
 
 def _nvidia_gpus() -> Iterator[Finding]:
