@@ -363,9 +363,14 @@ def reported(
     if history is not None and policy.needs_bound(config, trial):
         trial = policy.bounded(history, trial, report)
     verdict = policy.judge(config, trial, report, job.min_cost_j, judged_by=judged_by)
-    trial = replace(after_report(config, trial, report), message=verdict.message, energy_source=energy_source)
-    if moment is not None:
-        trial = replace(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
+    trial = after_report(config, trial, report)
+    trial = replace(
+        trial,
+        message=verdict.message,
+        energy_source=energy_source,
+        reported_at=None if moment is None else moment.now,
+        lease_expires_at=None if moment is None else moment.lease_end(trial),
+    )
     if verdict.stop:
         job, trial = ended(job, trial, verdict.state, verdict.reason, verdict.message, moment)
     return job, trial, verdict
