@@ -255,7 +255,7 @@ class TrialRun:
         Args:
             choice: What it found out.
         """
-        if self._session is not None and self.is_open:
+        if self._session is not None:
             self._session.keep_power_limits(choice)
 
     def state(self) -> dict[str, Any]:
