@@ -22,7 +22,6 @@ from bso_server.api.bodies import BodyRequest
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.api.report import report_route
-from bso_server.core.job import LeasePolicy
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.queries import JobReader
@@ -37,25 +36,22 @@ _REQUEST_COUNTS = "request_counts"
 logger = logging.getLogger("bso_server")
 
 
-def create_app(settings: Settings | None = None, *, in_process: bool = False) -> Litestar:
+def create_app(settings: Settings | None = None) -> Litestar:
     """Build the application.
 
     Args:
         settings: How to run; read from the environment when None.
-        in_process: Nobody but the process that it runs in can call it. Who has the database anyway is served without a
-            token, on whatever host name, as often as it likes.
 
     Raises:
         ValueError: The database cannot be used.
     """
     settings = settings or Settings()
     store = store_of(settings)
-    service = BatchSizeService(store, leases=leases_of(settings), crash_retries=settings.crash_retries)
+    service = BatchSizeService(store, leases=settings.leases, crash_retries=settings.crash_retries)
     tokens = Tokens(store)
-    authenticator = Authenticator(tokens, insecure=settings.insecure or in_process)
+    authenticator = Authenticator(tokens, insecure=settings.insecure)
     request_counts = MemoryStore()
-    rate_limit = None if in_process else settings.rate_limit_per_minute
-    allowed_hosts = "*" if in_process else settings.allowed_hosts
+    rate_limit = settings.rate_limit_per_minute
 
     reader = JobReader(store)
 
@@ -70,8 +66,7 @@ def create_app(settings: Settings | None = None, *, in_process: bool = False) ->
         try:
             await prepare(store)
             logger.info("database: %s", store.description)
-            if not in_process:
-                await _say_who_is_served(settings, tokens)
+            await _say_who_is_served(settings, tokens)
             reaper = asyncio.create_task(_reap_for_ever(service, request_counts, settings.reap_interval_s))
             yield
             reaper.cancel()
@@ -86,7 +81,7 @@ def create_app(settings: Settings | None = None, *, in_process: bool = False) ->
         },
         middleware=[
             *([] if rate_limit is None else [_rate_limit(rate_limit)]),
-            AccessControl(authenticator, [host.strip() for host in allowed_hosts.split(",")]),
+            AccessControl(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")]),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
@@ -127,16 +122,6 @@ def store_of(settings: Settings) -> Store:
         echo_sql=settings.echo_sql,
     )
     return Store(database)
-
-
-def leases_of(settings: Settings) -> LeasePolicy:
-    """The leases that the settings state."""
-    return LeasePolicy(
-        heartbeat_interval_s=settings.heartbeat_interval_s,
-        heartbeat_lease_s=settings.heartbeat_lease_s,
-        silent_lease_s=settings.silent_lease_s,
-        suspended_lease_s=settings.suspended_lease_s,
-    )
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:

@@ -12,6 +12,8 @@ from platformdirs import user_data_path
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from bso_server.core.job import LeasePolicy
+
 PREFIX = "ZEUS_BSO_"
 ENV_FILE = ".env"
 
@@ -72,6 +74,16 @@ class Settings(BaseSettings):
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
     rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
+
+    @property
+    def leases(self) -> LeasePolicy:
+        """The leases that the settings state."""
+        return LeasePolicy(
+            heartbeat_interval_s=self.heartbeat_interval_s,
+            heartbeat_lease_s=self.heartbeat_lease_s,
+            silent_lease_s=self.silent_lease_s,
+            suspended_lease_s=self.suspended_lease_s,
+        )
 
     @field_validator("heartbeat_lease_s")
     @classmethod

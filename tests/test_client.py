@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries, client_from_environment
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import NO_RETRIES, Retries
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,
@@ -563,18 +565,30 @@ def test_a_closed_client_can_be_used_again() -> None:
     client.close()
 
 
-def test_arguments_win_over_the_environment() -> None:
-    server = Recorder(json=DISPATCH)
-    environ = {"ZEUS_SERVER_URL": "http://environment", "ZEUS_BSO_TOKEN": "of-environment"}
+def test_arguments_win_over_the_environment(listener: socket.socket) -> None:
+    here = f"http://127.0.0.1:{listener.getsockname()[1]}"
 
-    def request_with(*arguments: str) -> tuple[str, str]:
-        with client_from_environment(*arguments, environ=environ, transport=httpx.MockTransport(server)) as client:
-            client.suggest("mnist-1")
-        assert server.request is not None
-        return server.request.url.host, server.request.headers["authorization"]
+    def request_with(*arguments: str, **environ: str) -> bytes:
+        requests: list[bytes] = []
 
-    assert request_with() == ("environment", "Bearer of-environment")
-    assert request_with("http://argument", "of-argument") == ("argument", "Bearer of-argument")
+        def hear() -> None:
+            connection, _ = listener.accept()
+            requests.append(connection.recv(4096))
+            connection.close()
+
+        hearing = threading.Thread(target=hear)
+        hearing.start()
+        with client_from_environment(*arguments, environ=environ).with_retries(NO_RETRIES) as client:
+            assert client.server_url == here
+            with pytest.raises(ZeusBSOServerUnreachableError):
+                client.suggest("mnist-1")
+        hearing.join()
+        return requests[0]
+
+    environ = {"ZEUS_SERVER_URL": here, "ZEUS_BSO_TOKEN": "of-environment"}
+    assert b"Bearer of-environment" in request_with(**environ)
+    environ["ZEUS_SERVER_URL"] = "http://environment"
+    assert b"Bearer of-argument" in request_with(here, "of-argument", **environ)
 
 
 @pytest.mark.parametrize("environ", [{}, {"ZEUS_SERVER_URL": ""}])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
@@ -13,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -22,17 +21,17 @@ import pytest
 from tests.support.embedded import GPUS, JOB, monitor, session_of, trial_to_its_end
 from tests.support.servers import Server, bso_server
 from zeus_plugins import BatchSizeOptimizer
-from zeus_plugins.client.http import EMBEDDED, NO_RETRIES, BsoClient, client_from_environment
-from zeus_plugins.client.local import EmbeddedTransport
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
 )
-from zeus_plugins.protocol import JobRegistration, TrainingResult, TrialDispatch, TrialId, TrialState
+from zeus_plugins.protocol import JobRegistration, OfflineTrial, TrainingResult, TrialDispatch, TrialId, TrialState
 
 REPOSITORY = Path(__file__).parent.parent
-THREADS = ("zeus-bso-embedded", "bso-writer", "bso-reader")
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +45,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_running() -> Iterator[None]:
+def _nothing_is_left_open(file: Path) -> Iterator[None]:
     yield
-    assert server_threads() == []
+    assert not is_open(file)
 
 
-def server_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+def is_open(file: Path) -> bool:
+    """Whether this process has the file open."""
+    numbers = Path("/proc/self/fd").iterdir()
+    return any(os.readlink(number).startswith(str(file)) for number in numbers if number.is_symlink())
 
 
 def url_of(file: Path) -> str:
@@ -65,8 +66,7 @@ def run(program: str, *arguments: str, check: bool = True, **environ: str) -> su
     return subprocess.run(command, env=environment(**environ), capture_output=True, text=True, check=check, timeout=120)
 
 
-# How Litestar 2 reads signatures is deprecated in Litestar 3, and Python deprecates what PyTorch does with the like.
-LOUD = ["-W", "error", "-W", "ignore::DeprecationWarning"]
+LOUD = ["-W", "error"]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -96,30 +96,30 @@ def test_without_a_server_url_a_training_runs_and_its_job_can_be_looked_at(file:
     assert (trial["trial_number"], trial["state"], trial["cost_j"]) == (1, "completed", 110.0)
 
 
-def test_nothing_starts_before_the_first_request_and_nothing_runs_after_the_close(file: Path) -> None:
+def test_the_file_is_open_from_the_first_request_to_the_close_and_no_thread_is_started(file: Path) -> None:
+    threads = threading.active_count()
     client = client_from_environment()
     assert client.server_url == f"embedded://{file}"
-    assert repr(client) == f"BsoClient('embedded://{file}')"
-    assert server_threads() == []
+    assert repr(client) == f"LocalServer('embedded://{file}')"
     assert not file.exists()
-    assert client.list_jobs().jobs == ()
-    assert "zeus-bso-embedded" in server_threads()
-    client.close()
-    assert server_threads() == []
-    assert client.list_jobs().jobs == ()
-    client.close()
+    for _ in range(2):
+        assert client.list_jobs().jobs == ()
+        assert is_open(file)
+        assert threading.active_count() == threads
+        client.close()
+        assert not is_open(file)
+        # A connection that is closed writes its log into the file.
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_copy_of_a_client_is_closed_alone_and_shares_the_server() -> None:
+def test_whoever_shares_a_file_does_not_mind_that_another_closes_it() -> None:
     with client_from_environment() as client:
-        client.list_jobs()
-        before = server_threads()
+        client.register(JobRegistration.of(JOB, GPUS))
         with client.with_retries(NO_RETRIES) as other, client_from_environment() as third:
-            other.list_jobs()
-            third.list_jobs()
-            assert server_threads().count("zeus-bso-embedded") == 1
-        assert set(before) <= set(server_threads())
-        client.list_jobs()
+            trial = client.suggest("digits-1")
+            other.heartbeat(trial)
+            third.end_trial(trial)
+        assert client.show_job("digits-1").trials[0].state is TrialState.FAILED
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -129,7 +129,6 @@ def test_a_client_can_be_pickled_before_and_after_its_first_request(is_used: boo
             trial_to_its_end(client)
         twin = pickle.loads(pickle.dumps(client))  # noqa: S301 - made here
         assert twin.server_url == client.server_url
-    assert server_threads() == []
     with twin:
         assert trial_to_its_end(twin) == 1 + is_used
 
@@ -175,7 +174,7 @@ def test_the_log_says_once_where_the_file_is_and_nothing_of_the_servers_everyday
     (line,) = [record for record in caplog.records if str(file) in record.getMessage()]
     assert line.levelno == logging.INFO
     assert line.getMessage().endswith("look at it with: bso-server jobs list")
-    assert {record.name.partition(".")[0] for record in caplog.records} == {"zeus_plugins", "httpx"}
+    assert {record.name for record in caplog.records} == {"zeus_plugins"}
     assert logging.getLogger("bso_server").level == logging.NOTSET
 
 
@@ -183,7 +182,7 @@ def test_a_command_for_a_file_that_is_not_the_default_names_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    with BsoClient(f"embedded://{tmp_path / 'mine.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'mine.sqlite3'}") as client:
         client.list_jobs()
     assert f"bso-server jobs list --database-url 'sqlite:///{tmp_path / 'mine.sqlite3'}'" in caplog.text
 
@@ -212,31 +211,112 @@ def test_refusals_of_the_server_are_those_of_every_server() -> None:
         assert caught.value.status == 404
 
 
-def test_a_server_that_is_told_to_end_answers_what_it_was_asked_before(file: Path) -> None:
+def test_what_a_server_logs_is_logged_for_a_user_who_asks_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "bso_server"), client_from_environment() as client:
+        trial_to_its_end(client)
+    assert "job digits-1 trial 1: target reached" in caplog.text
+
+
+def test_threads_that_report_at_a_time_each_get_their_verdict_though_the_file_is_closed_meanwhile(file: Path) -> None:
     client = client_from_environment().with_retries(NO_RETRIES)
     client.register(JobRegistration.of(JOB, GPUS))
     trials = [client.suggest("digits-1") for _ in range(4)]
     verdicts: list[bool] = []
 
     def report(trial: TrialDispatch) -> None:
-        name = trial.model_dump(include=set(TrialId.model_fields))
-        result = TrainingResult(**name, time=1.0, energy=1.0, metric=1.0, current_epoch=1)
-        verdicts.append(client.report(result).converged)
+        verdicts.append(client.report(final_report(trial)).converged)
 
     reporting = [threading.Thread(target=report, args=[trial]) for trial in trials]
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
-        # The first report waits for this lock, and the others for the first: they are committed in groups.
         other.execute("BEGIN IMMEDIATE")
         for thread in reporting:
             thread.start()
         time.sleep(0.5)
-        ending = threading.Thread(target=client.close)
-        ending.start()
-        time.sleep(0.5)
+        client.close()
+        assert verdicts == []
         other.execute("ROLLBACK")
-    for thread in [*reporting, ending]:
+    for thread in reporting:
         thread.join()
+    client.close()
     assert verdicts == [True] * 4
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def alarm(handler: Callable[[], object], after_s: float) -> Iterator[None]:
+    """Have `handler` called once in the main thread, wherever that is by then, unless it is through before."""
+    before = signal.signal(signal.SIGALRM, lambda *_: handler())
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def final_report(trial: TrialId) -> TrainingResult:
+    name = trial.model_dump(include=set(TrialId.model_fields))
+    return TrainingResult(**name, time=1.0, energy=1.0, metric=1.0, current_epoch=1)
+
+
+OFFLINE = OfflineTrial(job_id="digits-1", batch_size=32)
+
+# Requests take a fraction of a millisecond to some milliseconds.
+MOMENTS_S = [0.0001 * n for n in range(1, 101)]
+
+
+def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks() -> None:
+    with client_from_environment() as client:
+        client.register(JobRegistration.of(JOB, GPUS))
+        kept = client.suggest("digits-1")
+        beats: list[TrialState] = []
+        numbers = []
+        for moment_s in MOMENTS_S:
+            with alarm(lambda: beats.append(client.heartbeat(kept).state), moment_s):
+                trial = client.suggest("digits-1")
+                assert client.report(final_report(trial)).converged
+            numbers.append(trial.trial_number)
+        # None is answered twice, or by another's answer.
+        assert numbers == list(range(2, 102))
+        assert set(beats) == {TrialState.RUNNING}
+        assert len(beats) > 30
+        trials = client.show_job("digits-1").trials
+    assert [trial.trial_number for trial in trials] == list(range(1, 102))
+    assert {trial.state for trial in trials[1:]} == {TrialState.COMPLETED}
+
+
+class _BrokenOffError(BaseException):
+    """Raised by a signal's handler, as SystemExit is by ours."""
+
+
+# Python gives no one an exception that is raised in a callback of its garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_of_a_signals_handler_anywhere_in_a_request_leaves_the_next_one_whole() -> None:
+    def break_off() -> None:
+        raise _BrokenOffError
+
+    broken_off = 0
+    with client_from_environment() as client:
+        client.register(JobRegistration.of(JOB, GPUS))
+        for n, moment_s in enumerate(MOMENTS_S):
+            try:
+                with alarm(break_off, moment_s):
+                    trial = client.record_offline(OFFLINE, f"key-{n}")
+                    client.report(final_report(trial))
+            except _BrokenOffError:
+                broken_off += 1
+            trial = client.record_offline(OFFLINE, f"key-{n}")
+            assert client.report(final_report(trial)).converged
+        trials = client.show_job("digits-1").trials
+    assert broken_off > 30
+    # However often a request was broken off, it is one trial.
+    assert [trial.trial_number for trial in trials] == list(range(1, 101))
+    assert {trial.state for trial in trials} == {TrialState.COMPLETED}
+
+
+# --- what cannot work -----------------------------------------------------------------------------------------------
 
 
 # --- what cannot work -----------------------------------------------------------------------------------------------
@@ -340,7 +420,7 @@ def test_without_the_extra_the_error_names_the_installation_and_the_alternative(
 FIFTY_TRIALS = """
 import sys
 from itertools import repeat
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from tests.support.embedded import trial_to_its_end
 
 print("ready", flush=True)
@@ -416,7 +496,7 @@ def test_a_process_that_ends_fails_its_unfinished_trial_and_leaves_no_noise(
 
 
 NEVER_CLOSED = """
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 client = client_from_environment()
 client.list_jobs()
 """
@@ -460,23 +540,23 @@ print("parent", optimizer.training_finished, flush=True)
 """
 
 
-def test_parent_and_forked_child_each_have_a_server_of_their_own(file: Path) -> None:
+def test_parent_and_forked_child_each_have_a_connection_of_their_own(file: Path) -> None:
     done = run(UNFINISHED + FORK)
-    # The child's threads: its main one, its server, that one's writer and four readers.
-    assert done.stdout == "child 1 7\nparent True\n"
+    # The child has no thread but its main one.
+    assert done.stdout == "child 1 1\nparent True\n"
     assert done.stderr == ""
     assert [trial["state"] for trial in shown(file)] == ["completed"]
 
 
-# What is registered first is called last, just before the fork. But from its own call on logging holds a lock, which
-# would keep a server from starting in that time.
+# What is registered first is called last, just before the fork.
 TIME_BEFORE_A_FORK = """
 import logging, os, time
 os.register_at_fork(before=lambda: time.sleep(1))
 """
 FORK_DURING_REQUESTS = """
 import threading
-from zeus_plugins.client.http import NO_RETRIES, client_from_environment
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.port import NO_RETRIES
 
 is_over = threading.Event()
 asked = []
@@ -509,7 +589,7 @@ def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
 
 RANK_1 = """
 import pickle, sys
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.training.session import end_trial_from_another_rank
 
 with client_from_environment() as client:
@@ -583,8 +663,3 @@ def test_results_for_a_file_that_a_newer_version_made_go_on_waiting(file: Path, 
     assert "1 waiting (" in done.stdout
     assert "made by a newer version" in done.stdout
     assert [path.suffix for path in (state_directory / "outbox").iterdir()] == [".jsonl"]
-
-
-def test_copies_of_a_transport_belong_to_one_file(file: Path) -> None:
-    transport = EmbeddedTransport(EMBEDDED)
-    assert copy.copy(transport).server_url == transport.server_url == f"embedded://{file}"

@@ -19,7 +19,7 @@ from tests.support.hf_bench import (
 from tests.support.hf_models import Scores, quiet_trainer
 from tests.support.job_bench import EPOCH_OF_48, GPUS, NEVER, seconds_and_joules
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.protocol import TrialState, TrialView

@@ -15,7 +15,7 @@ from tests.support.lightning_bench import QUIET
 from tests.support.lightning_models import Classifier, digits, quiet_trainer, val_loader
 from tests.support.two_ranks import JOB_ID, run_two_ranks
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import TrialState
 

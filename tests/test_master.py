@@ -38,7 +38,8 @@ from tests.support.masters import (
 )
 from tests.support.servers import Server
 from zeus_plugins.cli import main
-from zeus_plugins.client.http import NO_RETRIES, BsoClient
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import (
     FailedTryError,

@@ -19,7 +19,7 @@ from tests.support.hf_bench import sizes_of
 from tests.support.job_bench import CountingMonitor
 from tests.support.lightning_bench import QUIET
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback
 

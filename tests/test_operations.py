@@ -17,10 +17,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
 from sqlalchemy.engine import make_url
 
-from bso_server.app import leases_of
 from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.job import LeasePolicy
 from bso_server.settings import Settings
@@ -125,6 +125,11 @@ def test_sql_for_offline_use_touches_nothing(database_url: str) -> None:
     assert printed.returncode == 0, printed.stderr
     assert "CREATE TABLE jobs" in printed.stdout
     assert "CREATE TABLE trials" in printed.stdout
+
+
+def test_the_revisions_are_known_without_alembic() -> None:
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
+    assert tuple(script.revision for script in scripts)[::-1] == migrations.REVISIONS
 
 
 def test_two_upgrades_at_once(database_url: str) -> None:
@@ -284,7 +289,7 @@ def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
 
 
 def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert leases_of(Settings(_env_file=None)) == LeasePolicy()
+    assert Settings(_env_file=None).leases == LeasePolicy()
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "7")
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "77")
     monkeypatch.setenv("ZEUS_BSO_SILENT_LEASE_S", "777")

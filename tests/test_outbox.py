@@ -26,8 +26,9 @@ from tests.support.properties import examples
 from tests.support.servers import Server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
-from zeus_plugins.client.http import NO_RETRIES, BsoClient
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender, state_directory
+from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,

@@ -19,8 +19,8 @@ CALLBACKS = ("BatchSizeCallback", "EnergyCallback", "PowerLimitCallback")
 PUBLIC = {
     "zeus_plugins": {"BatchSizeOptimizer", "JobSpec", *ERRORS},
     "zeus_plugins.client": {
-        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "TIMEOUT_VARIABLE"),
-        *("TOKEN_VARIABLE", "client_from_environment"),
+        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "ServerPort"),
+        *("TIMEOUT_VARIABLE", "TOKEN_VARIABLE", "client_from_environment"),
     },
     "zeus_plugins.dataloader": {"ZeusDataLoader"},
     "zeus_plugins.energy": {
@@ -87,6 +87,9 @@ def visible(path: Path) -> set[str]:
                 "zeus_plugins"
             ):
                 names.update(alias.asname or alias.name for alias in aliases)
+            case ast.If(body=[ast.ImportFrom(names=aliases)]) if path.name == "__init__.py":
+                # Under TYPE_CHECKING: what the package loads when it is asked for it.
+                names.update(alias.name for alias in aliases)
     return {name for name in names if not name.startswith("_")}
 
 

@@ -26,8 +26,9 @@ from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
 from tests.support.servers import Server
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import NO_RETRIES, BsoClient, Retries
+from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import BoxBusyError, Outbox
+from zeus_plugins.client.port import NO_RETRIES, Retries
 from zeus_plugins.client.reporter import judged_without_server
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import (

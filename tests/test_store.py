@@ -258,10 +258,10 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
         await service.register(registration("counted"))
         trial = await service.suggest("counted")
 
-        engine: Any = store._database
-        engine = engine._engine
+        database: Any = store._database
+        engine = database.file.engine if store.is_sqlite else database._engine.sync_engine
 
-        @event.listens_for(getattr(engine, "sync_engine", engine), "before_cursor_execute")
+        @event.listens_for(engine, "before_cursor_execute")
         def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
             statements.append(statement.split()[0])
 
@@ -291,9 +291,9 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, 
 
     async def use(store: Store) -> None:
         service = BatchSizeService(store)
-        engine: Any = store._database
+        database: Any = store._database
         event.listen(
-            engine._engine,
+            database.file.engine,
             "before_cursor_execute",
             lambda _conn, _cursor, statement, parameters, _context, many: queries.update(
                 {statement: parameters[0] if many else parameters}

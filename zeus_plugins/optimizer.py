@@ -29,7 +29,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeus_plugins import energy
-from zeus_plugins.client.http import BsoClient, client_from_environment
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
@@ -77,7 +78,7 @@ class BatchSizeOptimizer:
         rank: int = 0,
         *,
         token: str | None = None,
-        client: BsoClient | None = None,
+        client: ServerPort | None = None,
         on_unreachable: OnUnreachable = "default",
     ) -> None:
         check_on_unreachable(on_unreachable)
@@ -85,7 +86,7 @@ class BatchSizeOptimizer:
         self._trial_session: TrialSession | None = None
         if rank != 0:
             return
-        self._own_client: BsoClient | None = None
+        self._own_client: ServerPort | None = None
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
         self._trial_session = TrialSession(
@@ -184,7 +185,7 @@ class BatchSizeOptimizer:
 
 
 def _finish(
-    session: TrialSession, own_client: BsoClient | None, owner_pid: int, undo_signals: list[Callable[[], None]]
+    session: TrialSession, own_client: ServerPort | None, owner_pid: int, undo_signals: list[Callable[[], None]]
 ) -> None:
     # A forked child (a data loader's worker) inherits this call, but the trial is still running in its parent.
     if os.getpid() != owner_pid:

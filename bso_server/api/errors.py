@@ -11,46 +11,12 @@ from typing import Any
 from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 
-from bso_server.errors import (
-    BsoError,
-    DatabaseNotReadyError,
-    DatabaseUnavailableError,
-    ForbiddenError,
-    IllegalTransitionError,
-    InvalidImportError,
-    InvalidReportError,
-    JobConflictError,
-    KeyConflictError,
-    NoSurvivorError,
-    ReportConflictError,
-    UnauthenticatedError,
-    UnknownJobError,
-    UnknownTokenError,
-    UnknownTrialError,
-    UntrustedHostError,
-)
+from bso_server.errors import BsoError, DatabaseUnavailableError, UnauthenticatedError
 from bso_server.service.messages import MAX_IMPORT_BYTES
+from bso_server.service.statuses import STATUS_OF
 from zeus_plugins.protocol import ErrorBody, FieldError
 
 logger = logging.getLogger("bso_server")
-
-STATUS_OF: dict[type[BsoError], HTTPStatus] = {
-    UnknownJobError: HTTPStatus.NOT_FOUND,
-    UnknownTrialError: HTTPStatus.NOT_FOUND,
-    JobConflictError: HTTPStatus.CONFLICT,
-    ReportConflictError: HTTPStatus.CONFLICT,
-    KeyConflictError: HTTPStatus.CONFLICT,
-    IllegalTransitionError: HTTPStatus.CONFLICT,
-    NoSurvivorError: HTTPStatus.CONFLICT,
-    InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
-    InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
-    UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
-    ForbiddenError: HTTPStatus.FORBIDDEN,
-    UntrustedHostError: HTTPStatus.BAD_REQUEST,
-    UnknownTokenError: HTTPStatus.NOT_FOUND,
-    DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
-    DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
-}
 
 HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
     UnauthenticatedError: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},

@@ -28,6 +28,28 @@ from zeus_plugins.protocol import JobList, JobSummary, JobView, Stage, TrialPage
 logger = logging.getLogger("bso_server")
 
 
+def jobs_page(
+    transaction: Transaction,
+    *,
+    prefix: str | None = None,
+    stage: Stage | None = None,
+    limit: int = DEFAULT_PAGE,
+    cursor: str | None = None,
+) -> JobList:
+    """See `JobReader.list_jobs`."""
+    found = store_reads.jobs_page(transaction, prefix=prefix, stage=stage, after=cursor, limit=limit + 1)
+    jobs = tuple(views.summary(stored) for stored in found[:limit])
+    return JobList(jobs=jobs, next_cursor=jobs[-1].job_id if len(found) > limit else None)
+
+
+def shown_job(transaction: Transaction, job_id: str, *, limit: int | None = None) -> JobView:
+    """See `JobReader.show_job`."""
+    stored = _job(transaction, job_id)
+    history, _ = load_history(transaction, stored)
+    states = store_reads.trial_states(transaction, job_id)
+    return views.job(stored, history, states, store_reads.latest_trials(transaction, job_id, limit=limit))
+
+
 class JobReader:
     """Everything that can be looked at.
 
@@ -56,13 +78,9 @@ class JobReader:
             limit: Jobs on the page.
             cursor: Where the page begins, from the page before.
         """
-        found = await self._store.read(
-            lambda transaction: store_reads.jobs_page(
-                transaction, prefix=prefix, stage=stage, after=cursor, limit=limit + 1
-            )
+        return await self._store.read(
+            lambda transaction: jobs_page(transaction, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
         )
-        jobs = tuple(views.summary(stored) for stored in found[:limit])
-        return JobList(jobs=jobs, next_cursor=jobs[-1].job_id if len(found) > limit else None)
 
     async def all_jobs(self) -> JobList:
         """Every job, page by page; jobs that come and go meanwhile may or may not be among them."""
@@ -83,14 +101,7 @@ class JobReader:
         Raises:
             UnknownJobError: No such job.
         """
-
-        def read(transaction: Transaction) -> JobView:
-            stored = _job(transaction, job_id)
-            history, _ = load_history(transaction, stored)
-            states = store_reads.trial_states(transaction, job_id)
-            return views.job(stored, history, states, store_reads.latest_trials(transaction, job_id, limit=limit))
-
-        return await self._store.read(read)
+        return await self._store.read(lambda transaction: shown_job(transaction, job_id, limit=limit))
 
     async def list_trials(
         self, job_id: str, *, state: TrialState | None = None, limit: int = DEFAULT_PAGE, cursor: int = 0

@@ -10,19 +10,18 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
-from sqlalchemy.pool import AsyncAdaptedQueuePool
+from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 
 from bso_server.storage.filesystem import network_filesystem
-from bso_server.storage.threads import DaemonThreads
 
 # Seconds that a SQLite connection waits for another process's transaction before it gives up.
 _SQLITE_BUSY_TIMEOUT_S = 30
@@ -47,6 +46,9 @@ _CONNECT_TIMEOUT_S = 5
 _CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "mariadb": "connect_timeout"}
 
 T = TypeVar("T")
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 
 class NoConnectionError(Exception):
@@ -86,6 +88,54 @@ class Database(Protocol):
         ...
 
 
+class SqliteFile:
+    """A SQLite file, worked on in the thread that calls; whoever opens a connection to it keeps and closes that.
+
+    A connection serves one thread at a time and must not be open while its process forks: the child would take its
+    parent's locks for its own (https://www.sqlite.org/howtocorrupt.html, 2.6).
+
+    Args:
+        url: With the path of the file.
+        echo_sql: Log every statement.
+        busy_timeout_s: Seconds that a statement waits for another connection's lock.
+    """
+
+    def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
+        self.engine = create_engine(url, echo=echo_sql, poolclass=NullPool, pool_reset_on_return=None)
+        _configure_sqlite(self.engine, busy_timeout_s)
+        event.listen(self.engine, "close", _roll_back)
+
+    @property
+    def url(self) -> URL:
+        """Where the file is."""
+        return self.engine.url
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.url.database or "")
+
+    def connect(self) -> Connection:
+        """Open a connection.
+
+        Raises:
+            DBAPIError: The file cannot be opened, or is no database.
+        """
+        return self.engine.connect()
+
+    def run(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+        """See `Database.run`; the connection is one of this file's."""
+        connection.info[_READ_ONLY] = read_only
+        with connection.begin():
+            return work(connection)
+
+    def drop(self, connection: Connection) -> None:
+        """Close a connection that is in use, so that its transaction is rolled back and its user's next step fails."""
+        driver_connection: Any = connection.connection.driver_connection
+        _roll_back(driver_connection, None)
+        driver_connection.close()
+
+
 class SqliteDatabase:
     """A SQLite file, worked on in threads.
 
@@ -94,22 +144,20 @@ class SqliteDatabase:
     and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
 
     Args:
-        url: With the path of the file.
-        echo_sql: Log every statement.
+        file: The file.
     """
 
-    def __init__(self, url: URL, *, echo_sql: bool) -> None:
-        self._engine = create_engine(url, echo=echo_sql, pool_size=_SQLITE_READERS + 1, max_overflow=0)
-        _configure_sqlite(self._engine)
+    def __init__(self, file: SqliteFile) -> None:
+        self.file = file
         self._own = threading.local()
         self._connections: list[Connection] = []
-        self._writer = DaemonThreads(1, "bso-writer")
-        self._readers = DaemonThreads(_SQLITE_READERS, "bso-reader")
+        self._writer = ThreadPoolExecutor(1, "bso-writer")
+        self._readers = ThreadPoolExecutor(_SQLITE_READERS, "bso-reader")
 
     @property
     def url(self) -> URL:
         """Where the file is."""
-        return self._engine.url
+        return self.file.url
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`."""
@@ -123,22 +171,18 @@ class SqliteDatabase:
         self._readers.shutdown()
         for connection in self._connections:
             connection.close()
-        self._engine.dispose()
 
     def _run(self, work: Callable[[Connection], T], read_only: bool) -> T:
-        connection = self._connection(read_only)
-        with connection.begin():
-            return work(connection)
+        return self.file.run(self._connection(), work, read_only=read_only)
 
-    def _connection(self, read_only: bool) -> Connection:
-        """This thread's connection, which it keeps: fetching one from the pool costs as much as a statement."""
+    def _connection(self) -> Connection:
+        """This thread's connection, which it keeps: opening one costs more than a transaction."""
         connection: Connection | None = getattr(self._own, "connection", None)
         if connection is None:
             try:
-                connection = self._own.connection = self._engine.connect()
+                connection = self._own.connection = self.file.connect()
             except DBAPIError as error:
                 raise NoConnectionError(error) from error
-            connection.info[_READ_ONLY] = read_only
             self._connections.append(connection)
         return connection
 
@@ -206,9 +250,9 @@ def open_database(
     """
     url = _url(database_url)
     if url.get_backend_name() == "sqlite":
-        _refuse_network(url)
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(url.set(drivername="sqlite"), echo_sql=echo_sql)
+            return SqliteDatabase(_sqlite_file(url, echo_sql=echo_sql))
+        _refuse_network(url)
         options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
     else:
         url = url.set(username=url.username or user, password=url.password or password)
@@ -219,6 +263,9 @@ def open_database(
             "pool_pre_ping": True,
             "pool_size": _POOL_SIZE,
         }
+    # Loaded where it is needed: a training on a SQLite file does not wait for it.
+    from sqlalchemy.ext.asyncio import create_async_engine
+
     try:
         engine = create_async_engine(
             url,
@@ -245,6 +292,23 @@ def back_up(file: Path) -> Path:
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
     return copy
+
+
+def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
+    """The SQLite file that a URL names, as `open_database` opens it; None where it names another kind of database.
+
+    Args:
+        database_url: As in `open_database`.
+        echo_sql: Log every statement.
+        busy_timeout_s: Seconds that a statement waits for another connection's lock.
+
+    Raises:
+        ValueError: As in `open_database`.
+    """
+    url = _url(database_url)
+    if url.get_backend_name() != "sqlite":
+        return None
+    return _sqlite_file(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
 
 
 # Codes by which databases say that a transaction was broken off through no fault of its own.
@@ -277,6 +341,11 @@ def _url(database_url: str) -> URL:
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 
+def _sqlite_file(url: URL, *, echo_sql: bool, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> SqliteFile:
+    _refuse_network(url)
+    return SqliteFile(url.set(drivername="sqlite"), echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
+
+
 def _refuse_network(url: URL) -> None:
     if not url.database or url.database == ":memory:":
         raise ValueError("a SQLite database in memory is lost with its connection: name a file")
@@ -290,14 +359,23 @@ def _refuse_network(url: URL) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _configure_sqlite(engine: Engine) -> None:
+def _roll_back(connection: Any, _record: Any) -> None:
+    """Roll back what is under way on a driver's connection, before it is closed.
+
+    Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
+    """
+    with suppress(sqlite3.Error):
+        connection.rollback()
+
+
+def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
         # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
         # them off, so that `_begin` below says when a transaction starts.
         connection.isolation_level = None
         cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {_SQLITE_BUSY_TIMEOUT_S * 1000}")
+        cursor.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
         cursor.execute("PRAGMA journal_mode = WAL")
         # FULL: a committed report survives a power cut.
         cursor.execute("PRAGMA synchronous = FULL")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
+import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
-from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database, NoConnectionError, back_up, is_passing
+from bso_server.storage.database import Database, NoConnectionError, SqliteFile, back_up, is_passing
 from bso_server.storage.transaction import JobExistsError, Transaction
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
@@ -32,10 +37,15 @@ logger = logging.getLogger("bso_server")
 
 
 class _Attempts:
-    """The attempts at one transaction: which failure is followed by another one, and after how long."""
+    """The attempts at one transaction: which failure is followed by another one, and after how long.
 
-    def __init__(self) -> None:
+    Args:
+        most: Times that a transaction is tried at most which the database keeps breaking off.
+    """
+
+    def __init__(self, most: float = _ATTEMPTS) -> None:
         self._end = time.monotonic() + _PATIENCE_S
+        self._most = most
         self._made = 0
         self._lost = False
         self._collided = False
@@ -59,12 +69,12 @@ class _Attempts:
                 raise error
             self._lost, backoff_s = True, _LOST_BACKOFF_S
         else:
-            if not (isinstance(error, DBAPIError) and is_passing(error)) or self._made == _ATTEMPTS:
+            if not (isinstance(error, DBAPIError) and is_passing(error)) or self._made == self._most:
                 raise error
             logger.info("transaction broken off by the database, attempt %d: %s", self._made, error.orig)
             backoff_s = _BACKOFF_S
         # Not all at once again; randomness is what parts them.
-        return backoff_s * self._made * random.random()  # noqa: S311 - no secret
+        return backoff_s * min(self._made, _ATTEMPTS) * random.random()  # noqa: S311 - no secret
 
     def succeeded(self) -> None:
         """Note that the last attempt has done it."""
@@ -91,10 +101,7 @@ class Store:
     @property
     def description(self) -> str:
         """The database's URL as a user would write it, without its password."""
-        url = self._database.url
-        # Drivers take it there, too.
-        query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
-        return url.set(drivername=self._dialect, query=query).render_as_string(hide_password=True)
+        return _described(self._database.url)
 
     @property
     def _dialect(self) -> str:
@@ -124,14 +131,10 @@ class Store:
         return await self._repeated(work, read_only=True)
 
     async def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool) -> T:
-        def begin(connection: Connection) -> tuple[T, Transaction]:
-            transaction = Transaction(connection)
-            return work(transaction), transaction
-
         attempts = _Attempts()
         while True:
             try:
-                done, transaction = await self._run(begin, read_only=read_only)
+                done, transaction = await self._run(partial(_done_in_transaction, work), read_only=read_only)
             except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
                 await asyncio.sleep(attempts.wait_s(error))
             else:
@@ -153,10 +156,9 @@ class Store:
             DatabaseUnavailableError: It cannot be reached.
         """
         found = await self.current_revision()
-        self._refuse_newer(found)
+        _refuse_newer(found, self.description)
         if self.file is not None and found not in (None, migrations.head()):
-            copy = await asyncio.to_thread(back_up, self.file)
-            logger.info("the database was copied to %s before its schema is upgraded", copy)
+            await asyncio.to_thread(_back_up, self.file)
         await self._run(migrations.upgrade)
 
     def migration_sql(self) -> str:
@@ -184,21 +186,186 @@ class Store:
             DatabaseUnavailableError: It cannot be reached.
         """
         found = await self.current_revision()
-        self._refuse_newer(found)
+        _refuse_newer(found, self.description)
         if found != migrations.head():
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
                 f"{migrations.head()}; run: bso-server db upgrade --database-url '{self.description}'"
             )
 
-    def _refuse_newer(self, found: str | None) -> None:
-        if found is not None and not migrations.is_known(found):
-            raise DatabaseNotReadyError(
-                f"the database {self.description} is at schema {found}, which this version does not know: it was made "
-                f"by a newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema "
-                f"{migrations.head()})"
-            )
-
     async def close(self) -> None:
         """Close every connection."""
         await self._database.close()
+
+
+class SyncStore:
+    """A SQLite file for callers that wait: `Store` without an event loop.
+
+    It runs one transaction at a time, on one connection, which it opens when it needs one; opening it brings the file
+    to this version's schema.
+
+    A transaction may be broken in upon by a signal's handler, or by a finalizer of the garbage collector, that uses the
+    store in the same thread. Neither can wait for the other: the transaction is rolled back, and begun again after that
+    of the handler.
+
+    What a server logs at INFO is not logged here, unless the user has set a level for its logger.
+
+    Args:
+        file: The file. Its busy timeout is how long the thread takes no signal while another process has the lock.
+        lock: Held during each attempt at a transaction, and not between two of them; reentrant.
+    """
+
+    def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:
+        self._file = file
+        self._lock = lock
+        self._connection: Connection | None = None
+        # Transactions of one thread that have begun: more than one where a handler broke in.
+        self._depth = 0
+        self._is_broken_in = False
+
+    def write(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
+        """Do `work` in a transaction; see `Store.write`.
+
+        Args:
+            work: As in `Store.write`.
+            timeout_s: Seconds after which another process that has the file locked is waited for no longer.
+
+        Raises:
+            DatabaseUnavailableError: The file is locked for so long, or cannot be read or written.
+            DatabaseNotReadyError: It was made by a newer version.
+        """
+        return self._repeated(work, read_only=False, timeout_s=timeout_s)
+
+    def read(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
+        """Do `work`, which only reads, in a transaction that makes nobody wait; arguments and errors as in `write`."""
+        return self._repeated(work, read_only=True, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Close the connection, if one is open; the next transaction opens another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            _close(connection)
+
+    def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
+        attempts, end = _Attempts(most=math.inf), time.monotonic() + timeout_s
+        while True:
+            try:
+                return self._run(partial(_done_in_transaction, work), read_only=read_only)
+            except _BrokenInError:
+                continue
+            except (DBAPIError, JobExistsError) as error:
+                try:
+                    with self._lock, _everyday_life_unlogged():
+                        wait_s = attempts.wait_s(error)
+                except DBAPIError:
+                    raise DatabaseUnavailableError(str(NoConnectionError(error))) from error
+                if time.monotonic() + wait_s > end:
+                    raise DatabaseUnavailableError(
+                        f"timed out after {timeout_s:g} s, as another process has it locked"
+                    ) from error
+                time.sleep(wait_s)
+
+    def _run(self, work: Callable[[Connection], tuple[T, Transaction]], *, read_only: bool) -> T:
+        with self._lock, _everyday_life_unlogged():
+            depth = self._depth
+            if depth:
+                # Under the feet of the other transaction, whose next step fails.
+                self._drop()
+            self._depth, self._is_broken_in = depth + 1, False
+            connection: Connection | None = None
+            try:
+                connection = self._connection or self._open()
+                done, transaction = self._file.run(connection, work, read_only=read_only)
+            except BaseException as error:
+                if not isinstance(error, (BsoError, JobExistsError)):
+                    # A signal's exception may have been raised anywhere, and leave the connection in any state.
+                    self._drop()
+                    _close(connection)
+                if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error)):
+                    raise _BrokenInError from None
+                raise
+            else:
+                if self._is_broken_in:
+                    _close(connection)
+                    raise _BrokenInError
+                transaction.write_log()
+                return done
+            finally:
+                # Read by the transaction that this one broke in upon.
+                self._depth, self._is_broken_in = depth, depth > 0
+
+    def _drop(self) -> None:
+        """Close the connection whatever is under way on it."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(SQLAlchemyError, sqlite3.Error):
+                self._file.drop(connection)
+
+    def _open(self) -> Connection:
+        try:
+            connection = self._connection = self._file.connect()
+            found = self._file.run(connection, migrations.current, read_only=True)
+            if found != migrations.head():
+                _refuse_newer(found, _described(self._file.url))
+                if found is not None:
+                    _back_up(self._file.path)
+                self._file.run(connection, migrations.upgrade)
+        except BaseException:
+            unusable = self._connection
+            self._drop()
+            _close(unusable)
+            raise
+        return connection
+
+
+# The levels that loggers have during a transaction in a training's process, unless the user has set one. SQLAlchemy's
+# would tell of cursors of a transaction that was broken in upon.
+_LEVELS = {"bso_server": logging.WARNING, "alembic": logging.WARNING, "sqlalchemy.pool": logging.CRITICAL}
+
+
+@contextmanager
+def _everyday_life_unlogged() -> Iterator[None]:
+    chosen = [each for each in map(logging.getLogger, _LEVELS) if each.level == logging.NOTSET]
+    for each in chosen:
+        each.setLevel(_LEVELS[each.name])
+    try:
+        yield
+    finally:
+        for each in chosen:
+            each.setLevel(logging.NOTSET)
+
+
+def _close(connection: Connection | None) -> None:
+    if connection is not None:
+        # What a disk, or a connection that was dropped, has to say at this point changes nothing any more.
+        with suppress(SQLAlchemyError, sqlite3.Error):
+            connection.close()
+
+
+class _BrokenInError(Exception):
+    """A transaction was broken in upon by another one of the same thread."""
+
+
+def _done_in_transaction(work: Callable[[Transaction], T], connection: Connection) -> tuple[T, Transaction]:
+    transaction = Transaction(connection)
+    return work(transaction), transaction
+
+
+def _described(url: URL) -> str:
+    # Drivers take it there, too.
+    query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
+    shown = url.set(drivername=url.get_backend_name(), query=query)
+    return shown.render_as_string(hide_password=True)
+
+
+def _refuse_newer(found: str | None, description: str) -> None:
+    if found is not None and not migrations.is_known(found):
+        raise DatabaseNotReadyError(
+            f"the database {description} is at schema {found}, which this version does not know: it was made by a "
+            f"newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema "
+            f"{migrations.head()})"
+        )
+
+
+def _back_up(file: Path) -> None:
+    logger.info("the database was copied to %s before its schema is upgraded", back_up(file))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import repeat
 
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.session import TrialSession
@@ -18,11 +18,11 @@ def monitor() -> ReplayMonitor:
     return ReplayMonitor(repeat(Measurement(1.0, 10.0, "replayed")), GPUS)
 
 
-def session_of(client: BsoClient) -> TrialSession:
+def session_of(client: ServerPort) -> TrialSession:
     return TrialSession(JOB, client, monitor())
 
 
-def trial_to_its_end(client: BsoClient) -> int:
+def trial_to_its_end(client: ServerPort) -> int:
     session = session_of(client)
     session.ask()
     session.begin_measurement()

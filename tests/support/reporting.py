@@ -14,7 +14,8 @@ from tests.support.contract_double import ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.threads import heartbeat_threads
 from zeus_plugins import JobSpec
-from zeus_plugins.client.http import BsoClient, Retries
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import Retries
 from zeus_plugins.protocol import PolicyName
 from zeus_plugins.training.session import TrialSession
 

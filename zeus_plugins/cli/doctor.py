@@ -14,8 +14,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from zeus_plugins.client.http import NO_RETRIES, client_from_environment
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
+from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.check import AGREEMENT, compare_nvml

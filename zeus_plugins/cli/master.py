@@ -111,7 +111,7 @@ def _resumable(named: str, log_base: Path, job: Job) -> Path:
 
 @contextmanager
 def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChooser]:
-    from zeus_plugins.client.http import client_from_environment
+    from zeus_plugins.client.connect import client_from_environment
     from zeus_plugins.master import PolicyOptimizer, ServerOptimizer
 
     options = config.optimizer.options

@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.delivery import Delivered, deliver_waiting, listed
-from zeus_plugins.client.http import NO_RETRIES, BsoClient, client_from_environment
 from zeus_plugins.client.outbox import Outbox, default_outbox
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
 
 __all__ = ["add_parser"]
@@ -50,12 +51,12 @@ def _sync(options: argparse.Namespace) -> None:
 
 def _synced(outbox: Outbox, server_url: str | None, token: str | None) -> Iterator[Delivered]:
     with ExitStack() as clients:
-        opened: dict[str, BsoClient] = {}
+        opened: dict[str, ServerPort] = {}
 
-        def client_of(belongs_to: str) -> BsoClient:
+        def client_of(belongs_to: str) -> ServerPort:
             url = server_url or belongs_to
             if url not in opened:
-                client = client_from_environment(url, token).with_retries(NO_RETRIES)
+                client: ServerPort = client_from_environment(url, token).with_retries(NO_RETRIES)
                 opened[url] = clients.enter_context(client)
             return opened[url]
 

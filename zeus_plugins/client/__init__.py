@@ -1,15 +1,22 @@
-"""How the training side reaches the batch size optimization server."""
+"""How the training side reaches the batch size optimization server: `ServerPort` is what it asks of one."""
 
-from zeus_plugins.client.http import (
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.port import (
     EMBEDDED,
     NO_RETRIES,
     SERVER_URL_VARIABLE,
     TIMEOUT_VARIABLE,
     TOKEN_VARIABLE,
-    BsoClient,
     Retries,
-    client_from_environment,
+    ServerPort,
 )
+
+if TYPE_CHECKING:
+    from zeus_plugins.client.http import BsoClient
 
 __all__ = [
     "EMBEDDED",
@@ -19,5 +26,15 @@ __all__ = [
     "TOKEN_VARIABLE",
     "BsoClient",
     "Retries",
+    "ServerPort",
     "client_from_environment",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the HTTP library when somebody asks for its client: a training without a server needs neither."""
+    if name == "BsoClient":
+        from zeus_plugins.client.http import BsoClient
+
+        return BsoClient
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
 
@@ -31,7 +31,7 @@ def is_refusal(error: Exception) -> bool:
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
-def recorded(client: BsoClient, sender: Sender) -> TrialId:
+def recorded(client: ServerPort, sender: Sender) -> TrialId:
     """Have the server record a trial that began without it; the same trial each time.
 
     Raises:
@@ -43,7 +43,7 @@ def recorded(client: BsoClient, sender: Sender) -> TrialId:
     return TrialId(job_id=dispatch.job_id, batch_size=dispatch.batch_size, trial_number=dispatch.trial_number)
 
 
-def deliver_power_limits(client: BsoClient, trial: TrialId, choice: PowerLimitChoice) -> None:
+def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitChoice) -> None:
     """Have a trial's power limits kept. A server that refuses them is a warning: they concern no result of the trial.
 
     Raises:
@@ -63,7 +63,7 @@ def deliver_power_limits(client: BsoClient, trial: TrialId, choice: PowerLimitCh
 
 def deliver(
     box: Box,
-    client: BsoClient,
+    client: ServerPort,
     *,
     lock: AbstractContextManager[object] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -131,7 +131,7 @@ class Delivered:
     set_aside: Path | None = None
 
 
-def deliver_waiting(outbox: Outbox, client_of: Callable[[str], BsoClient | None]) -> Iterator[Delivered]:
+def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
     """Deliver what earlier trainings have left, file by file, oldest first.
 
     Files of trainings that still run are left to those.
@@ -186,7 +186,7 @@ def _opened(outbox: Outbox) -> Iterator[Box | Delivered]:
             yield Delivered(path, "", "", 0, 0, problem=str(error))
 
 
-def _emptied(box: Box, client: BsoClient) -> tuple[Delivered, ZeusBSOError | None]:
+def _emptied(box: Box, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
     waiting = len(box)
     problem: ZeusBSOError | None = None
     aside: Path | None = None
@@ -213,7 +213,7 @@ def _described(
     return Delivered(box.path, job_id, box.sender.server_url, delivered, left, problem, set_aside)
 
 
-def _leave(client: BsoClient, trial: TrialId) -> None:
+def _leave(client: ServerPort, trial: TrialId) -> None:
     """Have a trial abandoned soon: its training died without a word, and may come back from a checkpoint."""
     try:
         client.heartbeat(trial)

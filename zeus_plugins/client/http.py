@@ -1,4 +1,4 @@
-"""How the training side reaches the batch size optimization server: the only module that knows the HTTP library.
+"""`ServerPort` over HTTP: the only module of the training side that knows the HTTP library.
 
 `BsoClient` has one method per route. It works against this project's server and against Zeus 0.16's, whose answers lack
 our optional fields and whose errors have another shape.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import random
 import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import count
 from types import TracebackType
 from typing import Any, NoReturn, Self, TypeVar
@@ -23,16 +21,25 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._error_bodies import said_in_error_body
+from zeus_plugins.client._refusals import error_of, said_in_error_body
+from zeus_plugins.client.port import (
+    DEFAULT_TIMEOUT_S,
+    NO_RETRIES,
+    SERVER_URL_VARIABLE,
+    TOKEN_VARIABLE,
+    Retries,
+    end_of,
+    heartbeat_of,
+    power_profile_of,
+)
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
+    ZeusBSOError,
     ZeusBSORuntimeError,
     ZeusBSOServerUnreachableError,
-    ZeusBSOTokenError,
 )
 from zeus_plugins.protocol import (
     Ending,
-    Heartbeat,
     HeartbeatResponse,
     JobList,
     JobRegistration,
@@ -43,35 +50,13 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialDispatch,
-    TrialEnd,
     TrialId,
     TrialPage,
-    TrialPowerProfile,
     TrialView,
 )
-from zeus_plugins.training import environment
 
-__all__ = [
-    "EMBEDDED",
-    "NO_RETRIES",
-    "SERVER_URL_VARIABLE",
-    "TIMEOUT_VARIABLE",
-    "TOKEN_VARIABLE",
-    "BsoClient",
-    "Retries",
-    "client_from_environment",
-]
+__all__ = ["BsoClient"]
 
-SERVER_URL_VARIABLE = environment.SERVER_URL.name
-TOKEN_VARIABLE = environment.TOKEN.name
-TIMEOUT_VARIABLE = environment.TIMEOUT_S.name
-
-EMBEDDED = "embedded:"
-"""The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
-
-# Stands where a request names its host.
-_EMBEDDED_BASE_URL = "http://embedded"
-_DEFAULT_TIMEOUT_S = 10.0
 _EXCERPT_LENGTH = 200
 _MAX_PORT = 65535
 _LARGEST_PAGE = "1000"
@@ -79,31 +64,6 @@ _LARGEST_PAGE = "1000"
 _logger = logging.getLogger("zeus_plugins")
 
 _Message = TypeVar("_Message", bound=BaseModel)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Retries:
-    """How often a request is sent that gets no answer, or one that asks for patience.
-
-    Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
-    do not come back together (Brooker: Exponential Backoff and Jitter, 2015).
-
-    Attributes:
-        attempts: Times that it is sent at most.
-        backoff_s: Longest wait before the second time, seconds.
-        patience_s: Seconds after which it is not sent again. One that waits for its answer by then goes on waiting.
-    """
-
-    attempts: int = 4
-    backoff_s: float = 0.5
-    patience_s: float = 15.0
-
-    def wait_s(self, attempt: int) -> float:
-        """Seconds to wait after this attempt, counting from 1; random."""
-        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
-
-
-NO_RETRIES = Retries(attempts=1)
 
 
 class BsoClient:
@@ -122,8 +82,8 @@ class BsoClient:
 
     Args:
         server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
-            password inside it are sent as HTTP basic authentication. ``embedded:`` or ``embedded:///path`` is the
-            server in this process (`zeus_plugins.client.local`).
+            password inside it are sent as HTTP basic authentication. The server in this process has no such URL:
+            `zeus_plugins.client.client_from_environment` gives either.
         token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
         timeout_s: Longest wait in seconds for each of connecting, sending, and receiving a part of the answer.
         retries: How often a request is sent that gets no answer.
@@ -138,22 +98,16 @@ class BsoClient:
         server_url: str,
         *,
         token: str | None = None,
-        timeout_s: float = _DEFAULT_TIMEOUT_S,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
         retries: Retries | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._login: tuple[str, str] | None = None
-        if server_url.strip().startswith(EMBEDDED):
-            transport, self._server_url = _embedded(server_url.strip())
-            self._base_url = _EMBEDDED_BASE_URL
-        else:
-            self._server_url, self._login = _parsed_server_url(server_url)
-            self._base_url = self._server_url
+        self._server_url, self._login = _parsed_server_url(server_url)
         self._token = _checked_token(token)
         if self._token and self._login:
             raise ZeusBSOConfigError(
-                f"server_url {self._base_url} holds a user and a token is given too, but a request carries only one of "
-                f"them: drop the user from server_url or unset {TOKEN_VARIABLE}"
+                f"server_url {self._server_url} holds a user and a token is given too, but a request carries only one "
+                f"of them: drop the user from server_url or unset {TOKEN_VARIABLE}"
             )
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
@@ -208,7 +162,7 @@ class BsoClient:
         Returns:
             The job as the server keeps it, with its `job_id`.
         """
-        return self._decode(self._request("POST", Paths.JOBS, body=job, refuses_config=(409,)), JobRegistration)
+        return self._decode(self._request("POST", Paths.JOBS, body=job), JobRegistration)
 
     def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job.
@@ -254,8 +208,7 @@ class BsoClient:
             trial: The trial. Only its three identifying fields are sent.
             ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
         """
-        end = TrialEnd(**_name_of(trial), **(ending or Ending()).model_dump())
-        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
+        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end_of(trial, ending)))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
@@ -267,7 +220,7 @@ class BsoClient:
         Returns:
             Where the trial stands, and when the next heartbeat is due.
         """
-        beat = Heartbeat(**_name_of(trial), regular=regular)
+        beat = heartbeat_of(trial, regular=regular)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
@@ -277,8 +230,7 @@ class BsoClient:
             trial: The trial.
             choice: What it knows of its limits, and the one that it chose.
         """
-        profile = TrialPowerProfile(**_name_of(trial), **choice.model_dump())
-        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
+        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=power_profile_of(trial, choice)))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials.
@@ -325,7 +277,6 @@ class BsoClient:
         params: Mapping[str, str] | None = None,
         body: BaseModel | None = None,
         key: str | None = None,
-        refuses_config: tuple[int, ...] = (),
         retries: Retries | None = None,
     ) -> httpx.Response:
         """Send one request, more than once if need be, and return its 2xx answer.
@@ -336,7 +287,6 @@ class BsoClient:
             params: Query parameters.
             body: JSON body.
             key: The request's `Idempotency-Key`.
-            refuses_config: Statuses, beside 422, by which this route says that the job cannot work.
             retries: Takes the place of the client's.
         """
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -344,7 +294,7 @@ class BsoClient:
             headers["Idempotency-Key"] = key
         request = self._connection().build_request(
             method,
-            f"{self._base_url}{path}",
+            f"{self._server_url}{path}",
             params=params,
             content=None if body is None else body.model_dump_json(),
             headers=headers,
@@ -354,7 +304,7 @@ class BsoClient:
         for attempt in count(1):
             is_last = attempt >= retries.attempts
             try:
-                return self._answered(request, refuses_config)
+                return self._answered(request)
             except ZeusBSORuntimeError as error:
                 wait_s = retries.wait_s(attempt)
                 if is_last or not error.is_outage or time.monotonic() + wait_s > end:
@@ -363,14 +313,14 @@ class BsoClient:
             time.sleep(wait_s)
         raise AssertionError("unreachable: the last attempt returns or raises")
 
-    def _answered(self, request: httpx.Request, refuses_config: tuple[int, ...]) -> httpx.Response:
+    def _answered(self, request: httpx.Request) -> httpx.Response:
         try:
             answer = self._connection().send(request)
         except httpx.RequestError as error:
             # The HTTP library's own traceback is sixty lines that say less than this one.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
         if not answer.is_success:
-            self._raise_refusal(answer, refuses_config)
+            raise self._refusal(answer)
         return answer
 
     def _connection(self) -> httpx.Client:
@@ -411,22 +361,14 @@ class BsoClient:
             is_foreign=True,
         )
 
-    def _raise_refusal(self, answer: httpx.Response, refuses_config: tuple[int, ...]) -> NoReturn:
-        status = answer.status_code
-        text = self._without_secrets(_refusal_text(answer))
-        if status in (401, 403):
-            raise ZeusBSOTokenError(
-                f"the server at {self._server_url} does not accept the token ({status}: {text}): pass a valid token= "
-                f"or set {TOKEN_VARIABLE}",
-                status=status,
-            )
-        if status == 422 or status in refuses_config:
-            raise ZeusBSOConfigError(
-                f"the server at {self._server_url} refuses the job ({status}): {text}", status=status
-            )
-        raise ZeusBSORuntimeError(
-            f"{_shown_request(answer)} failed ({status}): {text}",
-            status=status,
+    def _refusal(self, answer: httpx.Response) -> ZeusBSOError:
+        request = answer.request
+        return error_of(
+            answer.status_code,
+            self._without_secrets(_refusal_text(answer)),
+            server_url=self._server_url,
+            request=_shown_request(answer),
+            is_registration=request.method == "POST" and request.url.path.endswith(Paths.JOBS),
             is_foreign=not said_in_error_body(answer.text),
         )
 
@@ -435,11 +377,6 @@ class BsoClient:
             cause = f"timed out after {self._timeout_s:g} s"
         else:
             cause = str(error) or type(error).__name__
-        if self._base_url == _EMBEDDED_BASE_URL:
-            return (
-                f"no answer from the batch size optimization server in this process, {self._server_url}: {cause}. "
-                "Check that its file can be read and written"
-            )
         return (
             f"no answer from the batch size optimization server at {self._server_url}: {self._without_secrets(cause)}. "
             f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
@@ -448,64 +385,6 @@ class BsoClient:
     def _without_secrets(self, text: str) -> str:
         """Hide what a server may have echoed."""
         return text.replace(self._token, "***") if self._token else text
-
-
-def _name_of(trial: TrialId) -> dict[str, Any]:
-    return trial.model_dump(include=set(TrialId.model_fields))
-
-
-def client_from_environment(
-    server_url: str | None = None,
-    token: str | None = None,
-    *,
-    timeout_s: float | None = None,
-    environ: Mapping[str, str] | None = None,
-    transport: httpx.BaseTransport | None = None,
-) -> BsoClient:
-    """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN``.
-
-    Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
-
-    Args:
-        server_url: As in `BsoClient`.
-        token: As in `BsoClient`. The server in this process is not shown it.
-        timeout_s: As in `BsoClient`. None: the environment variable ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
-        environ: Environment variables; those of the process by default.
-        transport: As in `BsoClient`.
-
-    Raises:
-        ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
-    """
-    url = server_url if server_url is not None else environment.SERVER_URL.text(environ)
-    if timeout_s is None:
-        timeout_s = environment.TIMEOUT_S.number(environ, is_positive=True) or _DEFAULT_TIMEOUT_S
-    chosen_token = token if token is not None else environment.TOKEN.text(environ)
-    if not url:
-        if chosen_token:
-            _logger.warning(
-                "there is a token (token= or %s) but no server URL: the server in this process is used, which takes no "
-                "token. For a server elsewhere pass server_url= or set %s",
-                TOKEN_VARIABLE,
-                SERVER_URL_VARIABLE,
-            )
-        url = EMBEDDED
-    if url.strip().startswith(EMBEDDED):
-        chosen_token = None  # Of a server elsewhere.
-    return BsoClient(url, token=chosen_token, timeout_s=timeout_s, transport=transport)
-
-
-def _embedded(server_url: str) -> tuple[httpx.BaseTransport, str]:
-    """The way to the server in this process, and its URL with its file."""
-    try:
-        from zeus_plugins.client.local import EmbeddedTransport
-    except ModuleNotFoundError as error:
-        raise ZeusBSOConfigError(
-            f"there is no server URL, and the server cannot run in this process, as {error.name} is not installed: "
-            f"pip install 'zeus-plugins[server]'; or name a running server, server_url=http://HOST:PORT or "
-            f"{SERVER_URL_VARIABLE}=http://HOST:PORT"
-        ) from None
-    transport = EmbeddedTransport(server_url)
-    return transport, transport.server_url
 
 
 def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:

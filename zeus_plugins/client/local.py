@@ -1,8 +1,14 @@
-"""The server inside the training's own process, on a SQLite file: what a training without a server URL uses.
+"""`ServerPort` in the training's own process, on a SQLite file: what a training without a server URL uses.
 
-It is the same application as that of ``bso-server serve``, and `BsoClient` speaks to it as to any other; only the
-transport differs. No port is opened, and no token asked for. Locks live in the file, so that any number of trainings
-share it, and ``bso-server serve`` and ``bso-server jobs`` with them.
+What a server does is a plain function over a transaction (`bso_server.service.commands`). Here it runs in the thread
+that asks: there is no port, no HTTP, no event loop and no token, and nothing that is started or has to be stopped.
+Locks live in the file, so that any number of trainings share it, and ``bso-server serve`` and ``bso-server jobs`` with
+them. A killed process leaves nothing but its trial, whose lease ends.
+
+SQLite must not be carried into a forked child, which would take its parent's locks for its own
+(https://www.sqlite.org/howtocorrupt.html, 2.6) even on a connection of its own: the library remembers them per process.
+The connection to a file is therefore closed before each `os.fork`, after the transaction that is under way in another
+thread; parent and child open their own when they need one.
 
 The only module of this package that imports `bso_server`, but for its pure policies in `zeus_plugins.master.policy`; it
 needs the extra ``server``.
@@ -10,305 +16,315 @@ needs the extra ``server``.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
+import copy
 import logging
 import os
+import secrets
 import threading
 import weakref
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self, TypeVar
 
-import httpx
 from pydantic import ValidationError
 
-from bso_server.app import create_app, store_of
-from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.core.access import UNRESTRICTED
+from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.service.commands import Commands, with_job_id
+from bso_server.service.statuses import STATUS_OF
 from bso_server.settings import Settings, problems, variable_of
-from zeus_plugins.errors import ZeusBSOConfigError
+from bso_server.storage.database import SqliteFile, open_sqlite_file
+from bso_server.storage.store import SyncStore
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.client._refusals import error_of
+from zeus_plugins.client.port import (
+    DEFAULT_TIMEOUT_S,
+    EMBEDDED,
+    SERVER_URL_VARIABLE,
+    Retries,
+    end_of,
+    heartbeat_of,
+    power_profile_of,
+)
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import (
+    Ending,
+    HeartbeatResponse,
+    JobList,
+    JobRegistration,
+    JobView,
+    OfflineTrial,
+    PowerLimitChoice,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialId,
+)
 
-__all__ = ["EmbeddedTransport"]
+__all__ = ["LocalServer"]
 
-_SCHEME = "embedded:"
 _DATABASE_VARIABLE = variable_of("database_url")
 
-# Seconds. A start waits for the file's lock while another process upgrades its schema.
-_START_S = 60.0
-_STOP_S = 10.0
+# Seconds that a thread takes no signal, and its process does not fork, while another process has the file locked.
+_BUSY_TIMEOUT_S = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
 
+T = TypeVar("T")
 
-class EmbeddedTransport(httpx.BaseTransport):
-    """Carries requests to the server in this process.
 
-    The server starts at the first request. All transports of this process on one file share it, and it ends when the
-    last one that has sent a request is closed, or with the interpreter. A closed transport can be used again. Copies,
-    pickled ones too, are transports of their own.
+class LocalServer:
+    """The server in this process.
+
+    All servers of this process on one file share one connection to it. It is opened at the first request and closed by
+    `close`, or with the interpreter; the next request opens it again. Its settings are those of ``bso-server``, but for
+    tokens, hosts and rates, which are for callers from outside.
 
     Args:
         server_url: ``embedded:///path/of/file``; or ``embedded:``, the file that ``bso-server`` works on by default.
+        timeout_s: Longest wait in seconds for another process that has the file locked.
 
     Raises:
         ZeusBSOConfigError: There can be no SQLite file at this place, or a setting of the server is wrong.
     """
 
-    def __init__(self, server_url: str = _SCHEME) -> None:
+    def __init__(self, server_url: str = EMBEDDED, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+        if not timeout_s > 0:
+            raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
+        self._timeout_s = timeout_s
         self._settings, self._path = _settings_of(server_url)
+        self._commands = Commands(leases=self._settings.leases, crash_retries=self._settings.crash_retries)
+
+    def __repr__(self) -> str:
+        return f"LocalServer({self.server_url!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def server_url(self) -> str:
         """The same for every training on this file."""
-        return f"{_SCHEME}//{self._path.as_posix()}"
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Pass a request to the server, and start that if need be.
-
-        Raises:
-            httpx.ConnectError: The server does not start.
-            httpx.ReadTimeout: It does not answer in time.
-            httpx.ReadError: It ended before it answered.
-            ZeusBSOConfigError: The file was made by a newer version.
-        """
-        timeout_s = request.extensions.get("timeout", {}).get("read")
-        answer = _servers.submit(self, self._settings, self._path, request)
-        try:
-            return answer.result(timeout_s)
-        except TimeoutError:
-            # What it does goes on, as it does when a connection is lost.
-            raise httpx.ReadTimeout("", request=request) from None
-        except CancelledError:
-            raise httpx.ReadError("it ended before it answered", request=request) from None
-
-    def close(self) -> None:
-        """Have the server ended, unless another transport uses it."""
-        _servers.release(self, self._path)
-
-
-class _Server:
-    """The application, and the thread with the event loop that it runs in.
-
-    Args:
-        settings: With the SQLite file.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._started: Future[None] = Future()
-        self._requests: set[asyncio.Task[Any] | None] = set()
-        self._thread = threading.Thread(target=self._run, name="zeus-bso-embedded", daemon=True)
-        # The transports that have sent a request and are not closed.
-        self.users: weakref.WeakSet[EmbeddedTransport] = weakref.WeakSet()
+        return f"{EMBEDDED}//{self._path.as_posix()}"
 
     @property
-    def is_alive(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
+    def timeout_s(self) -> float:
+        """Longest wait in seconds for another process that has the file locked."""
+        return self._timeout_s
 
-    def start(self) -> None:
-        """Return when it can take requests.
+    def with_retries(self, retries: Retries) -> LocalServer:
+        """Another port of the same server. What waiting can mend has been waited for, so that nothing is repeated."""
+        del retries
+        return copy.copy(self)
 
-        Raises:
-            httpx.ConnectError: The file cannot be used now.
-            ZeusBSOConfigError: It never can.
+    def close(self) -> None:
+        """Close the connection to the file; others of this process that need it open it again."""
+        _files.close(self._path)
+
+    def register(self, job: JobRegistration) -> JobRegistration:
+        """See `ServerPort.register`."""
+        registration = with_job_id(self._checked(job))
+        known = self._read("registration", lambda transaction: self._commands.registered(transaction, registration))
+        if known is not None:
+            return known
+        return self._write("registration", lambda transaction: self._commands.register(transaction, registration))[0]
+
+    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """See `ServerPort.suggest`."""
+        key = key or secrets.token_hex(16)
+        return self._write("suggestion", lambda transaction: self._commands.suggest(transaction, job_id, key))
+
+    def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
+        """See `ServerPort.record_offline`."""
+        return self._write("offline trial", lambda transaction: self._commands.record_offline(transaction, trial, key))
+
+    def report(self, result: TrainingResult) -> ReportResponse:
+        """See `ServerPort.report`."""
+
+        def report(transaction: Transaction) -> ReportResponse:
+            (answer,) = self._commands.report_all(transaction, [(result, UNRESTRICTED)])
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return self._write("report", report)
+
+    def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
+        """See `ServerPort.end_trial`."""
+        end = end_of(trial, ending)
+        self._write("end of a trial", lambda transaction: self._commands.end_trial(transaction, end))
+
+    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+        """See `ServerPort.heartbeat`."""
+        beat = heartbeat_of(trial, regular=regular)
+        return self._write("heartbeat", lambda transaction: self._commands.heartbeat(transaction, beat))
+
+    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
+        """See `ServerPort.store_power_profile`."""
+        profile = power_profile_of(trial, choice)
+        self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job and all its trials.
+
+        Args:
+            job_id: The job.
         """
-        self._thread.start()
+        self._write("deletion", lambda transaction: self._commands.delete_job(transaction, job_id))
+
+    def list_jobs(self) -> JobList:
+        """List all jobs."""
+        from bso_server.service.queries import jobs_page
+
+        page = self._read("list of jobs", jobs_page)
+        jobs = page.jobs
+        while page.next_cursor is not None:
+            page = self._read("list of jobs", partial(jobs_page, cursor=page.next_cursor))
+            jobs += page.jobs
+        return JobList(jobs=jobs)
+
+    def show_job(self, job_id: str) -> JobView:
+        """Show a job with its arms and trials.
+
+        Args:
+            job_id: The job.
+        """
+        from bso_server.service.queries import shown_job
+
+        return self._read("job", lambda transaction: shown_job(transaction, job_id))
+
+    def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
+        return self._asked(request, lambda store: store.write(work, timeout_s=self._timeout_s))
+
+    def _read(self, request: str, work: Callable[[Transaction], T]) -> T:
+        return self._asked(request, lambda store: store.read(work, timeout_s=self._timeout_s))
+
+    def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
+        """Ask, and word errors as they come over HTTP."""
         try:
-            self._started.result(_START_S)
-        except TimeoutError:
-            raise httpx.ConnectError(f"it did not start within {_START_S:g} s") from None
+            return ask(_files.store(self._path, self._settings))
         except DatabaseNotReadyError as error:
             raise ZeusBSOConfigError(str(error)) from None
         except DatabaseUnavailableError as error:
-            raise httpx.ConnectError(error.detail) from None
+            raise ZeusBSOServerUnreachableError(
+                f"no answer from the batch size optimization server in this process, {self.server_url}: "
+                f"{error.detail}. Check that its file can be read and written"
+            ) from error
+        except BsoError as error:
+            raise self._refusal(request, STATUS_OF[type(error)], error.message) from None
         except Exception as error:
-            raise httpx.ConnectError(f"{type(error).__name__}: {error}") from error
+            # A fault of the server must not end a training here either.
+            _logger.exception("the batch size optimization server in this process failed at a %s", request)
+            raise ZeusBSORuntimeError(
+                f"the {request} failed: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR
+            ) from error
 
-    def submit(self, request: httpx.Request) -> Future[httpx.Response]:
-        """Let it answer a request."""
-        return asyncio.run_coroutine_threadsafe(self._answered(request), self._loop)
+    def _refusal(self, request: str, status: int, text: str) -> ZeusBSOError:
+        return error_of(
+            status,
+            text,
+            server_url=self.server_url,
+            request=f"the {request} at {self.server_url}",
+            is_registration=request == "registration",
+        )
 
-    def stop(self) -> None:
-        """Let it answer what it was asked, and end it."""
-        with contextlib.suppress(RuntimeError):  # Its loop has ended by itself.
-            self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(_STOP_S)
-
-    def _run(self) -> None:
+    def _checked(self, job: JobRegistration) -> JobRegistration:
+        """The job if it is valid: a copy of a valid one with other values need not be."""
         try:
-            asyncio.run(self._serve())
-        except BaseException as error:
-            if self._started.done():
-                _logger.exception("the server in this process broke")
-            else:
-                self._started.set_exception(_ungrouped(error))
-
-    async def _serve(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        app = create_app(self._settings, in_process=True)
-        # Litestar's application is one of ASGI, whose type the HTTP library words otherwise.
-        self._transport = httpx.ASGITransport(app, raise_app_exceptions=False)  # type: ignore[arg-type]
-        async with app.lifespan():
-            self._started.set_result(None)
-            await self._stopping.wait()
-            if self._requests:
-                await asyncio.wait([task for task in self._requests if task], timeout=_STOP_S)
-
-    async def _answered(self, request: httpx.Request) -> httpx.Response:
-        task = asyncio.current_task()
-        self._requests.add(task)
-        try:
-            answer = await self._transport.handle_async_request(request)
-            return httpx.Response(answer.status_code, headers=answer.headers, content=await answer.aread())
-        finally:
-            self._requests.discard(task)
+            return JobRegistration.model_validate(job.model_dump())
+        except ValidationError as error:
+            said = [
+                f"{'.'.join(map(str, line['loc'])) or 'job'}: {line['msg'].removeprefix('Value error, ')}"
+                for line in error.errors()
+            ]
+            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(said)) from None
 
 
-class _Servers:
-    """The servers that run in this process, one for each file.
-
-    None runs while the process forks: a child would have none of its threads, and SQLite in the child would take its
-    parent's locks on the file for its own (https://www.sqlite.org/howtocorrupt.html, 2.6). Parent and child start one
-    again when they need it.
-    """
+class _Files:
+    """The files that this process has opened, and the lock that keeps their transactions and forks apart."""
 
     def __init__(self) -> None:
-        self._running: dict[Path, _Server] = {}
-        self._announced: set[Path] = set()
-        self._quieted: list[logging.Logger] = []
-        self._is_exiting = False
+        self._stores: dict[Path, SyncStore] = {}
         # Reentrant: the handler of a signal may end a trial.
         self._lock = threading.RLock()
 
-    def submit(
-        self, user: EmbeddedTransport, settings: Settings, path: Path, request: httpx.Request
-    ) -> Future[httpx.Response]:
-        """Let the file's server answer a request; it is started if it does not run.
+    def store(self, path: Path, settings: Settings) -> SyncStore:
+        """The one store of a file.
 
         Raises:
-            httpx.ConnectError: It does not start.
-            ZeusBSOConfigError: It never will.
+            ZeusBSOConfigError: There can be no SQLite file at this place any more.
         """
         with self._lock:
-            server = self._running.get(path)
-            if server is None or not server.is_alive:
-                server = self._running[path] = self._started(settings, path)
-            server.users.add(user)
-            # A server that is told to stop answers what it was asked before.
-            return server.submit(request)
+            if path not in self._stores:
+                self._stores[path] = SyncStore(_opened(settings), self._lock)
+                _announce(path)
+            return self._stores[path]
 
-    def release(self, user: EmbeddedTransport, path: Path) -> None:
-        """Have the file's server ended if this was its last user."""
+    def close(self, *paths: Path) -> None:
+        """Close these files, or all of them; who needs one opens it again."""
         with self._lock:
-            server = self._running.get(path)
-            if server is None or user not in server.users:
-                return
-            server.users.discard(user)
-            if not server.users:
-                self._stop(path)
-
-    def stop_for_good(self) -> None:
-        """The interpreter ends."""
-        with self._lock:
-            self._is_exiting = True
-            self._stop(*self._running)
+            for path in paths or tuple(self._stores):
+                if path in self._stores:
+                    self._stores[path].close()
 
     def before_fork(self) -> None:
-        """Have all servers ended, and none started until after the fork."""
+        """Let the transaction under way end, and have no file open until after the fork."""
         self._lock.acquire()
-        self._stop(*self._running)
+        self.close()
 
-    def after_fork_in_parent(self) -> None:
-        """Let servers start."""
+    def after_fork(self) -> None:
+        """Let transactions begin; the lock is held by the thread that forked, in the child as well."""
         self._lock.release()
 
-    def after_fork_in_child(self) -> None:
-        """The same; the lock is none of this thread's."""
-        self._lock = threading.RLock()
 
-    def _started(self, settings: Settings, path: Path) -> _Server:
-        if self._is_exiting:
-            raise httpx.ConnectError("the interpreter is ending")
-        self._announce(path)
-        if not self._quieted:
-            self._quieted = _quieted()
-        server = _Server(settings)
-        try:
-            server.start()
-        except BaseException:
-            self._speak_again()
-            raise
-        return server
-
-    def _stop(self, *paths: Path) -> None:
-        for path in paths:
-            self._running.pop(path).stop()
-        self._speak_again()
-
-    def _announce(self, path: Path) -> None:
-        if path in self._announced:
-            return
-        self._announced.add(path)
-        url = _database_url(path)
-        _logger.info(
-            "the batch size optimization server runs in this process, on %s; look at it with: bso-server jobs list%s",
-            *(path, "" if url == Settings().database_url else f" --database-url '{url}'"),
-        )
-
-    def _speak_again(self) -> None:
-        if not self._running:
-            for logger in self._quieted:
-                logger.setLevel(logging.NOTSET)
-            self._quieted = []
-
-
-def _ungrouped(error: BaseException) -> BaseException:
-    """What went wrong, without the groups that the application's task groups put around it."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
-
-
-def _quieted() -> list[logging.Logger]:
-    """Keep what a server has to say in everyday life out of a training's log; a level that the user has set stays."""
-    loggers = [logging.getLogger(name) for name in ("bso_server", "alembic")]
-    chosen = [logger for logger in loggers if logger.level == logging.NOTSET]
-    for logger in chosen:
-        logger.setLevel(logging.WARNING)
-    return chosen
+def _announce(path: Path) -> None:
+    url = _database_url(path)
+    _logger.info(
+        "the batch size optimization server runs in this process, on %s; look at it with: bso-server jobs list%s",
+        *(path, "" if url == Settings().database_url else f" --database-url '{url}'"),
+    )
 
 
 def _settings_of(server_url: str) -> tuple[Settings, Path]:
     """The server's settings, and where its file is, whatever becomes the working directory later."""
-    stated = server_url.removeprefix(_SCHEME).removeprefix("//")
-    elsewhere = f"name another file by {_DATABASE_VARIABLE}, or a running server by server_url= or ZEUS_SERVER_URL"
+    stated = server_url.removeprefix(EMBEDDED).removeprefix("//")
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
-        path = store_of(settings).file
     except ValidationError as error:
         raise ZeusBSOConfigError(f"wrong setting of the server in this process: {problems(error)}") from None
+    path = _opened(settings).path.absolute()
+    return settings.model_copy(update={"database_url": _database_url(path)}), path
+
+
+def _opened(settings: Settings) -> SqliteFile:
+    try:
+        file = open_sqlite_file(settings.database_url, echo_sql=settings.echo_sql, busy_timeout_s=_BUSY_TIMEOUT_S)
     except (ValueError, OSError) as error:
-        raise ZeusBSOConfigError(f"the server in this process cannot keep its data: {error}; {elsewhere}") from None
-    if path is None:
+        raise ZeusBSOConfigError(
+            f"the server in this process cannot keep its data: {error}; name another file by {_DATABASE_VARIABLE}, or "
+            f"a running server by server_url= or {SERVER_URL_VARIABLE}"
+        ) from None
+    if file is None:
         raise ZeusBSOConfigError(
             f"a server in the training's own process works on a SQLite file, and {_DATABASE_VARIABLE} names another "
-            "database: start `bso-server serve` on that, and pass server_url= or set ZEUS_SERVER_URL"
+            f"database: start `bso-server serve` on that, and pass server_url= or set {SERVER_URL_VARIABLE}"
         )
-    path = path.absolute()
-    return settings.model_copy(update={"database_url": _database_url(path)}), path
+    return file
 
 
 def _database_url(path: Path) -> str:
     return f"sqlite:///{path}"
 
 
-_servers = _Servers()
-# Not atexit: what was registered there earlier would run later, and ends of trials are registered in this way, too.
-weakref.finalize(_servers, _servers.stop_for_good)
+_files = _Files()
+# What a connection leaves beside the file is tidied up, after whatever trainings still say in exit functions.
+weakref.finalize(_files, _files.close)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_servers.before_fork,
-        after_in_parent=_servers.after_fork_in_parent,
-        after_in_child=_servers.after_fork_in_child,
-    )
+    os.register_at_fork(before=_files.before_fork, after_in_parent=_files.after_fork, after_in_child=_files.after_fork)

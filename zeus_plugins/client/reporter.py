@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded
-from zeus_plugins.client.http import NO_RETRIES, BsoClient
 from zeus_plugins.client.outbox import Box, Item, Outbox, Sender
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import (
     FINAL,
@@ -68,7 +68,7 @@ class TrialReporter:
 
     def __init__(
         self,
-        client: BsoClient,
+        client: ServerPort,
         outbox: Outbox,
         sender: Sender,
         rule: StopRule,
@@ -321,7 +321,7 @@ class TrialReporter:
                     retry_s = _FIRST_RETRY_S
                     self._wake.wait(interval_s)
 
-    def _send_power_limits(self, client: BsoClient) -> None:
+    def _send_power_limits(self, client: ServerPort) -> None:
         """Send power limits that were not sent; while the server is away, or does not know the trial yet, they wait."""
         with self._lock:
             choice, self._power_limits = self._power_limits, None
@@ -337,7 +337,7 @@ class TrialReporter:
             self._keep(choice)
             raise
 
-    def _deliver(self, client: BsoClient, *, is_stopped: Callable[[], bool]) -> None:
+    def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
         """Deliver what waits, and have a trial recorded that is not."""
         with self._lock:
             box, is_recorded = self._box, self._trial is not None
@@ -362,7 +362,7 @@ class TrialReporter:
                 self._let_go()
                 _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
 
-    def _beat(self, client: BsoClient) -> float | None:
+    def _beat(self, client: ServerPort) -> float | None:
         """Send a heartbeat; seconds until the next, or None where none is wanted."""
         trial = self.trial
         if trial is None or self._is_refused or not self._takes_heartbeats or self._stopped.is_set():

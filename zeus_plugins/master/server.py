@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.master.history import Run
@@ -46,7 +46,7 @@ class ServerOptimizer:
 
     def __init__(
         self,
-        client: BsoClient,
+        client: ServerPort,
         gpus: GpuConfig,
         *,
         eta_knob: float = 0.5,

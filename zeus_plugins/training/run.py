@@ -28,7 +28,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from zeus_plugins.client.http import BsoClient, client_from_environment
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice, ReportResponse
@@ -98,14 +99,14 @@ class TrialRun:
         job: JobSpec,
         options: TrialOptions,
         *,
-        connect: Callable[[str | None, str | None], BsoClient] = client_from_environment,
+        connect: Callable[[str | None, str | None], ServerPort] = client_from_environment,
     ) -> None:
         self._job = job
         self._options = options
         self._connect = connect
         self.patches = Patches()
         self._port: TrainerPort | None = None
-        self._client: BsoClient | None = None
+        self._client: ServerPort | None = None
         self._session: TrialSession | None = None
         self._cluster: ClusterMonitor | None = None
         self._trial: TrialInfo | None = None

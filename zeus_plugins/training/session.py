@@ -16,8 +16,8 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from zeus_plugins.client.delivery import deliver_waiting, recorded
-from zeus_plugins.client.http import NO_RETRIES, BsoClient
 from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import (
@@ -88,7 +88,7 @@ class TrialSession:
     def __init__(
         self,
         job: JobSpec,
-        client: BsoClient,
+        client: ServerPort,
         monitor: EnergyMonitor | WindowMonitor,
         *,
         on_unreachable: OnUnreachable = "default",
@@ -550,7 +550,7 @@ def check_on_unreachable(on_unreachable: str) -> None:
         raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
 
 
-def end_trial_from_another_rank(client: BsoClient, trial: TrialInfo | None, error: BaseException | None) -> None:
+def end_trial_from_another_rank(client: ServerPort, trial: TrialInfo | None, error: BaseException | None) -> None:
     """Say what ended the training of a process that has no session.
 
     Rank 0 hears of such an error as a lost connection at best, and not that memory ran out. Logs a warning where the

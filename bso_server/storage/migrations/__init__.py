@@ -7,12 +7,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, text
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+
+REVISIONS = ("0001",)
+"""The revisions in `versions`, oldest first. Alembic itself is loaded only when there is something to migrate."""
 
 logger = logging.getLogger("bso_server")
 
@@ -30,6 +33,8 @@ def upgrade(connection: Connection) -> None:
         before = current(connection)
         if before == head():
             return
+        from alembic import command
+
         logger.info("upgrading the database's schema from %s to %s", before or "nothing", head())
         config = _config()
         config.attributes["connection"] = connection
@@ -38,6 +43,8 @@ def upgrade(connection: Connection) -> None:
 
 def upgrade_sql(dialect: str) -> str:
     """The SQL that makes an empty database of this dialect, for those who run it by hand."""
+    from alembic import command
+
     output = io.StringIO()
     config = _config(output)
     config.attributes["dialect"] = dialect
@@ -47,23 +54,25 @@ def upgrade_sql(dialect: str) -> str:
 
 def current(connection: Connection) -> str | None:
     """The revision that the database is at, or None for an empty one."""
-    return MigrationContext.configure(connection).get_current_revision()
+    if not connection.dialect.has_table(connection, "alembic_version"):
+        return None
+    revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return revision
 
 
 def head() -> str:
     """The revision that this version needs."""
-    revision = ScriptDirectory.from_config(_config()).get_current_head()
-    if revision is None:
-        raise RuntimeError("the installation lacks the migration scripts; install zeus-plugins anew")
-    return revision
+    return REVISIONS[-1]
 
 
 def is_known(revision: str) -> bool:
     """Whether this version knows how to go on from a revision; it knows none that was made after it."""
-    return revision in {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
+    return revision in REVISIONS
 
 
 def _config(output: io.StringIO | None = None) -> Config:
+    from alembic.config import Config
+
     config = Config(output_buffer=output)
     config.set_main_option("script_location", str(Path(__file__).parent).replace("%", "%%"))
     return config

@@ -1,0 +1,76 @@
+"""Refusals of a batch size optimization server, whichever it is: what they say, and the errors that they become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from zeus_plugins.client.port import TOKEN_VARIABLE
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
+
+
+def error_of(
+    status: int, text: str, *, server_url: str, request: str, is_registration: bool, is_foreign: bool = False
+) -> ZeusBSOError:
+    """The error that a refusal becomes.
+
+    Args:
+        status: Its HTTP status, or the one that it would have.
+        text: Its text.
+        server_url: The server.
+        request: The request in words.
+        is_registration: Whether the request was to register a job: a conflict is then one of configurations.
+        is_foreign: Whether the answer does not look like one of a batch size optimization server.
+    """
+    if status in (401, 403):
+        return ZeusBSOTokenError(
+            f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "
+            f"{TOKEN_VARIABLE}",
+            status=status,
+        )
+    if status == 422 or (status == 409 and is_registration):
+        return ZeusBSOConfigError(f"the server at {server_url} refuses the job ({status}): {text}", status=status)
+    return ZeusBSORuntimeError(f"{request} failed ({status}): {text}", status=status, is_foreign=is_foreign)
+
+
+def said_in_error_body(text: str) -> str:
+    """Read the body of an error answer.
+
+    Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and the framework under it
+    ``{"detail": …}`` with a text or with a list of the fields at fault.
+
+    Args:
+        text: The body.
+
+    Returns:
+        The message, followed by the fields at fault that it does not name itself; empty when this is no such body.
+    """
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return ""
+    if not isinstance(body, dict):
+        return ""
+    message = _first_text(body.get("message"), body.get("detail"))
+    fields = [f"{field}: {said}" for field, said in _fields_at_fault(body) if not said or said not in message]
+    return "; ".join(part for part in [message, *fields] if part)
+
+
+def _first_text(*candidates: object) -> str:
+    return next((text for text in candidates if isinstance(text, str) and text), "")
+
+
+def _fields_at_fault(body: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each field at fault with what is said of it."""
+    ours, frameworks = body.get("errors"), body.get("detail")
+    if isinstance(ours, list):
+        return [(str(item.get("field")), str(item.get("message"))) for item in ours if isinstance(item, dict)]
+    if isinstance(frameworks, list):
+        return [(_dotted(item.get("loc")), str(item.get("msg"))) for item in frameworks if isinstance(item, dict)]
+    return []
+
+
+def _dotted(location: object) -> str:
+    """``["body", "eta_knob"]`` as ``eta_knob``."""
+    parts = location if isinstance(location, list) else [location]
+    return ".".join(str(part) for part in parts if part not in ("body", "query"))

@@ -1,0 +1,256 @@
+"""`ServerPort`: what a training asks of a batch size optimization server, wherever that runs.
+
+There are two: `zeus_plugins.client.http.BsoClient` speaks HTTP, and `zeus_plugins.client.local.LocalServer` is the
+server in the training's own process. `tests/test_server_port.py` holds both to what is said here.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from zeus_plugins.protocol import (
+    Ending,
+    Heartbeat,
+    HeartbeatResponse,
+    JobRegistration,
+    OfflineTrial,
+    PowerLimitChoice,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialEnd,
+    TrialId,
+    TrialPowerProfile,
+)
+from zeus_plugins.training import environment
+
+__all__ = [
+    "DEFAULT_TIMEOUT_S",
+    "EMBEDDED",
+    "NO_RETRIES",
+    "SERVER_URL_VARIABLE",
+    "TIMEOUT_VARIABLE",
+    "TOKEN_VARIABLE",
+    "Retries",
+    "ServerPort",
+    "end_of",
+    "heartbeat_of",
+    "power_profile_of",
+]
+
+SERVER_URL_VARIABLE = environment.SERVER_URL.name
+TOKEN_VARIABLE = environment.TOKEN.name
+TIMEOUT_VARIABLE = environment.TIMEOUT_S.name
+
+EMBEDDED = "embedded:"
+"""The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
+
+DEFAULT_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retries:
+    """How often a request is sent that gets no answer, or one that asks for patience.
+
+    Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
+    do not come back together (Brooker: Exponential Backoff and Jitter, 2015).
+
+    Attributes:
+        attempts: Times that it is sent at most.
+        backoff_s: Longest wait before the second time, seconds.
+        patience_s: Seconds after which it is not sent again. One that waits for its answer by then goes on waiting.
+    """
+
+    attempts: int = 4
+    backoff_s: float = 0.5
+    patience_s: float = 15.0
+
+    def wait_s(self, attempt: int) -> float:
+        """Seconds to wait after this attempt, counting from 1; random."""
+        return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
+
+
+NO_RETRIES = Retries(attempts=1)
+
+
+class ServerPort(Protocol):
+    """One batch size optimization server, as a training sees it.
+
+    Obligations of every method that asks the server:
+
+    - It answers after the server's commit, never before.
+    - Any thread may call it, in any order, also in exit functions and in signal handlers. A forked process may go on
+      with its parent's port, and so may a process that got it pickled; nothing is opened before the first request.
+    - It may be called again with the same arguments after any failure: what was done the first time is not done twice.
+      A method that asks for more says so.
+    - It raises `ZeusBSORuntimeError` with `is_outage` when the server is away, fails, or takes longer than `timeout_s`
+      (`ZeusBSOServerUnreachableError` when there is no answer at all): the request may be in force or not.
+    - It raises `ZeusBSOConfigError` when the server refuses the job, the settings or (`ZeusBSOTokenError`) the token,
+      and any other `ZeusBSORuntimeError` when it refuses for another reason. `status` says which: 404 no such job or
+      trial, 409 conflict, 422 invalid. A refusal has changed nothing.
+    """
+
+    @property
+    def server_url(self) -> str:
+        """The server's URL without user and password; for one in this process, ``embedded://`` and its file.
+
+        Results that wait for this server are kept under it, so that it is the same for all its ports.
+        """
+        ...
+
+    @property
+    def timeout_s(self) -> float:
+        """Longest wait in seconds for the server, or for a part of its answer."""
+        ...
+
+    def with_retries(self, retries: Retries) -> ServerPort:
+        """Another port of the same server, to be closed by itself.
+
+        Args:
+            retries: How often a request is repeated that gets no answer, where repeating helps.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close what is open. The port can be used again afterwards."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the port."""
+        ...
+
+    def register(self, job: JobRegistration) -> JobRegistration:
+        """Register a job, or find it again when it is there with the same configuration.
+
+        A job without a `job_id` gets a new one each time: whoever repeats the call sends the job that was answered.
+
+        Args:
+            job: The job on its hardware.
+
+        Returns:
+            The job as the server keeps it, with its `job_id`.
+
+        Raises:
+            ZeusBSOConfigError: It is there with another configuration (409), or invalid (422).
+        """
+        ...
+
+    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """Start a trial of a registered job.
+
+        Args:
+            job_id: The job.
+            key: Made for this trial, printable ASCII: however often it is asked for with the same key, it is one trial.
+                A Zeus server starts one each time. None: a new key, with which no later call can ask again.
+
+        Returns:
+            The trial with its global batch size.
+
+        Raises:
+            ZeusBSORuntimeError: No such job (404); no batch size reached the target, or the key's trial has ended
+                (409).
+        """
+        ...
+
+    def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
+        """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            key: Made for this trial, as in `suggest`; the trial may have ended meanwhile.
+
+        Returns:
+            The trial with its number.
+
+        Raises:
+            ZeusBSORuntimeError: No such job (404).
+            ZeusBSOConfigError: The job has no such batch size, or the key's trial has another one (422).
+        """
+        ...
+
+    def report(self, result: TrainingResult) -> ReportResponse:
+        """Report an evaluation of a running trial; the server hears of it as long as the answer does not say stop.
+
+        The same report again gets the same answer again. A report of a trial that was given up brings it back.
+
+        Args:
+            result: Totals in seconds and joules since the trial began, and the metric.
+
+        Returns:
+            Whether to stop, and whether the target was reached.
+
+        Raises:
+            ZeusBSORuntimeError: No such trial (404), or it has ended, and not with this report (409).
+            ZeusBSOConfigError: The report contradicts its trial or an earlier report (422).
+        """
+        ...
+
+    def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
+        """End a trial that the server has not ended; one that has ended stays as it is.
+
+        Any process may say so, not only the one that asked for the trial.
+
+        Args:
+            trial: The trial. Only its three identifying fields are used.
+            ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
+
+        Raises:
+            ZeusBSORuntimeError: No such trial (404).
+            ZeusBSOConfigError: It has another batch size (422).
+        """
+        ...
+
+    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+        """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial.
+            regular: Whether more heartbeats follow at the interval that the answer names.
+
+        Returns:
+            Where the trial stands, even if it has ended, and when the next heartbeat is due.
+
+        Raises:
+            ZeusBSORuntimeError: No such trial (404).
+            ZeusBSOConfigError: It has another batch size (422).
+        """
+        ...
+
+    def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
+        """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
+
+        Args:
+            trial: The trial, in whatever state.
+            choice: What it knows of its limits, and the one that it chose.
+
+        Raises:
+            ZeusBSORuntimeError: No such trial (404).
+            ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
+        """
+        ...
+
+
+def end_of(trial: TrialId, ending: Ending | None) -> TrialEnd:
+    """The message that ends a trial."""
+    return TrialEnd(**_name_of(trial), **(ending or Ending()).model_dump())
+
+
+def heartbeat_of(trial: TrialId, *, regular: bool) -> Heartbeat:
+    """The message that keeps a trial alive."""
+    return Heartbeat(**_name_of(trial), regular=regular)
+
+
+def power_profile_of(trial: TrialId, choice: PowerLimitChoice) -> TrialPowerProfile:
+    """The message that holds a trial's power limits."""
+    return TrialPowerProfile(**_name_of(trial), **choice.model_dump())
+
+
+def _name_of(trial: TrialId) -> dict[str, Any]:
+    return trial.model_dump(include=set(TrialId.model_fields))
