@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_open(file: Path) -> Iterator[None]:
     yield
+    # What an exception of a signal has interrupted while it was being opened.
+    gc.collect()
     assert not is_open(file)
 
 

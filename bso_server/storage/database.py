@@ -101,7 +101,9 @@ class SqliteFile:
     """
 
     def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
-        self.engine = create_engine(url, echo=echo_sql, poolclass=NullPool, pool_reset_on_return=None)
+        self.engine = create_engine(
+            url, echo=echo_sql, poolclass=NullPool, pool_reset_on_return=None, isolation_level="AUTOCOMMIT"
+        )
         _configure_sqlite(self.engine, busy_timeout_s)
         event.listen(self.engine, "close", _roll_back)
 
@@ -125,15 +127,22 @@ class SqliteFile:
 
     def run(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`; the connection is one of this file's."""
-        connection.info[_READ_ONLY] = read_only
-        with connection.begin():
-            return work(connection)
+        driver: Any = connection.connection.driver_connection
+        try:
+            # SQLAlchemy's own transactions cost more, and lose an exception that a signal raises at their end.
+            _execute(driver, "BEGIN" if read_only else "BEGIN IMMEDIATE")
+            done = work(connection)
+            _execute(driver, "COMMIT")
+        except BaseException:
+            _roll_back(driver)
+            raise
+        return done
 
     def drop(self, connection: Connection) -> None:
         """Close a connection that is in use, so that its transaction is rolled back and its user's next step fails."""
-        driver_connection: Any = connection.connection.driver_connection
-        _roll_back(driver_connection, None)
-        driver_connection.close()
+        driver: Any = connection.connection.driver_connection
+        _roll_back(driver)
+        driver.close()
 
 
 class SqliteDatabase:
@@ -283,6 +292,7 @@ def open_database(
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
     if url.drivername == _AIOSQLITE:
         _configure_sqlite(engine.sync_engine)
+        event.listen(engine.sync_engine, "begin", _begin)
     return AsyncDatabase(engine)
 
 
@@ -359,13 +369,13 @@ def _refuse_network(url: URL) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
 
 
-def _roll_back(connection: Any, _record: Any) -> None:
-    """Roll back what is under way on a driver's connection, before it is closed.
+def _roll_back(driver: Any, _record: object = None) -> None:
+    """Roll back what is under way on a driver's connection, also before it is closed.
 
     Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
     """
     with suppress(sqlite3.Error):
-        connection.rollback()
+        driver.rollback()
 
 
 def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
@@ -382,11 +392,14 @@ def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEO
         cursor.execute("PRAGMA foreign_keys = ON")
         cursor.close()
 
-    @event.listens_for(engine, "begin")
-    def _begin(connection: Connection) -> None:
-        statement = "BEGIN" if connection.info.get(_READ_ONLY) else "BEGIN IMMEDIATE"
-        try:
-            # Through SQLAlchemy it would cost a sixth of a small transaction.
-            connection.connection.cursor().execute(statement)
-        except sqlite3.OperationalError as error:
-            raise OperationalError(statement, None, error) from error
+
+def _begin(connection: Connection) -> None:
+    # Through SQLAlchemy it would cost a sixth of a small transaction.
+    _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(_READ_ONLY) else "BEGIN IMMEDIATE")
+
+
+def _execute(driver: Any, statement: str) -> None:
+    try:
+        driver.execute(statement)
+    except sqlite3.Error as error:
+        raise OperationalError(statement, None, error) from error
