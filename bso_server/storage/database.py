@@ -7,6 +7,7 @@ transaction stays open because something else is slow.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -31,6 +32,10 @@ _SQLITE_READERS = 4
 _POOL_SIZE = 10
 
 _READ_ONLY = "bso_read_only"
+
+# SQLAlchemy would log the cursors of a connection that `SqliteFile.drop` has closed.
+_POOL = "bso_server"
+logging.getLogger(f"sqlalchemy.pool.impl.NullPool.{_POOL}").setLevel(logging.CRITICAL)
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -102,7 +107,12 @@ class SqliteFile:
 
     def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
         self.engine = create_engine(
-            url, echo=echo_sql, poolclass=NullPool, pool_reset_on_return=None, isolation_level="AUTOCOMMIT"
+            url,
+            echo=echo_sql,
+            poolclass=NullPool,
+            pool_reset_on_return=None,
+            pool_logging_name=_POOL,
+            isolation_level="AUTOCOMMIT",
         )
         _configure_sqlite(self.engine, busy_timeout_s)
         event.listen(self.engine, "close", _roll_back)

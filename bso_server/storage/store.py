@@ -41,9 +41,11 @@ class _Attempts:
 
     Args:
         most: Times that a transaction is tried at most which the database keeps breaking off.
+        level: The level at which that is logged.
     """
 
-    def __init__(self, most: float = _ATTEMPTS) -> None:
+    def __init__(self, most: float = _ATTEMPTS, level: int = logging.INFO) -> None:
+        self._level = level
         self._end = time.monotonic() + _PATIENCE_S
         self._most = most
         self._made = 0
@@ -71,7 +73,7 @@ class _Attempts:
         else:
             if not (isinstance(error, DBAPIError) and is_passing(error)) or self._made == self._most:
                 raise error
-            logger.info("transaction broken off by the database, attempt %d: %s", self._made, error.orig)
+            logger.log(self._level, "transaction broken off by the database, attempt %d: %s", self._made, error.orig)
             backoff_s = _BACKOFF_S
         # Not all at once again; randomness is what parts them.
         return backoff_s * min(self._made, _ATTEMPTS) * random.random()  # noqa: S311 - no secret
@@ -247,7 +249,7 @@ class SyncStore:
             _close(connection)
 
     def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
-        attempts, end = _Attempts(most=math.inf), time.monotonic() + timeout_s
+        attempts, end = _Attempts(most=math.inf, level=logging.DEBUG), time.monotonic() + timeout_s
         while True:
             try:
                 return self._run(partial(_done_in_transaction, work), read_only=read_only)
@@ -255,8 +257,7 @@ class SyncStore:
                 continue
             except (DBAPIError, JobExistsError) as error:
                 try:
-                    with self._lock, _everyday_life_unlogged():
-                        wait_s = attempts.wait_s(error)
+                    wait_s = attempts.wait_s(error)
                 except DBAPIError:
                     raise DatabaseUnavailableError(str(NoConnectionError(error))) from error
                 if time.monotonic() + wait_s > end:
@@ -266,7 +267,7 @@ class SyncStore:
                 time.sleep(wait_s)
 
     def _run(self, work: Callable[[Connection], tuple[T, Transaction]], *, read_only: bool) -> T:
-        with self._lock, _everyday_life_unlogged():
+        with self._lock:
             depth = self._depth
             if depth:
                 # Under the feet of the other transaction, whose next step fails.
@@ -288,7 +289,8 @@ class SyncStore:
                 if self._is_broken_in:
                     _close(connection)
                     raise _BrokenInError
-                transaction.write_log()
+                if logger.level != logging.NOTSET:
+                    transaction.write_log()
                 return done
             finally:
                 # Read by the transaction that this one broke in upon.
@@ -309,7 +311,8 @@ class SyncStore:
                 _refuse_newer(found, _described(self._file.url))
                 if found is not None:
                     _back_up(self._file.path)
-                self._file.run(connection, migrations.upgrade)
+                with _unlogged():
+                    self._file.run(connection, migrations.upgrade)
         except BaseException:
             unusable = self._connection
             self._drop()
@@ -318,16 +321,13 @@ class SyncStore:
         return connection
 
 
-# The levels that loggers have during a transaction in a training's process, unless the user has set one. SQLAlchemy's
-# would tell of cursors of a transaction that was broken in upon.
-_LEVELS = {"bso_server": logging.WARNING, "alembic": logging.WARNING, "sqlalchemy.pool": logging.CRITICAL}
-
-
 @contextmanager
-def _everyday_life_unlogged() -> Iterator[None]:
-    chosen = [each for each in map(logging.getLogger, _LEVELS) if each.level == logging.NOTSET]
+def _unlogged() -> Iterator[None]:
+    """Keep out of a training's log what a migration logs at INFO; a level that the user has set stays."""
+    loggers = [logging.getLogger(name) for name in ("bso_server", "alembic")]
+    chosen = [each for each in loggers if each.level == logging.NOTSET]
     for each in chosen:
-        each.setLevel(_LEVELS[each.name])
+        each.setLevel(logging.WARNING)
     try:
         yield
     finally:
