@@ -157,7 +157,7 @@ def example(package: str) -> str:
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
 def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.lightning_models import AttributeData, Batch, Classifier
-    from zeus_plugins.client.http import client_from_environment
+    from zeus_plugins.client.connect import client_from_environment
 
     class Scoring(Classifier):
         def validation_step(self, batch: Batch) -> None:  # noqa: ARG002 - Lightning's signature

@@ -24,7 +24,7 @@ from sqlalchemy import Connection, Engine, event
 from bso_server.core.model import TrialRecord
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.storage.database import open_database
+from bso_server.storage.database import SqliteDatabase, open_database
 from bso_server.storage.queries import jobs_page
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
@@ -259,7 +259,7 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
         trial = await service.suggest("counted")
 
         database: Any = store._database
-        engine = database.file.engine if store.is_sqlite else database._engine.sync_engine
+        engine = database.file.engine if isinstance(database, SqliteDatabase) else database._engine.sync_engine
 
         @event.listens_for(engine, "before_cursor_execute")
         def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
