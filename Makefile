@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	@$(BIN)/zeus-plugins demo
 
-# A file's tests share servers and processes, so that they stay together.
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# A file's tests share servers and processes, so that they stay together; the files come as tests/conftest.py says.
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # What a change may break, in five minutes on two cores.
 test: $(STAMP)

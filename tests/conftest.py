@@ -32,9 +32,17 @@ hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None
 hypothesis.settings.load_profile("thorough")
 
 
+# So that no process is left alone with one of them at the end.
+LONG_FILES = (
+    *("test_huggingface", "test_lightning", "test_outages", "test_power_limit_processes", "test_nodes"),
+    *("test_master", "test_lifecycle", "test_transfer", "test_embedded", "test_reporter", "test_outbox"),
+)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Outside of the files about storage, `make test` is content with SQLite in threads."""
+    """Outside of the files about storage, `make test` is content with SQLite in threads. Long files come first."""
+    items.sort(key=lambda item: not item.path.name.startswith(LONG_FILES))
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
