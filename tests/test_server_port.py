@@ -1,0 +1,209 @@
+"""What `ServerPort` promises, held over HTTP and by the server in this process alike."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from bso_server.errors import BsoError
+from bso_server.service.statuses import STATUS_OF
+from tests.support.servers import Server
+from zeus_plugins import JobSpec
+from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError
+from zeus_plugins.protocol import (
+    Ending,
+    GpuConfig,
+    JobRegistration,
+    OfflineTrial,
+    Origin,
+    PowerLimitChoice,
+    PowerLimitSample,
+    TrainingResult,
+    TrialId,
+    TrialState,
+)
+
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+
+
+@pytest.fixture(scope="module", params=["http", "local"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "local":
+        yield f"embedded://{folder / 'bso.sqlite3'}"
+        return
+    server = Server(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def port(url: str) -> Iterator[ServerPort]:
+    with client_from_environment(url).with_retries(NO_RETRIES) as port:
+        yield port
+
+
+@pytest.fixture
+def job(port: ServerPort) -> JobRegistration:
+    spec = JobSpec(
+        job_id=f"job-{uuid.uuid4().hex}", job_id_prefix="job", batch_sizes=(8, 16), default_batch_size=8, max_epochs=3
+    )
+    return port.register(JobRegistration.of(spec, GPUS))
+
+
+@pytest.fixture
+def trial(port: ServerPort, job: JobRegistration) -> TrialId:
+    return name_of(port.suggest(job.job_id or "", "first"))
+
+
+def name_of(trial: TrialId) -> TrialId:
+    return TrialId(**trial.model_dump(include=set(TrialId.model_fields)))
+
+
+def result(trial: TrialId, *, epoch: float = 1, metric: float = 0.1, energy: float = 10.0) -> TrainingResult:
+    return TrainingResult(**trial.model_dump(), time=epoch, energy=energy * epoch, metric=metric, current_epoch=epoch)
+
+
+def refused(error: pytest.ExceptionInfo[ZeusBSOConfigError] | pytest.ExceptionInfo[ZeusBSORuntimeError]) -> int | None:
+    assert not getattr(error.value, "is_outage", False)
+    assert not getattr(error.value, "is_foreign", False)
+    return error.value.status
+
+
+def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(
+    port: ServerPort, job: JobRegistration
+) -> None:
+    assert port.register(job) == job
+    with pytest.raises(ZeusBSOConfigError, match=r"max_epochs is 3, not 9\. Use another job_id") as caught:
+        port.register(job.model_copy(update={"max_epochs": 9}))
+    assert refused(caught) == 409
+    with pytest.raises(ZeusBSOConfigError, match=r"max_epochs: .*greater") as caught:
+        port.register(job.model_copy(update={"max_epochs": -9}))
+    assert refused(caught) == 422
+
+
+def test_a_job_without_an_id_gets_one(port: ServerPort) -> None:
+    spec = JobSpec(job_id_prefix="nameless", batch_sizes=(8,), default_batch_size=8)
+    ids = {port.register(JobRegistration.of(spec, GPUS)).job_id for _ in range(2)}
+    assert len(ids) == 2
+    assert all((job_id or "").startswith("nameless-") for job_id in ids)
+
+
+def test_a_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, trial: TrialId) -> None:
+    assert name_of(port.suggest(trial.job_id, "first")) == trial
+    assert port.suggest(trial.job_id).trial_number == 2
+    port.end_trial(trial)
+    with pytest.raises(ZeusBSORuntimeError, match="which has ended") as caught:
+        port.suggest(trial.job_id, "first")
+    assert refused(caught) == 409
+
+
+def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, trial: TrialId) -> None:
+    nobody = trial.model_copy(update={"trial_number": 99})
+    for ask in (
+        lambda: port.suggest("nobody"),
+        lambda: port.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key"),
+        lambda: port.report(result(nobody)),
+        lambda: port.end_trial(nobody),
+        lambda: port.heartbeat(nobody),
+        lambda: port.store_power_profile(nobody, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError) as caught:
+            ask()
+        assert refused(caught) == 404
+
+
+CHOICE = PowerLimitChoice(
+    gpus=GPUS,
+    samples=(PowerLimitSample(limit_w=80.0, steps=10, time_s=1.0, energy_j=70.0, source="nvml"),),
+    chosen_limit_w=80.0,
+)
+
+
+def test_another_batch_size_contradicts_the_trial(port: ServerPort, trial: TrialId) -> None:
+    other = trial.model_copy(update={"batch_size": 8 if trial.batch_size == 16 else 16})
+    for ask in (
+        lambda: port.report(result(other)),
+        lambda: port.end_trial(other),
+        lambda: port.heartbeat(other),
+        lambda: port.store_power_profile(other, CHOICE),
+    ):
+        with pytest.raises(ZeusBSOConfigError, match=f"has batch size {trial.batch_size}") as caught:
+            ask()
+        assert refused(caught) == 422
+
+
+def test_a_report_again_gets_its_answer_again_and_a_late_one_conflicts(port: ServerPort, trial: TrialId) -> None:
+    first = port.report(result(trial))
+    assert (first.stop_train, port.report(result(trial))) == (False, first)
+    last = port.report(result(trial, epoch=2, metric=0.9))
+    assert (last.stop_train, last.converged) == (True, True)
+    assert port.report(result(trial, epoch=2, metric=0.9)) == last
+    with pytest.raises(ZeusBSORuntimeError, match="takes no further report") as caught:
+        port.report(result(trial, epoch=3))
+    assert refused(caught) == 409
+
+
+def test_totals_never_shrink(port: ServerPort, trial: TrialId) -> None:
+    port.report(result(trial, epoch=2))
+    with pytest.raises(ZeusBSOConfigError) as caught:
+        port.report(result(trial, epoch=1))
+    assert refused(caught) == 422
+
+
+@pytest.mark.parametrize("outcome", get_args(Ending.model_fields["outcome"].annotation))
+def test_an_end_is_kept_and_may_be_said_again(port: ServerPort, trial: TrialId, outcome: TrialState) -> None:
+    for _ in range(2):
+        port.end_trial(trial, Ending(outcome=outcome, detail="as told"))
+    beat = port.heartbeat(trial, regular=False)
+    # A suspended trial whose training is heard of runs again.
+    assert beat.state == (TrialState.RUNNING if outcome is TrialState.SUSPENDED else outcome)
+
+
+def test_a_heartbeat_says_where_the_trial_stands(port: ServerPort, trial: TrialId) -> None:
+    port.report(result(trial))
+    beat = port.heartbeat(trial)
+    assert (beat.state, beat.time_s, beat.energy_j, beat.epochs) == (TrialState.RUNNING, 1.0, 10.0, 1.0)
+    assert (beat.interval_s, beat.lease_s) == (30.0, 180.0)
+
+
+def test_an_offline_trial_is_recorded_once_also_when_it_has_ended(port: ServerPort, job: JobRegistration) -> None:
+    offline = OfflineTrial(job_id=job.job_id or "", batch_size=16)
+    recorded = port.record_offline(offline, "key")
+    assert recorded.origin is Origin.OFFLINE
+    assert port.report(result(name_of(recorded), metric=0.9)).converged
+    assert port.record_offline(offline, "key").trial_number == recorded.trial_number
+    for wrong in (offline.model_copy(update={"batch_size": 17}), offline.model_copy(update={"batch_size": 8})):
+        with pytest.raises(ZeusBSOConfigError) as caught:
+            port.record_offline(wrong, "key" if wrong.batch_size == 8 else "other")
+        assert refused(caught) == 422
+
+
+def test_power_limits_come_with_the_next_trial_of_the_size(port: ServerPort, job: JobRegistration) -> None:
+    first = port.suggest(job.job_id or "")
+    assert first.power_profile is None
+    for _ in range(2):
+        port.store_power_profile(name_of(first), CHOICE)
+    port.end_trial(name_of(first), Ending(outcome=TrialState.SUSPENDED))
+    trials = [port.suggest(job.job_id or "") for _ in range(3)]
+    known = [each.power_profile for each in trials if each.batch_size == first.batch_size]
+    assert all(profile is not None and profile.samples == CHOICE.samples for profile in known)
+    other = CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})})
+    with pytest.raises(ZeusBSOConfigError, match="and the power limits are of 1 x V100") as caught:
+        port.store_power_profile(name_of(first), other)
+    assert refused(caught) == 422
+
+
+def test_a_port_can_be_used_after_its_close(port: ServerPort, trial: TrialId) -> None:
+    port.close()
+    assert port.heartbeat(trial).state is TrialState.RUNNING
+
+
+def test_every_domain_error_has_a_status() -> None:
+    assert set(STATUS_OF) == set(BsoError.__subclasses__())
