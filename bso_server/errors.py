@@ -1,4 +1,4 @@
-"""What can go wrong in the domain, without a word about HTTP (that is `http_errors`).
+"""The errors of the domain, without a word about HTTP (that is `api.errors`).
 
 ::
 

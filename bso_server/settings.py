@@ -28,7 +28,7 @@ def default_database_url() -> str:
 
 
 class Settings(BaseSettings):
-    """How the server runs. Each field is also the environment variable ``ZEUS_BSO_<FIELD>``.
+    """The settings of the server. Each field is also the environment variable ``ZEUS_BSO_<FIELD>``.
 
     Attributes:
         database_url: SQLAlchemy URL of the database.
@@ -103,12 +103,12 @@ def variable_of(name: str) -> str:
 
 
 def problems(error: ValidationError) -> str:
-    """What is wrong with the settings, each with its environment variable."""
+    """The faults of the settings, each with its environment variable."""
     return "; ".join(f"{variable_of(str(line['loc'][0]))}: {line['msg']}" for line in error.errors())
 
 
 def source_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """Where a setting's value comes from: ``argument``, ``environment``, ``.env`` or ``default``.
+    """The source of a setting's value: ``argument``, ``environment``, ``.env`` or ``default``.
 
     Args:
         name: The setting.

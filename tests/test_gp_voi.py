@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
 from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.decisions import _candidates
-from bso_server.core.gp_voi.forecast import Outlook, beliefs_of
+from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
 from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.core.policy import stop_rule, suggest
 from bso_server.core.statistics import WeightedStatistics
@@ -94,9 +94,9 @@ def test_where_costs_fall_from_the_default_on_tries_may_go_two_octaves() -> None
     run(life, life.ask(), needed=20)
     run(life, life.dispatch(56), needed=10)
     history = life.history
-    outlook = Outlook.of(history, beliefs_of(history, ()), ())
+    forecast = Forecast.of(history, beliefs_of(history, ()), ())
     # 28 and 100 are within an octave, 14 two octaves beyond 56. 130 is nearer to 56 than that, but on the other side.
-    assert [history.job.batch_sizes[index] for index in _candidates(history, outlook)] == [14, 28, 64, 100]
+    assert [history.job.batch_sizes[index] for index in _candidates(history, forecast)] == [14, 28, 64, 100]
 
 
 def test_after_a_try_that_was_stopped_comes_the_incumbent() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from bso_server.core.gp_voi.forecast import Outlook, beliefs_of
+from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
 from bso_server.core.history import History
 
 # A normal variable lies within so many σ of its mean with a probability of 90 %.
@@ -40,12 +40,12 @@ def predicted_costs(history: History) -> list[PredictedCost]:
     beliefs = beliefs_of(history, ())
     if not any(belief.is_observed for belief in beliefs):
         return []
-    outlook = Outlook.of(history, beliefs, ())
-    run_variance = outlook.epochs.run_variance + outlook.epoch_costs.run_variance
+    forecast = Forecast.of(history, beliefs, ())
+    run_variance = forecast.epochs.run_variance + forecast.epoch_costs.run_variance
     costs = []
     for index, size in enumerate(history.job.batch_sizes):
-        mean, variance = float(outlook.costs.mean[index]), max(float(outlook.costs.covariance[index, index]), 0.0)
+        mean, variance = float(forecast.costs.mean[index]), max(float(forecast.costs.covariance[index, index]), 0.0)
         reach = _SDS_OF_90_PERCENT * math.sqrt(variance + run_variance)
-        expected_j = outlook.expected_cost_j(index)
+        expected_j = forecast.expected_cost_j(index)
         costs.append(PredictedCost(size, expected_j, math.exp(mean - reach), math.exp(mean + reach)))
     return costs

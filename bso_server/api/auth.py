@@ -1,4 +1,4 @@
-"""Who may call which route, asked before a request's body is read."""
+"""The right to call a route, checked before a request's body is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the body of a request may be, and how it is read."""
+"""The bodies of requests: their form, and the way they are read."""
 
 from __future__ import annotations
 

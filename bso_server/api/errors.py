@@ -94,7 +94,7 @@ def _field_error(request: AnyRequest, detail: dict[str, Any]) -> FieldError:
 
 
 def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
-    """What the client calls a field; a handler may have another name for a parameter."""
+    """The client's name of a field; a handler may have another name for a parameter."""
     parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
     names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
     return getattr(names, "name", None) or key

@@ -66,7 +66,7 @@ async def list_trials(
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
 async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
-    """What is known of each of the job's batch sizes."""
+    """The knowledge of each of the job's batch sizes."""
     return await reader.list_arms(job_id)
 
 
@@ -84,7 +84,7 @@ async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
 async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
-    """What the job's trials have measured of power limits, in order of dispatch."""
+    """The job's power-limit profiles, in order of dispatch."""
     return await reader.list_power_profiles(job_id)
 
 

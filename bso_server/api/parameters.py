@@ -1,4 +1,4 @@
-"""What handlers take beside the body: parameters of the request, and the service that answers it."""
+"""The arguments of handlers beside the body: parameters of the request, and the service that answers it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the routes answer beside success, for the OpenAPI document."""
+"""The error answers of routes, for the OpenAPI document."""
 
 from __future__ import annotations
 

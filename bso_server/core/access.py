@@ -10,7 +10,7 @@ from bso_server.errors import ForbiddenError
 
 
 class Scope(StrEnum):
-    """What a token allows: to read, also to run trials, or everything."""
+    """The rights of a token: to read, also to run trials, or everything."""
 
     READ = "read"
     REPORT = "report"
@@ -26,7 +26,7 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who makes a request.
+    """The sender of a request.
 
     Attributes:
         token_id: The token that was shown, or None where the server asks for none.
@@ -55,7 +55,7 @@ UNRESTRICTED = Caller(None, frozenset(Scope))
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """What the database keeps of a token.
+    """A token as the database keeps it.
 
     Attributes:
         token_id: Its public part.
@@ -74,5 +74,5 @@ class TokenRecord:
     revoked_at: datetime | None = None
 
     def caller(self) -> Caller:
-        """Who shows this token."""
+        """The caller that shows this token."""
         return Caller(self.token_id, frozenset[Scope]().union(*(_IMPLIED[scope] for scope in self.scopes)))

@@ -1,4 +1,4 @@
-"""What decisions rest on: a summary of a job's trials whose size does not grow with their number.
+"""The basis of decisions: a summary of a job's trials whose size does not grow with their number.
 
 `History.of` replays all trials. The database keeps the same summary beside the trials and moves it forward by the
 same steps (`Arm.after_dispatch`, `Arm.after_end`), so that a decision costs the same after ten trials and after
@@ -20,7 +20,7 @@ from zeus_plugins.protocol import ALIVE, EndReason, Origin, PolicyName, Stage, T
 
 
 class Totals(Protocol):
-    """What was used since a trial began."""
+    """The consumption since a trial began."""
 
     @property
     def time_s(self) -> float:
@@ -54,7 +54,7 @@ def after_report(job: JobConfig, trial: TrialRecord, report: Report) -> TrialRec
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What is remembered of one batch size.
+    """The memory of one batch size.
 
     Attributes:
         batch_size: The size.
@@ -211,7 +211,7 @@ class History:
 
     @property
     def recurrences(self) -> int:
-        """How often the job has reached its target."""
+        """The number of runs that reached the target."""
         return sum(arm.completed.count for arm in self.arms.values())
 
     @cached_property
@@ -222,7 +222,7 @@ class History:
 
     @property
     def start_size(self) -> int | None:
-        """Where exploration begins: the default, or the largest size that fits below it; None when none fits."""
+        """The first size of exploration: the default, or the largest size that fits below it; None when none fits."""
         if self.job.default_batch_size in self.fitting_sizes:
             return self.job.default_batch_size
         return max(self.fitting_sizes, default=None)

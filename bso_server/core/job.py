@@ -113,7 +113,7 @@ class Moment:
     leases: LeasePolicy
 
     def lease_end(self, trial: TrialRecord) -> datetime:
-        """When this trial, which was heard of just now, counts as abandoned."""
+        """The instant from which this trial, which was heard of just now, counts as abandoned."""
         if trial.state is TrialState.SUSPENDED:
             return self.now + timedelta(seconds=self.leases.suspended_lease_s)
         lease_s = self.leases.lease_s(heartbeats=trial.heartbeats, longest_gap_s=trial.longest_gap_s)
@@ -122,7 +122,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """Where a job stands, beside its trials and arms.
+    """The standing of a job, beside its trials and arms.
 
     Attributes:
         config: What never changes.
@@ -407,7 +407,7 @@ class InMemoryJob:
 
     @property
     def history(self) -> History:
-        """What the next decision rests on."""
+        """The basis of the next decision."""
         state = self.state
         gp_voi = state.config.policy is PolicyName.GP_VOI
         return History(
@@ -432,7 +432,7 @@ class InMemoryJob:
         return trial
 
     def stop_rule(self, trial_number: int) -> StopRule:
-        """When a trial in flight is stopped, as far as is known by now."""
+        """The stop rule of a trial in flight, as far as is known by now."""
         return policy.stop_rule(self.state.config, self._in_flight[trial_number], self.state.min_cost_j)
 
     def report(

@@ -16,7 +16,7 @@ UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobConfig:
-    """What decisions need of a job's registration, which never changes; fields as in `zeus_plugins.protocol`."""
+    """The part of a job's registration that decisions need; fields as in `zeus_plugins.protocol`."""
 
     job_id: str
     batch_sizes: tuple[int, ...]
@@ -38,7 +38,7 @@ class JobConfig:
 
 @dataclass(frozen=True, slots=True)
 class EpochBound:
-    """When a running trial is stopped that has not reached its target.
+    """The epochs after which a running trial is stopped that has not reached its target.
 
     Attributes:
         epochs: After so many epochs.
@@ -133,7 +133,7 @@ class TrialRecord:
 
     @property
     def bound(self) -> EpochBound | None:
-        """When it is stopped without the target, if that has been decided."""
+        """The bound after which it is stopped without the target, if that has been decided."""
         return None if self.epoch_bound is None else EpochBound(self.epoch_bound, self.epoch_bound_reason or "")
 
     def bounded_by(self, bound: EpochBound | None) -> TrialRecord:
@@ -152,7 +152,7 @@ class TrialRecord:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one evaluation found: totals since the trial began, and the metric.
+    """The findings of one evaluation: totals since the trial began, and the metric.
 
     Attributes:
         time_s: Seconds.
@@ -169,7 +169,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """Which batch size the next trial gets, and why.
+    """The batch size of the next trial, and the reason.
 
     Attributes:
         batch_size: Global batch size.

@@ -126,7 +126,7 @@ def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord
 
 
 def stop_rule(job: JobConfig, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
-    """When a trial that has not reached the target is stopped.
+    """The rule by which a trial that has not reached the target is stopped.
 
     By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
 

@@ -1,4 +1,4 @@
-"""What decisions rest on, as a transaction finds it."""
+"""The basis of decisions, as a transaction finds it."""
 
 from __future__ import annotations
 

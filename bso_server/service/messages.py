@@ -1,4 +1,4 @@
-"""What the read API says beyond `zeus_plugins.protocol`: parts of a job, and whole jobs to be moved between servers.
+"""The read API's messages beyond `zeus_plugins.protocol`: parts of a job, and whole jobs to be moved between servers.
 
 Trainings need none of it.
 """
@@ -80,7 +80,7 @@ class EpochList(WireMessage):
 
 
 class PowerProfileView(WireMessage):
-    """What a trial's training has left for later ones of its batch size.
+    """The power-limit profile that a trial has left for later ones of its batch size.
 
     Attributes:
         trial_number: The trial.
@@ -109,7 +109,7 @@ class PowerProfileList(WireMessage):
 
 
 class EventKind(StrEnum):
-    """What happened to a trial."""
+    """An event in a trial's life."""
 
     DISPATCHED = "dispatched"
     ENDED = "ended"

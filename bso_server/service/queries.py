@@ -127,7 +127,7 @@ class JobReader:
         return await self._store.read(read)
 
     async def list_arms(self, job_id: str) -> ArmList:
-        """What is known of each batch size.
+        """The knowledge of each batch size.
 
         Raises:
             UnknownJobError: No such job.
@@ -169,7 +169,7 @@ class JobReader:
         )
 
     async def list_events(self, job_id: str, *, since: int = 0, limit: int = DEFAULT_PAGE) -> EventPage:
-        """What happened in a job after an event.
+        """The events of a job after a given one.
 
         Args:
             job_id: The job.
@@ -235,7 +235,7 @@ class JobReader:
             raise DatabaseNotReadyError("the database does not answer; the server's log says why") from error
 
     def version(self) -> VersionView:
-        """What is running."""
+        """The running version."""
         return VersionView(version=version("zeus-plugins"), schema_revision=self._store.needed_revision)
 
 

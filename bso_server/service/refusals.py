@@ -1,4 +1,4 @@
-"""What a request may not say of a job or a trial, as functions that raise."""
+"""The contradictions that refuse a request, as functions that raise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who asks, and what they may: tokens and how they are checked. No SQL and no HTTP framework here.
+"""Tokens and their check: the identity of callers. No SQL and no HTTP framework here.
 
 A token reads ``zbso_<id>_<secret>``. The id finds its row; the secret is 256 random bits, of which the database keeps a
 hash. A slow hash, as passwords need, would add nothing: nobody can go through 2²⁵⁶ secrets.
@@ -108,7 +108,7 @@ def refuse_other_sites(fetch_site: str) -> None:
 
 
 class TokenSource(Protocol):
-    """Where tokens are kept."""
+    """The place where tokens are kept."""
 
     async def find(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""

@@ -25,7 +25,7 @@ def _insert_once(transaction: Transaction, record: TokenRecord) -> None:
 
 
 class Tokens:
-    """What can be done with tokens; the `security.TokenSource` of a server.
+    """The use cases of tokens; the `security.TokenSource` of a server.
 
     Args:
         store: The database.

@@ -32,7 +32,7 @@ _MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoc
 
 @dataclass(frozen=True, slots=True)
 class ImportedJob:
-    """What an import writes.
+    """The rows that an import writes.
 
     Attributes:
         stored: The job's row.
@@ -151,7 +151,7 @@ def _check_order(trials: Sequence[TrialExport]) -> None:
 
 
 def _contradictions(trial: TrialExport, job: JobConfig) -> Iterator[tuple[str, str]]:
-    """What contradicts itself in one trial: the field, and why."""
+    """The contradictions in one trial: the field, and the reason."""
     alive, reported = trial.state in ALIVE, trial.report_count > 0
     if trial.batch_size not in job.batch_sizes:
         yield "batch_size", f"{trial.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"

@@ -74,7 +74,7 @@ def job(
 
 
 def arm(known: Arm) -> ArmView:
-    """What is known of a batch size."""
+    """The view of a batch size."""
     costs = known.completed
     return ArmView(
         batch_size=known.batch_size,
@@ -130,7 +130,7 @@ def power_profiles(of_job: StoredJob, kept: Iterable[StoredPowerProfile]) -> Pow
 
 
 def events(dispatched: Iterable[TrialRecord], ended: Iterable[TrialRecord], *, since: int, limit: int) -> EventPage:
-    """What happened in a job.
+    """The events of a job.
 
     Args:
         dispatched: Trials that began after event `since`: the first `limit` of them, or all.

@@ -73,7 +73,7 @@ class Database(Protocol):
 
     @property
     def url(self) -> URL:
-        """Where it is."""
+        """The place of the database."""
         ...
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
@@ -119,7 +119,7 @@ class SqliteFile:
 
     @property
     def url(self) -> URL:
-        """Where the file is."""
+        """The place of the file."""
         return self.engine.url
 
     @property
@@ -175,7 +175,7 @@ class SqliteDatabase:
 
     @property
     def url(self) -> URL:
-        """Where the file is."""
+        """The place of the file."""
         return self.file.url
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
@@ -223,7 +223,7 @@ class AsyncDatabase:
 
     @property
     def url(self) -> URL:
-        """Where the database is."""
+        """The place of the database."""
         return self._engine.url
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:

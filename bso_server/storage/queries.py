@@ -70,7 +70,7 @@ def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -
 
 
 def trial_states(transaction: Transaction, job_id: str) -> dict[TrialState, int]:
-    """How many of the job's trials are in each state that any of them is in."""
+    """The number of the job's trials in each state that any of them is in."""
     statement = select(trials.c.state, func.count()).where(trials.c.job_id == job_id).group_by(trials.c.state)
     return {row["state"]: row["count"] for row in transaction.rows(statement)}
 

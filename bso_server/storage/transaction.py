@@ -81,7 +81,7 @@ class Transaction:
             logger.info(message, *arguments)
 
     def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
-        """What a query that only reads finds; `store_reads` holds those that no decision needs."""
+        """The rows of a query that only reads; `queries` holds those that no decision needs."""
         return self._connection.execute(statement).mappings().all()
 
     def job(self, job_id: str) -> StoredJob | None:
@@ -155,7 +155,7 @@ class Transaction:
         return found[0] if found else None
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
-        """How many trials of the size crashed, and whether one was ever measured to its end."""
+        """The number of the size's trials that crashed, and whether one was ever measured to its end."""
         statement = (
             select(trials.c.state, func.count())
             .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
@@ -165,7 +165,7 @@ class Transaction:
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
     def arms(self, job_id: str) -> dict[int, Arm]:
-        """What is remembered of each batch size, ascending."""
+        """The arms of the job by batch size, ascending."""
         statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
         rows = self._connection.execute(statement)
         return {row["batch_size"]: arm_from(row) for row in rows.mappings()}

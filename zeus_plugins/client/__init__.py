@@ -1,4 +1,4 @@
-"""How the training side reaches the batch size optimization server: `ServerPort` is what it asks of one."""
+"""The training side's way to a batch size optimization server; `ServerPort` is its interface."""
 
 from __future__ import annotations
 

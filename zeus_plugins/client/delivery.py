@@ -110,7 +110,7 @@ def deliver(
 
 @dataclass(frozen=True)
 class Delivered:
-    """What became of one file of the outbox.
+    """The fate of one file of the outbox.
 
     Attributes:
         path: The file.
@@ -166,7 +166,7 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
 
 
 def listed(outbox: Outbox) -> Iterator[Delivered]:
-    """What `deliver_waiting` would find, left as it is."""
+    """The files that `deliver_waiting` would find, left as they are."""
     for box in _opened(outbox):
         if isinstance(box, Delivered):
             yield box

@@ -428,7 +428,7 @@ def _shown_request(answer: httpx.Response) -> str:
 
 
 def _refusal_text(answer: httpx.Response) -> str:
-    """What the server says is wrong, or, where it is no batch size optimization server, what it looks like."""
+    """The server's own words on what is wrong, or, of another server, the beginning of its answer."""
     said = said_in_error_body(answer.text)
     if said:
         return said

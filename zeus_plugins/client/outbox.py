@@ -156,7 +156,7 @@ class Box:
 
     @property
     def first(self) -> Item | None:
-        """What is to be delivered next, or None."""
+        """The next item to deliver, or None."""
         return self._waiting[0][0] if self._waiting else None
 
     @property
@@ -166,7 +166,7 @@ class Box:
         return isinstance(next(others, None), Ending)
 
     def __len__(self) -> int:
-        """How much is to be delivered."""
+        """The number of items to deliver."""
         return len(self._waiting)
 
     def put(self, item: Item) -> None:
@@ -289,7 +289,7 @@ class Outbox:
 
     @property
     def directory(self) -> Path:
-        """Where the files are."""
+        """The directory of the files."""
         return self._directory
 
     def waiting(self) -> list[Path]:

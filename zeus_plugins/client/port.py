@@ -53,7 +53,7 @@ DEFAULT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """How often a request is sent that gets no answer, or one that asks for patience.
+    """The repetition of requests that get no answer, or one that asks for patience.
 
     Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
     do not come back together (Brooker: Exponential Backoff and Jitter, 2015).

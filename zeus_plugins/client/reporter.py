@@ -290,7 +290,7 @@ class TrialReporter:
         _logger.log(level, "%s", message)
 
     def _run(self) -> None:
-        """What the thread does."""
+        """The thread's work."""
         try:
             self._beat_and_deliver()
         finally:

@@ -1,4 +1,4 @@
-"""How a callback takes charge of a Trainer's `train`."""
+"""The way in which a callback takes charge of a Trainer's `train`."""
 
 from __future__ import annotations
 
@@ -58,5 +58,5 @@ class TrainWrapper(TrainerCallback):
             self.attach(trainer)
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        """What `trainer.train` does while the callback is attached."""
+        """The work of `trainer.train` while the callback is attached."""
         raise NotImplementedError

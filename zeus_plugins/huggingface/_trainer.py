@@ -136,7 +136,7 @@ def arguments_of_train(
 def saved_in_checkpoint(
     checkpoint: str | os.PathLike[str] | bool, args: TrainingArguments, key: str
 ) -> Mapping[str, Any] | None:
-    """What `checkpointed` had under this key when a checkpoint was saved, if anything.
+    """The value that `checkpointed` had under this key when a checkpoint was saved, or None.
 
     Args:
         checkpoint: Its folder; True is the latest of the trainer's own folder.
@@ -169,7 +169,7 @@ def already_training() -> ZeusBSOOperationOrderError:
 
 
 def checkpointed(state: TrainerState) -> dict[str, Any]:
-    """What the trainer's checkpoints keep for callbacks, by name."""
+    """The part of the trainer's checkpoints that is the callbacks', by name."""
     return cast("dict[str, Any]", state.stateful_callbacks)  # a list is what the trainer's constructor makes it of
 
 

@@ -145,7 +145,7 @@ class ZeusBSOCallback(Callback):
             self._continue(trainer, pl_module, checkpoint["callbacks"].get(self.state_key))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps, in plain types: the trial with its totals, and where it began."""
+        """The state for a checkpoint, in plain types: the trial with its totals, and its first epoch."""
         state = self._run.state()
         return {**state, "first_epoch": self._first_epoch} if state else {}
 

@@ -1,4 +1,4 @@
-"""What trainings and the batch size optimization server say to each other.
+"""The messages between trainings and the batch size optimization server.
 
 The five routes under "wire contract", their statuses and their fields are those of Zeus 0.16's batch size optimizer:
 a Zeus client works against our server and our client against Zeus's server. Everything beyond that is optional on the

@@ -33,7 +33,7 @@ def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Goal(Protocol):
-    """What a trial is to reach; a `JobRegistration` is one."""
+    """The target of a trial; a `JobRegistration` is one."""
 
     @property
     def target_metric(self) -> float:
@@ -143,7 +143,7 @@ class JobRegistration(JobSpec, GpuConfig):
     policy: PolicyName = PolicyName.ZEUS
 
     def cost_j(self, *, time_s: float, energy_j: float) -> float:
-        """What a run of the job costs, joules; see `cost`."""
+        """The cost of a run of the job, joules; see `cost`."""
         return cost(energy_j=energy_j, time_s=time_s, max_power_w=self.max_power, eta=self.eta_knob)
 
     def is_reached_by(self, metric: float) -> bool:

@@ -1,4 +1,4 @@
-"""What steps of a training cost under each power limit."""
+"""The cost of a training's steps under each power limit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PowerLimitSamples = Annotated[
 
 
 class PowerProfile(WireMessage):
-    """What steps of a training cost under each power limit; the batch size is said beside it.
+    """The cost of a training's steps under each power limit; the batch size is said beside it.
 
     Attributes:
         gpus: The devices measured; their maximum power is summed over them, watts.
@@ -71,7 +71,7 @@ class PowerProfile(WireMessage):
 
 
 class PowerLimitChoice(PowerProfile):
-    """What a training knows of its power limits, and which of them it chose.
+    """A training's knowledge of its power limits, and its choice among them.
 
     Attributes:
         samples: What it has measured itself, and what it was told; at least one.

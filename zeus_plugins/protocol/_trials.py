@@ -1,4 +1,4 @@
-"""What a training and the server tell each other of one trial."""
+"""The messages about one trial."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from zeus_plugins.protocol._values import (
 
 
 class StopRule(WireMessage):
-    """When a trial is stopped that has not reached its target.
+    """The rule by which a trial is stopped that has not reached its target.
 
     The server judges by it, and so does a training while the server is away.
 
@@ -80,7 +80,7 @@ class StopRule(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a trial after an evaluation.
+    """The decision on a trial after an evaluation.
 
     Attributes:
         state: The state that the trial takes; RUNNING to go on.
@@ -135,7 +135,7 @@ class OfflineTrial(WireMessage):
 
 
 class Ending(WireMessage):
-    """How a training ended before the server told it to.
+    """The end of a training that came before the server's word.
 
     Attributes:
         outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
@@ -184,7 +184,7 @@ class HeartbeatResponse(WireMessage):
 
 
 class Evaluation(WireMessage):
-    """Where a trial stands after an evaluation.
+    """The standing of a trial after an evaluation.
 
     Attributes:
         time: Seconds since the trial began.

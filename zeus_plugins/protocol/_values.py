@@ -1,4 +1,4 @@
-"""What messages are made of: bounds, words, and the types of fields."""
+"""The parts of messages: bounds, words, and the types of fields."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ class Paths:
 
 
 class PolicyName(StrEnum):
-    """How batch sizes are chosen."""
+    """A way of choosing batch sizes."""
 
     ZEUS = "zeus"
     GP_VOI = "gp_voi"
 
 
 class Stage(StrEnum):
-    """Where a job stands: eliminating arms, or drawing among the survivors."""
+    """The standing of a job: eliminating arms, or drawing among the survivors."""
 
     PRUNING = "pruning"
     BANDIT = "bandit"
 
 
 class Origin(StrEnum):
-    """Why a trial was dispatched."""
+    """The reason for a dispatch."""
 
     EXPLORATION = "exploration"
     INCUMBENT = "incumbent"
@@ -78,7 +78,7 @@ FINAL = frozenset(TrialState) - ALIVE - {TrialState.ABANDONED}
 
 
 class EndReason(StrEnum):
-    """Why a trial ended, or that it has not."""
+    """The reason for the end of a trial, or that it goes on."""
 
     KEEP_TRAINING = "keep_training"
     TARGET_REACHED = "target_reached"

@@ -41,7 +41,7 @@ LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00
 
 
 class TrialFacts(WireMessage):
-    """What is kept of a trial and shown of it; an export has it, too. Measured fields are None until the first report.
+    """The facts of a trial that views and exports share. Measured fields are None until the first report.
 
     Attributes:
         trial_number: Counts from 1 within the job.
@@ -107,7 +107,7 @@ class TrialView(TrialFacts):
 
 
 class ArmView(WireMessage):
-    """What is known of one batch size.
+    """The knowledge of one batch size.
 
     Attributes:
         batch_size: The arm.
@@ -199,7 +199,7 @@ class TrialPage(WireMessage):
 
 
 class FieldError(WireMessage):
-    """What is wrong with one field of a request."""
+    """The fault of one field of a request."""
 
     field: str
     message: str

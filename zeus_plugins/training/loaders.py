@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class BatchSplit:
-    """How one optimizer step's samples are spread.
+    """The spread of one optimizer step's samples.
 
     Attributes:
         per_device: Samples in one batch of one device's loader.

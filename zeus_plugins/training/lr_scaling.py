@@ -31,7 +31,7 @@ SCHEDULER_RATES = ("base_lrs", "_last_lr", "max_lrs", "min_lrs", "default_min_lr
 
 
 class LrScaling(StrEnum):
-    """How the learning rate follows the batch size."""
+    """The rule by which the learning rate follows the batch size."""
 
     NONE = "none"
     LINEAR = "linear"

@@ -1,4 +1,4 @@
-"""What an exception that ends a training says about its trial."""
+"""The meaning of an exception that ends a training for its trial."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"}
 
 
 def ending_of(error: BaseException | None) -> Ending:
-    """What to tell the server of a training that this exception ended.
+    """The message to the server about a training that this exception ended.
 
     Args:
         error: The exception. None: the training ended without one before the server said so, which counts as failed.
@@ -38,7 +38,7 @@ def ending_of(error: BaseException | None) -> Ending:
 
 
 def outcome_of(error: BaseException) -> Outcome:
-    """How a trial ends whose training was ended by this exception.
+    """The outcome of a trial whose training was ended by this exception.
 
     Returns:
         SUSPENDED for an interruption from outside (Ctrl-C, SIGTERM), after which the training may go on; INFEASIBLE

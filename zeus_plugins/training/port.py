@@ -58,7 +58,7 @@ class TrainerPort(Ranks, Protocol):
 
     @property
     def no_accumulation(self) -> str | None:
-        """Why the trainer cannot accumulate, as the beginning of a sentence; None when it can."""
+        """The reason for which the trainer cannot accumulate, as the beginning of a sentence; None when it can."""
 
     @property
     def keeps_optimizers(self) -> bool:
@@ -115,12 +115,12 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
 
 
 def node_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
-    """What measures this machine's devices: the user's monitor, or the best one that there is."""
+    """The monitor of this machine's devices: the user's, or the best one that there is."""
     return as_energy_monitor(monitor or energy.auto(device_indices=ranks.gpu_indices))
 
 
 def cluster_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
-    """What measures a training on several machines, made by all ranks together; None for one machine."""
+    """The monitor of a training on several machines, made by all ranks together; None for one machine."""
     if not ranks.spans_nodes:
         return None
     measure = (lambda: node_monitor(ranks, monitor)) if ranks.local_rank == 0 else None

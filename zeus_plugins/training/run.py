@@ -335,7 +335,7 @@ class TrialRun:
 
     @property
     def _lr_factor(self) -> float:
-        """What the rates that the user chose for the job's default size are multiplied with."""
+        """The factor on the rates that the user chose for the job's default size."""
         size = self._job.default_batch_size if self._trial is None else self._trial.batch_size
         return lr_factor(self._options.lr_scaling, size, self._job.default_batch_size)
 
@@ -374,7 +374,7 @@ class TrialRun:
         return state
 
     def _splits(self, port: TrainerPort, batch_sizes: Sequence[int]) -> dict[int, BatchSplit]:
-        """How each of these sizes is spread over the devices."""
+        """The spread of each of these sizes over the devices."""
         devices, accumulation = port.devices, port.accumulation
         most = self._options.max_per_device_batch_size
         found = {

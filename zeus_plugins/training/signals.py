@@ -15,7 +15,7 @@ _raised: list[SystemExit] = []
 
 
 def termination() -> SystemExit | None:
-    """What was raised in this process since `raise_at_sigterm` was last called, or None."""
+    """The exception raised in this process since `raise_at_sigterm` was last called, or None."""
     return _raised[-1] if _raised else None
 
 

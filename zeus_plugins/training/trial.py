@@ -28,7 +28,7 @@ _MAX_SOURCE_LENGTH = 255
 
 
 class TrialInfo(WireMessage):
-    """What a training knows of its own trial; also what a checkpoint keeps of it.
+    """A training's knowledge of its own trial; also the part of it that a checkpoint keeps.
 
     Attributes:
         job_id: The job.

@@ -1,4 +1,4 @@
-"""What policy `gp_voi` remembers of each batch size, and how a trial's end changes it.
+"""The memory of policy `gp_voi` of each batch size, and its change with a trial's end.
 
 A belief is of constant size: what a thousand trials say of a size fits into a dozen numbers. Beliefs of all sizes move
 together, for how surprising an outcome is depends on what the other sizes lead to expect.
@@ -37,7 +37,7 @@ class Streak:
 
 @dataclass(frozen=True, slots=True)
 class Belief:
-    """What is remembered of one batch size.
+    """The memory of one batch size.
 
     Attributes:
         observed: Log epochs to the target, weighted by how much each run says: 1 if it reached the target, less for the
@@ -137,7 +137,7 @@ Beliefs: TypeAlias = tuple[Belief, ...]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial says that was measured to its end.
+    """The result of a trial that was measured to its end.
 
     Attributes:
         index: Index of its batch size.
@@ -204,7 +204,7 @@ def expected_startup(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int)
 
 
 def _with_cost(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome) -> Beliefs:
-    """What the trial says of the cost of epochs; of one that ended with its first report, what that suggests."""
+    """The beliefs with the trial's cost of epochs; a trial that ended with its first report suggests one."""
     belief = replace(beliefs[outcome.index], tried=True, epoch_step=min(outcome.epoch_step, 1.0))
     first, later = outcome.log_first_cost, outcome.log_cost
     if later is not None:
@@ -223,7 +223,7 @@ def after_crash(beliefs: Beliefs, index: int, log_cost: float, later_reports: in
 
 
 def _deviation(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> float:
-    """How many σ a run's log epochs lie above what was expected of them."""
+    """The distance of a run's log epochs above their expectation, in σ."""
     mean, variance = posterior_of(batch_sizes, beliefs).of_run(index)
     return (log_epochs - mean) / math.sqrt(variance)
 

@@ -1,4 +1,4 @@
-"""What policy `gp_voi` assumes before it has seen anything, in one place."""
+"""The assumptions of policy `gp_voi`, in one place."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Policy `gp_voi`: play the batch size whose try is worth most, and end a try when it is worth no more.
 
 A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `gp` says what is believed of
-both, `beliefs` how trials change that, `outlook` what follows for the cost of runs, `voi` what a try is worth, and
+both, `beliefs` how trials change that, `forecast` what follows for the cost of runs, `voi` what a try is worth, and
 `stopping` when it is given up. The incumbent is the size with the lowest expected cost among those known to reach the
 target. docs/policy.md tells the whole story.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from bso_server.core.gp_voi.beliefs import Beliefs, beliefs_with, expected_startup, trials_missed
 from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.forecast import Outlook, available_of, beliefs_of
+from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.gaussian_process import Posterior, prior
 from bso_server.core.gp_voi.stopping import bound, unbounded
 from bso_server.core.gp_voi.value import Worth, worth
@@ -38,14 +38,14 @@ def suggest(history: History) -> Suggestion:
     beliefs = beliefs_of(history, history.in_flight)
     if not any(belief.is_observed for belief in beliefs):
         return _first(history, beliefs, available)
-    outlook = Outlook.of(history, beliefs, history.in_flight)
-    index, origin, reason = _chosen(history, outlook)
+    forecast = Forecast.of(history, beliefs, history.in_flight)
+    index, origin, reason = _chosen(history, forecast)
     is_bounded = not beliefs[index].are_costs_guessed
     return Suggestion(
         job.batch_sizes[index],
         origin,
         reason,
-        bound=bound(job, outlook, index, origin) if is_bounded else None,
+        bound=bound(job, forecast, index, origin) if is_bounded else None,
     )
 
 
@@ -76,8 +76,8 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         if startup is None or log_first_j is None:
             return None
         belief, is_guess = belief.supposing(log_first_j - startup - CONSTANTS.startup_sd), True
-    outlook = Outlook.of(history, beliefs_with(beliefs, belief, index), others)
-    found = bound(job, outlook, index, trial.origin)
+    forecast = Forecast.of(history, beliefs_with(beliefs, belief, index), others)
+    found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
 
 
@@ -98,31 +98,31 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 
-def _chosen(history: History, outlook: Outlook) -> tuple[int, Origin, str]:
+def _chosen(history: History, forecast: Forecast) -> tuple[int, Origin, str]:
     """Index of the size to play, the kind of decision, and its reason in words.
 
     A try that missed the target is followed by the incumbent until one of its runs has reached it: a recurrence of the
     job pays for one try at most.
     """
-    incumbent = outlook.incumbent
-    cost = f"expected cost {outlook.expected_cost_j(incumbent):.4g} J"
-    if not outlook.incumbent_converges:
+    incumbent = forecast.incumbent
+    cost = f"expected cost {forecast.expected_cost_j(incumbent):.4g} J"
+    if not forecast.incumbent_converges:
         reason = (
             "no size that can still run is known to reach the target: this one looks cheapest "
             f"[{cost}, the lowest of those that missed it least often]"
         )
         return incumbent, Origin.EXPLORATION, reason
-    missed = trials_missed(outlook.beliefs)
+    missed = trials_missed(forecast.beliefs)
     if missed:
         reason = f"best so far, after a run that missed the target [{cost}; {missed} missed it in a row]"
         return incumbent, Origin.INCUMBENT, reason
-    best = _best_try(history, outlook)
+    best = _best_try(history, forecast)
     if best is None:
         return incumbent, Origin.INCUMBENT, f"best so far; there is no other size to try [{cost}]"
     index, value = best
     size, best_size = history.job.batch_sizes[index], history.job.batch_sizes[incumbent]
     numbers = (
-        f"expected cost {outlook.expected_cost_j(index):.4g} J at {size}, {outlook.expected_cost_j(incumbent):.4g} J "
+        f"expected cost {forecast.expected_cost_j(index):.4g} J at {size}, {forecast.expected_cost_j(incumbent):.4g} J "
         f"at {best_size}; chance to cost less {value.chance:.2g}, value of information {value.value:.3g} against an "
         f"expected loss of {value.loss:.3g} (in runs of {best_size})"
     )
@@ -143,27 +143,27 @@ def _percent(chance: float) -> str:
     return "under 1 %" if chance < 0.01 else f"{min(chance, 0.99):.0%}".replace("%", " %")
 
 
-def _best_try(history: History, outlook: Outlook) -> tuple[int, Worth] | None:
+def _best_try(history: History, forecast: Forecast) -> tuple[int, Worth] | None:
     """The index of the size that is most worth a try and what that is worth; None if there is nothing to try.
 
     Only sizes that were tried are candidates, those next to one that reaches the target, and those a step further on
     the way from the default on which costs have fallen: far from all observations the belief is so wide that it would
     promise anything.
     """
-    candidates = _candidates(history, outlook)
+    candidates = _candidates(history, forecast)
     if not candidates:
         return None
     horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
-    values = {index: _worth(outlook, index, horizon) for index in candidates}
+    values = {index: _worth(forecast, index, horizon) for index in candidates}
     best = max(values, key=lambda index: values[index].index)
     return best, values[best]
 
 
-def _candidates(history: History, outlook: Outlook) -> list[int]:
-    octaves, incumbent = prior(history.job.batch_sizes).octaves, outlook.incumbent
-    place = {index: number for number, index in enumerate(outlook.available)}
-    converged = [index for index, belief in enumerate(outlook.beliefs) if belief.converged]
-    mean, default = outlook.costs.mean, history.job.batch_sizes.index(history.job.default_batch_size)
+def _candidates(history: History, forecast: Forecast) -> list[int]:
+    octaves, incumbent = prior(history.job.batch_sizes).octaves, forecast.incumbent
+    place = {index: number for number, index in enumerate(forecast.available)}
+    converged = [index for index, belief in enumerate(forecast.beliefs) if belief.converged]
+    mean, default = forecast.costs.mean, history.job.batch_sizes.index(history.job.default_batch_size)
     has_trend = default in converged and mean[default] > mean[incumbent] + CONSTANTS.trend_log_cost
 
     def is_near(index: int, other: int) -> bool:
@@ -175,27 +175,27 @@ def _candidates(history: History, outlook: Outlook) -> list[int]:
         return bool(has_trend and is_beyond and octaves[index, incumbent] <= CONSTANTS.trend_octaves)
 
     def is_candidate(index: int) -> bool:
-        known = outlook.beliefs[index].tried or follows_trend(index)
+        known = forecast.beliefs[index].tried or follows_trend(index)
         return index != incumbent and (known or any(is_near(index, other) for other in converged))
 
-    return [index for index in outlook.available if is_candidate(index)]
+    return [index for index in forecast.available if is_candidate(index)]
 
 
-def _worth(outlook: Outlook, index: int, horizon: float) -> Worth:
-    """What a try of the size with this index is worth.
+def _worth(forecast: Forecast, index: int, horizon: float) -> Worth:
+    """The worth of a try of the size with this index.
 
     With V the covariance of the expected log costs, b the size and i the incumbent: the log ratio of their costs has
     the variance ``V_bb + V_ii − 2 V_bi``. A run of b resolves part of that, of epochs and of their cost each.
     """
-    incumbent = outlook.incumbent
-    mean, costs = outlook.costs.mean, outlook.costs.covariance
+    incumbent = forecast.incumbent
+    mean, costs = forecast.costs.mean, forecast.costs.covariance
     variance = float(costs[index, index] + costs[incumbent, incumbent] - 2 * costs[incumbent, index])
-    learned = _resolved(outlook.epochs, index, incumbent) + _resolved(outlook.epoch_costs, index, incumbent)
+    learned = _resolved(forecast.epochs, index, incumbent) + _resolved(forecast.epoch_costs, index, incumbent)
     return worth(float(mean[index] - mean[incumbent]), variance, learned, horizon)
 
 
 def _resolved(belief: Posterior, index: int, incumbent: int) -> float:
-    """What a run of b resolves of the variance between b and i: ``(Y_bb − Y_bi)² / (Y_bb + s²)``, Y the covariance."""
+    """The variance between b and i that a run of b resolves: ``(Y_bb − Y_bi)² / (Y_bb + s²)``, Y the covariance."""
     covariance = belief.expected.covariance
     own = float(covariance[index, index])
     return (own - float(covariance[incumbent, index])) ** 2 / (own + belief.run_variance)

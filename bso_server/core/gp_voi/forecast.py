@@ -1,4 +1,4 @@
-"""What policy `gp_voi` believes that a run costs at each batch size, at one moment of a job."""
+"""The forecast of policy `gp_voi`: the cost of a run at each batch size, at one moment of a job."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bso_server.core.model import TrialRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
-    """What is believed of a run at each batch size, once one of them has reached the target.
+class Forecast:
+    """The beliefs about a run at each batch size, once one of them has reached the target.
 
     Attributes:
         beliefs: What is remembered of each size.
@@ -35,8 +35,8 @@ class Outlook:
     incumbent: int
 
     @classmethod
-    def of(cls, history: History, beliefs: Beliefs, in_flight: Iterable[TrialRecord]) -> Outlook:
-        """The outlook with these beliefs, while these trials are under way.
+    def of(cls, history: History, beliefs: Beliefs, in_flight: Iterable[TrialRecord]) -> Forecast:
+        """The forecast with these beliefs, while these trials are under way.
 
         A run of failure chance p takes ``1/(1 − p)`` runs until one succeeds: the expected log cost is
         ``E[log T] + E[log c] + log 1/(1 − p)``, and its covariance that of log T and that of log c together.

@@ -1,4 +1,4 @@
-"""What is believed of every batch size, from what is known of some: two Gaussian processes over log2 of the batch size.
+"""The beliefs about every batch size, from observations of some: two Gaussian processes over log2 of the batch size.
 
 The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. Of each run, log c
 and log T are Gaussian around functions that are smooth in x = log2 b: T varies much from run to run, c little on a

@@ -1,4 +1,4 @@
-"""When policy `gp_voi` stops a trial that has not reached its target."""
+"""The stop rule of policy `gp_voi` for a trial that has not reached its target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from bso_server.core.gp_voi.beliefs import trials_missed
 from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.forecast import Outlook
+from bso_server.core.gp_voi.forecast import Forecast
 from bso_server.core.gp_voi.normal import log_cdf
 from bso_server.core.model import EpochBound, JobConfig
 from zeus_plugins.protocol import Origin
@@ -24,7 +24,7 @@ def unbounded(job: JobConfig) -> EpochBound:
     return EpochBound(job.max_epochs, "all that max_epochs allows")
 
 
-def bound(job: JobConfig, outlook: Outlook, index: int, origin: Origin) -> EpochBound:
+def bound(job: JobConfig, forecast: Forecast, index: int, origin: Origin) -> EpochBound:
     """The bound of a trial at a size of which it is known, more or less, what an epoch costs.
 
     The incumbent is not meant to be stopped: its bound only ends runs that do not converge. A try is stopped as soon as
@@ -33,22 +33,22 @@ def bound(job: JobConfig, outlook: Outlook, index: int, origin: Origin) -> Epoch
 
     Args:
         job: The job.
-        outlook: What is believed while all other trials are under way.
+        forecast: What is believed while all other trials are under way.
         index: Index of the trial's size.
         origin: Why the trial was dispatched.
     """
-    if job.beta_knob is None or not outlook.incumbent_converges:
+    if job.beta_knob is None or not forecast.incumbent_converges:
         return unbounded(job)
-    log_epochs, variance = outlook.epochs.of_run(index)
-    epoch_costs = outlook.epoch_costs.expected
-    if index == outlook.incumbent or origin is Origin.INCUMBENT:
-        return _bound_of_incumbent(job, log_epochs, math.sqrt(variance), trials_missed(outlook.beliefs))
+    log_epochs, variance = forecast.epochs.of_run(index)
+    epoch_costs = forecast.epoch_costs.expected
+    if index == forecast.incumbent or origin is Origin.INCUMBENT:
+        return _bound_of_incumbent(job, log_epochs, math.sqrt(variance), trials_missed(forecast.beliefs))
     return bound_of_try(
         log_epochs,
         math.sqrt(variance),
         epoch_j=math.exp(epoch_costs.mean[index]),
         epoch_j_sd=math.sqrt(max(epoch_costs.covariance[index, index], 0.0)),
-        incumbent_j=outlook.expected_cost_j(outlook.incumbent),
+        incumbent_j=forecast.expected_cost_j(forecast.incumbent),
         beta=job.beta_knob,
         max_epochs=job.max_epochs,
     )

@@ -19,7 +19,7 @@ _LARGEST_LOG = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """What speaks for and against a try.
+    """The value and the loss of a try.
 
     Attributes:
         log_ratio: d, mean of log R.
@@ -35,7 +35,7 @@ class Worth:
 
     @property
     def index(self) -> float:
-        """What the try is worth: the value less the loss."""
+        """The worth of the try: the value less the loss."""
         return self.value - self.loss
 
 
@@ -66,7 +66,7 @@ def _mean_ratio(log_mean: float, variance: float) -> float:
 
 
 def worth(log_ratio: float, variance: float, learned: float, horizon: float) -> Worth:
-    """What one run of a candidate is worth.
+    """The worth of one run of a candidate.
 
     One run moves the candidate's expected log ratio by a normal amount of variance k, the part of v that it resolves;
     v − k stays uncertain. The expected ratio R̂ after it is then log-normal with log R̂ ~ N(d + (v − k)/2, k), and every

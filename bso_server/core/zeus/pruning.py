@@ -39,7 +39,7 @@ class Survivors:
 
 
 def explore(history: History) -> Explore | Wait | Survivors:
-    """What exploration needs next, replayed from the job's trials.
+    """The next need of exploration, replayed from the job's trials.
 
     Crashed and abandoned trials do not count: their size is owed another one. Sizes that do not fit into memory are as
     if the job did not have them.
