@@ -27,7 +27,14 @@ from tests.support.servers import Server, free_port
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender, state_directory
+from zeus_plugins.client.outbox import (
+    Outbox,
+    OutboxFile,
+    OutboxFileBusyError,
+    OutboxFileError,
+    OutboxHeader,
+    state_directory,
+)
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
@@ -53,8 +60,8 @@ def registration(job_id: str = "digits-1", **fields: object) -> JobRegistration:
 
 def sender(
     trial: TrialId | None = None, *, url: str = "http://bso", job_id: str = "digits-1", key: str | None = None
-) -> Sender:
-    return Sender(
+) -> OutboxHeader:
+    return OutboxHeader(
         server_url=url,
         registration=registration(job_id),
         batch_size=32 if trial is None else trial.batch_size,
@@ -71,7 +78,7 @@ TRIAL = TrialId(job_id="digits-1", batch_size=32, trial_number=7)
 THREE = (evaluation(1), evaluation(2), Ending(detail="gone"))
 
 
-def items_of(box: Box) -> list[Evaluation | Ending]:
+def items_of(box: OutboxFile) -> list[Evaluation | Ending]:
     found = []
     while (item := box.first) is not None:
         found.append(item)
@@ -146,7 +153,7 @@ def test_a_job_id_with_letters_that_file_names_lack(outbox: Outbox) -> None:
 def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
     box = outbox.box(sender(TRIAL))
     box.put(THREE[0])
-    with pytest.raises(BoxBusyError):
+    with pytest.raises(OutboxFileBusyError):
         outbox.open(box.path)
     assert list(deliver_waiting(outbox, lambda _: pytest.fail("not ours to deliver"))) == []
     # Who has results of the same trial meanwhile does not wait.
@@ -232,7 +239,7 @@ def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
 def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) -> None:
     path = left_by(outbox, sender(TRIAL), *THREE)
     path.write_bytes(content)
-    with pytest.raises(BoxError, match=re.escape(str(path))):
+    with pytest.raises(OutboxFileError, match=re.escape(str(path))):
         outbox.open(path)
     (file,) = deliver_waiting(outbox, lambda _: pytest.fail("nothing to deliver"))
     assert (file.path, file.delivered) == (path, 0)
@@ -245,7 +252,7 @@ def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) ->
 
 
 @contextmanager
-def no_more_room(box: Box) -> Iterator[None]:
+def no_more_room(box: OutboxFile) -> Iterator[None]:
     """What is put in does not fit on the disk."""
     resource = pytest.importorskip("resource", reason="only POSIX limits the size of files")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -365,7 +372,7 @@ def dispatched(client: BsoClient, job_id: str = "digits-1") -> TrialDispatch:
     return client.suggest(job_id)
 
 
-def left_by(outbox: Outbox, sender: Sender, *items: Evaluation | Ending) -> Path:
+def left_by(outbox: Outbox, sender: OutboxHeader, *items: Evaluation | Ending) -> Path:
     """A training that is gone has left these."""
     box = outbox.box(sender)
     for item in items:

@@ -14,7 +14,7 @@ from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDoub
 from tests.support.job_bench import GPUS, seconds_and_joules
 from tests.support.reporting import JOB, Flaky, threads, training, until, warnings_in
 from zeus_plugins.client.delivery import deliver, deliver_waiting
-from zeus_plugins.client.outbox import Outbox, Sender
+from zeus_plugins.client.outbox import Outbox, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import (
@@ -196,8 +196,8 @@ def test_a_checkpoint_holds_them() -> None:
 # --- the file ---------------------------------------------------------------------------------------------------------
 
 
-def sender() -> Sender:
-    return Sender(
+def sender() -> OutboxHeader:
+    return OutboxHeader(
         server_url="http://bso", registration=JobRegistration.of(JOB, GPUS), batch_size=TRIAL.batch_size, trial=TRIAL
     )
 

@@ -27,7 +27,7 @@ from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, u
 from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import BoxBusyError, Outbox
+from zeus_plugins.client.outbox import Outbox, OutboxFileBusyError
 from zeus_plugins.client.port import NO_RETRIES, Retries
 from zeus_plugins.client.reporter import judged_without_server
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -407,7 +407,7 @@ def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox
     assert server.asked.wait(PATIENCE_S)
     session.end(KeyboardInterrupt())
     (path,) = outbox.waiting()
-    with pytest.raises(BoxBusyError):
+    with pytest.raises(OutboxFileBusyError):
         outbox.open(path)
     server.go_on.set()
     until(lambda: threads() == [])

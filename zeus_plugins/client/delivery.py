@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeus_plugins.client.outbox import Box, BoxBusyError, BoxError, Outbox, Sender
+from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, OutboxFileError, OutboxHeader
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
@@ -31,7 +31,7 @@ def is_refusal(error: Exception) -> bool:
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
-def recorded(client: ServerPort, sender: Sender) -> TrialId:
+def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
     """Have the server record a trial that began without it; the same trial each time.
 
     Raises:
@@ -62,7 +62,7 @@ def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitC
 
 
 def deliver(
-    box: Box,
+    box: OutboxFile,
     client: ServerPort,
     *,
     lock: AbstractContextManager[object] | None = None,
@@ -175,18 +175,18 @@ def listed(outbox: Outbox) -> Iterator[Delivered]:
             box.close()
 
 
-def _opened(outbox: Outbox) -> Iterator[Box | Delivered]:
+def _opened(outbox: Outbox) -> Iterator[OutboxFile | Delivered]:
     """The boxes that nobody has, and what is to be said of files that are none."""
     for path in outbox.waiting():
         try:
             yield outbox.open(path)
-        except (FileNotFoundError, BoxBusyError):
+        except (FileNotFoundError, OutboxFileBusyError):
             continue
-        except (BoxError, OSError) as error:
+        except (OutboxFileError, OSError) as error:
             yield Delivered(path, "", "", 0, 0, problem=str(error))
 
 
-def _emptied(box: Box, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
+def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
     waiting = len(box)
     problem: ZeusBSOError | None = None
     aside: Path | None = None
@@ -207,7 +207,7 @@ def _emptied(box: Box, client: ServerPort) -> tuple[Delivered, ZeusBSOError | No
 
 
 def _described(
-    box: Box, *, delivered: int, left: int, problem: str | None = None, set_aside: Path | None = None
+    box: OutboxFile, *, delivered: int, left: int, problem: str | None = None, set_aside: Path | None = None
 ) -> Delivered:
     job_id = box.sender.registration.job_id or ""
     return Delivered(box.path, job_id, box.sender.server_url, delivered, left, problem, set_aside)

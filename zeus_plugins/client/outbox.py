@@ -27,12 +27,12 @@ from zeus_plugins.protocol import Ending, Evaluation, JobRegistration, PowerLimi
 from zeus_plugins.training import environment
 
 __all__ = [
-    "Box",
-    "BoxBusyError",
-    "BoxError",
     "Item",
     "Outbox",
-    "Sender",
+    "OutboxFile",
+    "OutboxFileBusyError",
+    "OutboxFileError",
+    "OutboxHeader",
     "default_outbox",
     "state_directory",
 ]
@@ -50,15 +50,15 @@ Item = Evaluation | Ending | PowerLimitChoice
 """What can wait: where a trial stood, how it ended, and what it found out of its power limits."""
 
 
-class BoxError(Exception):
+class OutboxFileError(Exception):
     """A file of the outbox cannot be read as one."""
 
 
-class BoxBusyError(Exception):
+class OutboxFileBusyError(Exception):
     """Another process writes the file or delivers from it."""
 
 
-class Sender(WireMessage):
+class OutboxHeader(WireMessage):
     """Whose results a file holds: its first line.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Line(WireMessage):
     trial: TrialId | None = None
 
 
-class Box:
+class OutboxFile:
     """One open and locked file of the outbox; not for several threads at once. `Outbox` opens it.
 
     Args:
@@ -119,7 +119,7 @@ class Box:
         sender: Whose results these are.
     """
 
-    def __init__(self, path: Path, file: IO[bytes] | None, sender: Sender) -> None:
+    def __init__(self, path: Path, file: IO[bytes] | None, sender: OutboxHeader) -> None:
         self._path = path
         self._file = file
         self._sender = sender
@@ -140,7 +140,7 @@ class Box:
         return self._file is not None
 
     @property
-    def sender(self) -> Sender:
+    def sender(self) -> OutboxHeader:
         """Whose results these are."""
         return self._sender
 
@@ -300,7 +300,7 @@ class Outbox:
         """Files that a server did not want, oldest first."""
         return sorted(self._directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
 
-    def box(self, sender: Sender) -> Box:
+    def box(self, sender: OutboxHeader) -> OutboxFile:
         """The trial's file, as an earlier run has left it, or a new one.
 
         Raises:
@@ -310,28 +310,28 @@ class Outbox:
         for copy in count():
             path = self._directory / sender.file_name(copy)
             # An earlier run's may be just being delivered.
-            with contextlib.suppress(BoxBusyError):
+            with contextlib.suppress(OutboxFileBusyError):
                 return self._opened(path, sender)
         raise AssertionError("unreachable: some name is free")
 
-    def latest(self, sender: Sender) -> Evaluation | None:
+    def latest(self, sender: OutboxHeader) -> Evaluation | None:
         """The trial's last evaluation that an earlier run has left, or None."""
         try:
             box = self.open(self._directory / sender.file_name())
-        except (BoxBusyError, BoxError, OSError):
+        except (OutboxFileBusyError, OutboxFileError, OSError):
             return None
         latest = box.latest
         box.close()
         return latest
 
-    def _opened(self, path: Path, sender: Sender) -> Box:
+    def _opened(self, path: Path, sender: OutboxHeader) -> OutboxFile:
         try:
             return self.open(path)
         except FileNotFoundError:
             pass
-        except BoxError:
+        except OutboxFileError:
             _set_aside(path)
-        box = Box(path, _locked(path, create=True), sender)
+        box = OutboxFile(path, _locked(path, create=True), sender)
         try:
             box._write(sender)
             _sync_directory(self._directory)
@@ -340,12 +340,12 @@ class Outbox:
             raise
         return box
 
-    def open(self, path: Path) -> Box:
+    def open(self, path: Path) -> OutboxFile:
         """Open one of the files that wait.
 
         Raises:
-            BoxBusyError: Another process has it.
-            BoxError: It is none, or from another version.
+            OutboxFileBusyError: Another process has it.
+            OutboxFileError: It is none, or from another version.
             FileNotFoundError: Its last result was delivered meanwhile.
         """
         file = _locked(path)
@@ -355,12 +355,12 @@ class Outbox:
             whole = text[: text.rfind(b"\n") + 1]
             file.truncate(len(whole))
             first, *lines = whole.splitlines() or [b""]
-            box = Box(path, file, Sender.model_validate_json(first))
+            box = OutboxFile(path, file, OutboxHeader.model_validate_json(first))
             box._read(lines)
         except ValidationError as error:
             _unlock(file)
             file.close()
-            raise BoxError(f"{path} is no file of results that wait for a server: {error}") from None
+            raise OutboxFileError(f"{path} is no file of results that wait for a server: {error}") from None
         except OSError:
             _unlock(file)
             file.close()
@@ -417,7 +417,7 @@ def _locked(path: Path, *, create: bool = False) -> IO[bytes]:
     """Open and lock a file that is still the one of this name once it is locked.
 
     Raises:
-        BoxBusyError: Another process has the lock, or has made the file that was to be created.
+        OutboxFileBusyError: Another process has the lock, or has made the file that was to be created.
         FileNotFoundError: There is no such file, and none is to be created.
         OSError: The file cannot be used, or this file system knows no locks.
     """
@@ -425,14 +425,14 @@ def _locked(path: Path, *, create: bool = False) -> IO[bytes]:
         try:
             descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         except FileExistsError as error:
-            raise BoxBusyError(f"another process has made {path}") from error
+            raise OutboxFileBusyError(f"another process has made {path}") from error
         file = os.fdopen(descriptor, "r+b", buffering=0)
         try:
             _lock(file)
         except OSError as error:
             file.close()
             if error.errno in _LOCKED_BY_ANOTHER:
-                raise BoxBusyError(f"another process has {path}") from error
+                raise OutboxFileBusyError(f"another process has {path}") from error
             if create:
                 path.unlink(missing_ok=True)
             raise

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded
-from zeus_plugins.client.outbox import Box, Item, Outbox, Sender
+from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import (
@@ -70,7 +70,7 @@ class TrialReporter:
         self,
         client: ServerPort,
         outbox: Outbox,
-        sender: Sender,
+        sender: OutboxHeader,
         rule: StopRule,
         *,
         takes_heartbeats: bool,
@@ -82,7 +82,7 @@ class TrialReporter:
         self._rule = rule
         self._takes_heartbeats = takes_heartbeats
         self._trial = sender.trial
-        self._box: Box | None = None
+        self._box: OutboxFile | None = None
         # What the thread is to send next.
         self._power_limits: PowerLimitChoice | None = None
         self._verdict: ReportResponse | None = None
@@ -114,7 +114,7 @@ class TrialReporter:
         with self._lock:
             return self._rule
 
-    def was_told_of(self, error: ZeusBSOError) -> None:
+    def note_as_warned(self, error: ZeusBSOError) -> None:
         """Remember that the user has been warned of this trouble already."""
         self._warned.add(_cause_of(error))
 
@@ -203,7 +203,7 @@ class TrialReporter:
             self._tell_what_waits()
             self._is_left_to_thread = not self._is_thread_through
             if not self._is_left_to_thread:
-                self._let_go()
+                self._close_box()
 
     def _tell_what_waits(self) -> None:
         box = self._box
@@ -221,7 +221,7 @@ class TrialReporter:
                 *(len(box), self._job.job_id, self._client.server_url, self._outbox.directory),
             )
 
-    def _let_go(self) -> None:
+    def _close_box(self) -> None:
         if self._box is not None:
             self._box.close()
             self._box = None
@@ -257,7 +257,7 @@ class TrialReporter:
                     "this process ends before it is back",
                 )
                 if self._box is None:
-                    self._box = Box(Path(), None, self._sender)
+                    self._box = OutboxFile(Path(), None, self._sender)
                     self._box.put(item)
         self._start_thread()
         self._wake.set()
@@ -297,7 +297,7 @@ class TrialReporter:
             with self._lock:
                 self._is_thread_through = True
                 if self._is_left_to_thread:
-                    self._let_go()
+                    self._close_box()
 
     def _beat_and_deliver(self) -> None:
         interval_s, retry_s = _INTERVAL_S, _FIRST_RETRY_S
@@ -359,7 +359,7 @@ class TrialReporter:
                 self._rule = verdict.stop_rule or self._rule
                 self._verdict = verdict if verdict.stop_train else None
             if not len(box):
-                self._let_go()
+                self._close_box()
                 _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
 
     def _beat(self, client: ServerPort) -> float | None:

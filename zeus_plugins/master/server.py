@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
@@ -166,7 +166,7 @@ class ServerOptimizer:
         self._reporter = TrialReporter(
             self._client,
             self._outbox,
-            Sender(
+            OutboxHeader(
                 server_url=self._client.server_url,
                 registration=registration,
                 batch_size=trial.batch_size,

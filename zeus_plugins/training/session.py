@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from zeus_plugins.client.delivery import deliver_waiting, recorded
-from zeus_plugins.client.outbox import Outbox, Sender, default_outbox
+from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
@@ -424,8 +424,8 @@ class TrialSession:
         )
         return batch_size
 
-    def _sender(self, registration: JobRegistration, trial: TrialInfo) -> Sender:
-        return Sender(
+    def _sender(self, registration: JobRegistration, trial: TrialInfo) -> OutboxHeader:
+        return OutboxHeader(
             server_url=self._client.server_url,
             registration=registration,
             batch_size=trial.batch_size,
@@ -444,7 +444,7 @@ class TrialSession:
         )
         self._reporter = reporter
         if told_of is not None:  # Before its thread meets the same trouble.
-            reporter.was_told_of(told_of)
+            reporter.note_as_warned(told_of)
         reporter.start()
         return reporter
 
