@@ -12,7 +12,7 @@ from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.service import transfer
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, utc_now, with_job_id
 from bso_server.service.messages import JobExport
-from bso_server.service.reports import CallersReport, GroupCommit
+from bso_server.service.reports import CallersReport, GroupCommit, ReportBatch
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -80,7 +80,7 @@ class BatchSizeService:
         )
 
     async def report(self, result: TrainingResult, *, caller: Caller = UNRESTRICTED) -> ReportResponse:
-        """Record where a trial stands and decide whether it goes on; see `Commands.report_all`."""
+        """Record where a trial stands and decide whether it goes on; see `ReportBatch.take`."""
         return await self._reports.submit((result, caller))
 
     async def end_trial(self, end: TrialEnd, *, caller: Caller = UNRESTRICTED) -> None:
@@ -153,7 +153,9 @@ class BatchSizeService:
 
     async def _report_all(self, reports: Sequence[CallersReport]) -> list[ReportResponse | Exception]:
         try:
-            return await self._store.write(lambda transaction: self._commands.report_all(transaction, reports))
+            return await self._store.write(
+                lambda transaction: ReportBatch(transaction, reports, self._commands.moment()).take()
+            )
         except DatabaseUnavailableError as error:
             # Every report's own error: one by one they would fare no better, only later.
             return [error] * len(reports)

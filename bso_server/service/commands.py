@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -24,7 +24,6 @@ from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictE
 from bso_server.service import views
 from bso_server.service.loading import load_history, locked_job, locked_trial
 from bso_server.service.refusals import refuse_difference, refuse_other_gpus, refuse_other_owner, refuse_other_size
-from bso_server.service.reports import CallersReport, ReportBatch
 from bso_server.service.transfer import ImportedJob
 from bso_server.storage.rows import StoredJob, StoredPowerProfile
 from bso_server.storage.transaction import Transaction
@@ -37,7 +36,6 @@ from zeus_plugins.protocol import (
     OfflineTrial,
     Origin,
     PowerProfile,
-    ReportResponse,
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
@@ -137,7 +135,7 @@ class Commands:
         history, changed = load_history(transaction, job)
         rng = _generator(job)
         job, trial = life.suggested(
-            job, history, rng, self._moment(now), owner=caller.token_id, idempotency_key=idempotency_key
+            job, history, rng, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
         )
         if trial.origin is Origin.BANDIT and job.config.mab_seed is not None:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
@@ -186,26 +184,12 @@ class Commands:
             offline.batch_size, Origin.OFFLINE, "not chosen: the training began while the server was away"
         )
         job, trial = life.dispatched(
-            job, suggestion, self._moment(), owner=caller.token_id, idempotency_key=idempotency_key
+            job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
         transaction.insert_trials([trial])
         transaction.update_arms(offline.job_id, [arm.after_dispatch()])
         transaction.update_jobs([job])
         return _logged(transaction, _dispatch(job, trial))
-
-    def report_all(
-        self, transaction: Transaction, reports: Sequence[CallersReport]
-    ) -> list[ReportResponse | Exception]:
-        """Record where trials stand, and decide whether each goes on.
-
-        A report sent again gets the same answer again. A late report brings an abandoned trial back to life.
-
-        Returns:
-            For each report in order its answer, or its own error: UnknownTrialError, no such trial; InvalidReportError,
-            it contradicts the trial or what that reported before; ReportConflictError, the trial has ended, and not
-            with this report; ForbiddenError, the trial is another caller's.
-        """
-        return ReportBatch(transaction, reports, self._moment()).take()
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is.
@@ -229,7 +213,7 @@ class Commands:
         if end.outcome is TrialState.FAILED:
             crashes, observed = transaction.crashes(end.job_id, end.batch_size)
         job, trial = life.ended_by_training(
-            job, trial, end, self._moment(), crashes=crashes, observed=observed, retries=self._crash_retries
+            job, trial, end, self.moment(), crashes=crashes, observed=observed, retries=self._crash_retries
         )
         transaction.update_trials([trial])
         if trial.ended_event is not None:
@@ -249,7 +233,7 @@ class Commands:
         _, trial = locked_trial(transaction, heartbeat)
         refuse_other_owner(trial, caller)
         if trial.state not in FINAL:
-            trial = life.beating(trial, self._moment(), regular=heartbeat.regular)
+            trial = life.beating(trial, self.moment(), regular=heartbeat.regular)
             transaction.update_trials([trial])
         return HeartbeatResponse(
             state=trial.state,
@@ -350,7 +334,7 @@ class Commands:
         """The same with power-limit profiles; of each batch size the newest stays."""
         return transaction.delete_power_profiles_before(self._clock() - age, limit=PRUNED_AT_ONCE)
 
-    def _moment(self, now: datetime | None = None) -> Moment:
+    def moment(self, now: datetime | None = None) -> Moment:
         """The present, or this instant."""
         return Moment(now or self._clock(), self._leases)
 
@@ -358,7 +342,7 @@ class Commands:
         """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
         abandoned = []
         for expired in transaction.locked_expired_trials(job.job_id, now):
-            job, trial = life.abandoned(job, expired, self._moment(now))
+            job, trial = life.abandoned(job, expired, self.moment(now))
             abandoned.append(trial)
             transaction.log("job %s trial %d: %s", job.job_id, trial.trial_number, trial.message)
         transaction.update_trials(abandoned)

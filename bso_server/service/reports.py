@@ -138,7 +138,15 @@ class ReportBatch:
         self._begin()
 
     def take(self) -> list[ReportResponse | Exception]:
-        """Judge and save all reports: an answer, or the error of that report alone, for each in order."""
+        """Record where trials stand, and decide whether each goes on.
+
+        A report sent again gets the same answer again. A late report brings an abandoned trial back to life.
+
+        Returns:
+            For each report in order its answer, or its own error: UnknownTrialError, no such trial; InvalidReportError,
+            it contradicts the trial or what that reported before; ReportConflictError, the trial has ended, and not
+            with this report; ForbiddenError, the trial is another caller's.
+        """
         with_bounds_to_come = {
             trial.job_id
             for trial in self._trials_before.values()

@@ -34,6 +34,7 @@ from pydantic import ValidationError
 from bso_server.core.access import UNRESTRICTED
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.service.commands import Commands, with_job_id
+from bso_server.service.reports import ReportBatch
 from bso_server.service.statuses import STATUS_OF
 from bso_server.settings import Settings, problems, variable_of
 from bso_server.storage.database import SqliteFile, open_sqlite_file
@@ -149,7 +150,7 @@ class LocalServer:
         """See `ServerPort.report`."""
 
         def report(transaction: Transaction) -> ReportResponse:
-            (answer,) = self._commands.report_all(transaction, [(result, UNRESTRICTED)])
+            (answer,) = ReportBatch(transaction, [(result, UNRESTRICTED)], self._commands.moment()).take()
             if isinstance(answer, Exception):
                 raise answer
             return answer
