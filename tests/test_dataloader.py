@@ -271,6 +271,7 @@ distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_train_together(tmp_path: Path) -> None:
     (tmp_path / "ranks.py").write_text(RANKS)
     environ = {
@@ -288,6 +289,7 @@ def test_ranks_train_together(tmp_path: Path) -> None:
     assert (result["reached"], result["end_epoch"]) == (True, 3)
 
 
+@pytest.mark.slow
 def test_the_example_works_alone(tmp_path: Path) -> None:
     script = ROOT / "examples" / "master" / "digits.py"
     arguments = ["--batch-size", "64", "--lr", "0.003", "--epochs", "2", "--seed", "1"]

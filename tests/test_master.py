@@ -711,7 +711,7 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
     assert all(bench.begun.count(job_id) == 1 for job_id in measured)
 
 
-@pytest.mark.parametrize("kind", ["server", "policy"])
+@pytest.mark.parametrize("kind", ["server", pytest.param("policy", marks=pytest.mark.slow)])
 def test_a_master_that_version_0_1_0_began_goes_on_as_that_version_would_have(tmp_path: Path, kind: str) -> None:
     old = Path(__file__).parent / "fixtures" / "v0_1" / "master"
     shutil.copytree(old / kind, tmp_path, dirs_exist_ok=True)

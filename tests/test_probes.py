@@ -193,6 +193,7 @@ def run(script: str, source: str, **names: Any) -> None:
     exec(compile(source, PROBES / script, "exec"), {"__name__": "__main__", **names})  # noqa: S102 - our own scripts
 
 
+@pytest.mark.slow
 @each_probe
 def test_a_script_as_it_stands_trains_at_its_own_size(sizes: list[int], probe: Probe) -> None:
     run(probe.script, probe.source())
