@@ -179,7 +179,6 @@ def test_what_cannot_be_accumulated_by_hand_is_refused_before_a_trial(bench: Ben
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning")
-@pytest.mark.slow
 def test_the_twin_package_trains_at_the_servers_size_and_resumes(bench: Bench, tmp_path: Path) -> None:
     twin = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
 
@@ -242,6 +241,7 @@ assert issubclass(ZeusBSOCallback, pytorch_lightning.Callback)
 """
 
 
+@pytest.mark.slow
 def test_the_twin_package_is_enough() -> None:
     pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
     subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], check=True)
