@@ -22,6 +22,7 @@ from zeus_plugins import JobSpec
 from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
 from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback
+from zeus_plugins.training.trial import TrialInfo
 
 pytestmark = [
     *QUIET,
@@ -107,3 +108,12 @@ def test_a_hugging_face_checkpoint_goes_on(server_url: str, tmp_path: Path) -> N
     assert (sizes_of(trainer), trainer.state.global_step) == (expected["sizes"], expected["steps"])
     assert on_server(server_url, "old-huggingface", expected["trial"]) == expected["trial"]
     assert {"time_s": energy.time_s, "energy_j": energy.energy_j} == expected["energy_callback"]
+
+
+STATES = json.loads((FIXTURES / "session_states.json").read_text())
+STATES["with_power_limits"] = json.loads((FIXTURES / "lightning_power_limit_state.json").read_text())["zeus_bso"]["trial"]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_a_session_is_read_and_written_back_alike(name: str) -> None:
+    assert TrialInfo.restored(STATES[name]).model_dump(mode="json") == STATES[name]
