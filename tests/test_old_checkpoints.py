@@ -111,7 +111,8 @@ def test_a_hugging_face_checkpoint_goes_on(server_url: str, tmp_path: Path) -> N
 
 
 STATES = json.loads((FIXTURES / "session_states.json").read_text())
-STATES["with_power_limits"] = json.loads((FIXTURES / "lightning_power_limit_state.json").read_text())["zeus_bso"]["trial"]
+CALLBACKS = json.loads((FIXTURES / "lightning_power_limit_state.json").read_text())
+STATES["with_power_limits"] = CALLBACKS["zeus_bso"]["trial"]
 
 
 @pytest.mark.parametrize("name", STATES)
