@@ -27,7 +27,8 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, StopRule, TrialState
-from zeus_plugins.training.session import OnUnreachable, TrialSession, end_trial_from_another_rank
+from zeus_plugins.training.entry import OnUnreachable
+from zeus_plugins.training.session import TrialSession, end_trial_from_another_rank
 from zeus_plugins.training.trial import TrialInfo
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)

@@ -34,8 +34,9 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
+from zeus_plugins.training.entry import OnUnreachable, check_on_unreachable
 from zeus_plugins.training.run import train_fail_error
-from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
+from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.signals import raise_at_sigterm, termination
 
 __all__ = ["BatchSizeOptimizer"]

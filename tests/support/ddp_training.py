@@ -22,7 +22,7 @@ from tests.support.lightning_models import Classifier, HardCodedData, quiet_trai
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.training.session import OnUnreachable
+from zeus_plugins.training.entry import OnUnreachable
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2

@@ -17,7 +17,7 @@ from tests.support.process_end import leave
 from zeus_plugins import JobSpec
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback, ZeusEnergyTrainerCallback
-from zeus_plugins.training.session import OnUnreachable
+from zeus_plugins.training.entry import OnUnreachable
 
 BATCH_SIZE = 48
 WORLD_SIZE = 2

@@ -22,9 +22,9 @@ from zeus_plugins.huggingface._trainer import (
     saved_in_checkpoint,
 )
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
+from zeus_plugins.training.entry import OnUnreachable
 from zeus_plugins.training.metrics import EVALUATION_PREFIX, TRAINING_METRICS, EvaluationMetric, LoggedMetric
 from zeus_plugins.training.run import TrialOptions, TrialRun
-from zeus_plugins.training.session import OnUnreachable
 from zeus_plugins.training.signals import raise_at_sigterm
 from zeus_plugins.training.trial import TrialInfo
 

@@ -22,8 +22,8 @@ from zeus_plugins.lightning._trainer import (
     mean_of_ranks,
 )
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
+from zeus_plugins.training.entry import OnUnreachable
 from zeus_plugins.training.run import TrialOptions, TrialRun
-from zeus_plugins.training.session import OnUnreachable
 from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")

@@ -33,17 +33,13 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice, ReportResponse
+from zeus_plugins.training.entry import OnUnreachable, check_on_unreachable
 from zeus_plugins.training.loaders import BatchSplit, split_batch
 from zeus_plugins.training.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
-from zeus_plugins.training.session import (
-    OnUnreachable,
-    TrialSession,
-    check_on_unreachable,
-    end_trial_from_another_rank,
-)
+from zeus_plugins.training.session import TrialSession, end_trial_from_another_rank
 from zeus_plugins.training.trial import TrialInfo
 
 __all__ = [

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import logging
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
-from typing import Any, Literal, get_args
+from typing import Any
 
-from pydantic import ValidationError
-
-from zeus_plugins.client.delivery import deliver_waiting, recorded
+from zeus_plugins.client.delivery import recorded
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
-from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.client.port import ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
-    ZeusBSOConfigError,
     ZeusBSOError,
     ZeusBSOOperationOrderError,
     ZeusBSORuntimeError,
@@ -37,24 +33,14 @@ from zeus_plugins.protocol import (
     PowerProfile,
     ReportResponse,
     StopRule,
-    TrialDispatch,
     TrialState,
 )
-from zeus_plugins.training import environment
+from zeus_plugins.training.entry import OnUnreachable, TrialEntry
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of, is_lost_peer
 from zeus_plugins.training.trial import TrialInfo
 
-__all__ = [
-    "OnUnreachable",
-    "TrialSession",
-    "check_on_unreachable",
-    "end_trial_from_another_rank",
-]
-
-OnUnreachable = Literal["default", "raise"]
-"""What becomes of a training that begins while the server is away: see `TrialSession`."""
-
+__all__ = ["TrialSession", "end_trial_from_another_rank"]
 
 _WINDOW = "zeus_bso_trial"
 # The wire asks for a time above 0, and a coarse clock may see none pass between two evaluations.
@@ -95,15 +81,13 @@ class TrialSession:
         outbox: Outbox | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        check_on_unreachable(on_unreachable)
-        self._job = _with_job_id_from(environ, job)
         self._client = client
-        self._on_unreachable = on_unreachable
         self._outbox = outbox or default_outbox(environ)
-        self._reporter: TrialReporter | None = None
-        # However often this session asks, it is for one trial.
-        self._key = secrets.token_hex(16)
         self._monitor = as_energy_monitor(monitor)
+        self._entry = TrialEntry(
+            job, client, self._monitor, self._outbox, on_unreachable=on_unreachable, environ=environ
+        )
+        self._reporter: TrialReporter | None = None
         self._trial: TrialInfo | None = None
         self._measuring = False
         self._closed = False
@@ -161,19 +145,9 @@ class TrialSession:
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
-        registration = JobRegistration.of(self._job, self._monitor.gpus())
-        self._deliver_earlier()
-        try:
-            registration = self._register(registration)
-            dispatch = self._client.suggest(registration.job_id or "", self._key)
-        except ZeusBSORuntimeError as error:
-            if self._on_unreachable == "raise" or not error.is_outage:
-                raise
-            return self._begin_without_server(registration, error)
-        self._trial = TrialInfo(**dispatch.model_dump(exclude={"origin"}))
-        self._open_line(registration)
-        _log_choice(dispatch)
-        return dispatch.batch_size
+        self._trial, registration, trouble = self._entry.ask()
+        self._open_line(registration, told_of=trouble)
+        return self._trial.batch_size
 
     def begin_measurement(self) -> None:
         """Open the measurement window; call it where the training begins.
@@ -303,11 +277,12 @@ class TrialSession:
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
         self._trial = TrialInfo.restored(state)
-        if self._job.job_id not in (None, self._trial.job_id):
+        job_id = self._entry.job.job_id
+        if job_id not in (None, self._trial.job_id):
             _logger.warning(
                 "the checkpoint belongs to job %s, not to job %s: continuing its trial there",
                 self._trial.job_id,
-                self._job.job_id,
+                job_id,
             )
 
     def resume(self, state: Mapping[str, Any]) -> bool:
@@ -356,9 +331,9 @@ class TrialSession:
 
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Go on with a checkpoint's trial. Why the server takes no more reports on it, or None when it does."""
-        registration = self._registration_of(trial)
+        registration = self._entry.registration_of(trial)
         sender = self._sender(registration, trial)
-        self._deliver_earlier()
+        self._entry.deliver_earlier()
         trouble: ZeusBSOError | None = None
         try:
             trial_id = trial.trial_id or recorded(self._client, sender)
@@ -367,7 +342,7 @@ class TrialSession:
         except ZeusBSORuntimeError as error:
             if error.status == HTTPStatus.NOT_FOUND and not error.is_foreign:
                 return str(error)
-            if self._on_unreachable == "raise" or not error.is_outage:
+            if self._entry.must_raise(error):
                 raise
             trouble = error
             _logger.warning("%s. The training goes on with the checkpoint's trial", error)
@@ -387,42 +362,6 @@ class TrialSession:
         self._reported_epoch = epochs
         trial = self.trial
         self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
-
-    def _deliver_earlier(self) -> None:
-        """Deliver what earlier trainings have left for this server, as far as it takes it."""
-        with self._client.with_retries(NO_RETRIES) as client:
-            for file in deliver_waiting(
-                self._outbox, lambda server_url: client if server_url == client.server_url else None
-            ):
-                if file.delivered:
-                    _logger.info("delivered %d results of job %s that had waited", file.delivered, file.job_id)
-                if file.set_aside is not None:
-                    _logger.warning(
-                        "the server refuses results of job %s that had waited (%s): they are set aside as %s",
-                        *(file.job_id, file.problem, file.set_aside),
-                    )
-                elif file.problem is not None:
-                    _logger.info("%s stays: %s", file.path, file.problem)
-
-    def _begin_without_server(self, registration: JobRegistration, error: ZeusBSORuntimeError) -> int:
-        """Start a trial that is recorded later, with the default batch size."""
-        if registration.job_id is None:
-            made = f"{registration.job_id_prefix}-{secrets.token_hex(4)}"
-            registration = registration.model_copy(update={"job_id": made})
-        batch_size = registration.default_batch_size
-        self._trial = TrialInfo(
-            job_id=registration.job_id or "",
-            batch_size=batch_size,
-            key=f"offline-{self._key}",
-            reason="the default size, as the server could not be reached",
-        )
-        self._open_line(registration, told_of=error)
-        _logger.warning(
-            "%s. This training takes the default batch size %d of job %s; its results wait in %s and count when the "
-            "server is back",
-            *(error, batch_size, registration.job_id, self._outbox.directory),
-        )
-        return batch_size
 
     def _sender(self, registration: JobRegistration, trial: TrialInfo) -> OutboxHeader:
         return OutboxHeader(
@@ -448,35 +387,13 @@ class TrialSession:
         reporter.start()
         return reporter
 
-    def _registration_of(self, trial: TrialInfo) -> JobRegistration:
-        """The job on its hardware, under the name that the trial has it under."""
-        registration = JobRegistration.of(self._job, self._monitor.gpus())
-        return registration.model_copy(update={"job_id": trial.job_id})
-
-    def _register(self, registration: JobRegistration) -> JobRegistration:
-        registered = self._client.register(registration)
-        if registered.job_id is None:
-            raise ZeusBSORuntimeError("the server registered the job without giving it a job_id", status=HTTPStatus.OK)
-        if self._job.job_id is None:
-            _logger.warning(
-                "the server made a new job %s, and each run without a job_id makes another that learns nothing from "
-                "the earlier ones: set job_id=%r or %s=%s to continue this job at its next recurrence",
-                registered.job_id,
-                registered.job_id,
-                environment.JOB_ID.name,
-                registered.job_id,
-            )
-            # Kept, so that asking again after a failed dispatch does not make one more job.
-            self._job = self._job.model_copy(update={"job_id": registered.job_id})
-        return registration.model_copy(update={"job_id": registered.job_id})
-
     def _require_live_trial(self) -> TrialReporter:
         trial = self.trial
         if self.finished and trial.verdict is not None:
             raise ZeusBSOOperationOrderError(f"the trial is over, the server said stop: {trial.verdict.message}")
         if self._ended or self._closed:
             raise ZeusBSOOperationOrderError("the trial is over: make a new session for another one")
-        return self._reporter or self._open_line(self._registration_of(trial))
+        return self._reporter or self._open_line(self._entry.registration_of(trial))
 
     def _evaluation(self, metric: float, epoch: float) -> Evaluation:
         trial = self.trial
@@ -540,16 +457,6 @@ class TrialSession:
             _logger.debug("could not close the last measurement window: %s", error)
 
 
-def check_on_unreachable(on_unreachable: str) -> None:
-    """Refuse what is no `OnUnreachable`.
-
-    Raises:
-        ZeusBSOConfigError: It is none.
-    """
-    if on_unreachable not in get_args(OnUnreachable):
-        raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
-
-
 def end_trial_from_another_rank(client: ServerPort, trial: TrialInfo | None, error: BaseException | None) -> None:
     """Say what ended the training of a process that has no session.
 
@@ -568,24 +475,3 @@ def end_trial_from_another_rank(client: ServerPort, trial: TrialInfo | None, err
         client.end_trial(trial_id, ending_of(error))
     except ZeusBSOError as failure:
         _logger.warning("could not end trial %d of job %s: %s", trial_id.trial_number, trial_id.job_id, failure)
-
-
-def _with_job_id_from(environ: Mapping[str, str] | None, job: JobSpec) -> JobSpec:
-    job_id = environment.JOB_ID.text(environ)
-    if job.job_id is not None or not job_id:
-        return job
-    try:
-        return JobSpec.model_validate({**job.model_dump(), "job_id": job_id})
-    except ValidationError as error:
-        problems = "; ".join(problem["msg"] for problem in error.errors())
-        raise ZeusBSOConfigError(f"{environment.JOB_ID}={job_id} does not fit the job: {problems}") from None
-
-
-def _log_choice(dispatch: TrialDispatch) -> None:
-    _logger.info(
-        "job %s, trial %d: batch size %d (%s)",
-        dispatch.job_id,
-        dispatch.trial_number,
-        dispatch.batch_size,
-        dispatch.reason or "chosen by the server",
-    )
