@@ -100,7 +100,7 @@ def test_the_integral_is_that_of_numpy(readings: list[tuple[float, float]]) -> N
     times_s, powers_w = [], []
     for step_s, meter.power in readings:
         clock.now_s += step_s
-        integral.sample()
+        integral.energy_uj()
         times_s.append(clock.now_s)
         powers_w.append(meter.power)
 
@@ -121,7 +121,7 @@ def test_a_step_is_off_by_half_an_interval_at_most(
     """The error that `NvmlPowerMonitor` states."""
     meter, clock = Meter(before_w), Clock(now_s=0.0)
     integral = IntegratedPower(meter, clock)
-    integral.sample()
+    integral.energy_uj()
     clock.now_s, meter.power = interval_s, after_w
     true_j = interval_s * (place * before_w + (1 - place) * after_w)
 
@@ -281,7 +281,7 @@ FORK = """
     monitor.begin_window("parent")
     assert nvml.reached.wait(20)
     # A lock that the sampler happens to hold at the fork stays locked in the child.
-    monitor._opened.windows._sampler.lock.acquire()
+    monitor._opened[1]._sampler.lock.acquire()
     child = os.fork()
     if child == 0:
         nvml.reached = threading.Event()
@@ -296,7 +296,7 @@ FORK = """
         assert monitor.end_window("parent").energy_j > 0
         print("child measured", flush=True)
         os._exit(0)
-    monitor._opened.windows._sampler.lock.release()
+    monitor._opened[1]._sampler.lock.release()
     assert os.waitpid(child, 0)[1] == 0
     assert monitor.end_window("parent").energy_j > 0
     print("parent measured")

@@ -7,6 +7,7 @@ place, reads the variables and writes the file. Both go by Zeus's names.
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Self
 
@@ -97,9 +98,13 @@ def result_path(log_dir: str | Path, job_id: str, batch_size: int) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's content such that a crash leaves the old one or the new one, and a power failure, too."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

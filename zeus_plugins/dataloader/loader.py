@@ -21,7 +21,6 @@ or, with ``ZEUS_USE_OPTIMAL_PL=False``, only accounted for.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -42,12 +41,6 @@ from zeus_plugins.training import environment
 from zeus_plugins.training.port import decided_by_rank_zero
 
 __all__ = ["ZeusDataLoader"]
-
-_WINDOW = "zeus_dataloader"
-_DEFAULT_JOB_ID = "rec01+try01"
-_LEAST_TIME_S = 1e-6
-
-_logger = logging.getLogger("zeus_plugins")
 
 T = TypeVar("T")
 

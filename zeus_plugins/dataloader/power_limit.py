@@ -32,7 +32,7 @@ def known_profile(path: Path) -> PowerLimitProfile | None:
 
 
 class LoaderPower:
-    """Passes on to a profiler what a loader does, keeps its profile, and accounts for what was only observed.
+    """Keeps what a profiler finds, and accounts for what was only observed.
 
     Args:
         profiler: Finds the limit.
@@ -41,29 +41,15 @@ class LoaderPower:
     """
 
     def __init__(self, profiler: PowerLimitProfiler, path: Path | None, *, observe: bool) -> None:
-        self._profiler = profiler
+        self.profiler = profiler
         self._path = path
         self._observe = observe
 
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known."""
-        return self._profiler.chosen_limit_w
-
-    def begin_pass(self, steps: int | None) -> None:
-        """A pass over the training data begins."""
-        self._profiler.on_epoch_begin(steps)
-
-    def end_step(self) -> None:
-        """A step has ended."""
-        if not self._profiler.is_done:
-            self._profiler.on_step_end()
-
     def end_pass(self) -> None:
-        """The pass ends; the profile is kept once it is whole."""
-        self._profiler.on_epoch_end()
-        profile = self._profiler.profile
-        if self._path is None or profile is None or self._profiler.chosen_limit_w is None:
+        """The pass over the training data ends; the profile is kept once it is whole."""
+        self.profiler.on_epoch_end()
+        profile = self.profiler.profile
+        if self._path is None or profile is None or self.profiler.chosen_limit_w is None:
             return
         path, self._path = self._path, None
         try:
@@ -71,17 +57,13 @@ class LoaderPower:
         except OSError as error:
             _logger.warning("the power-limit profile could not be saved: %s", error)
 
-    def close(self) -> None:
-        """The limits that were found are put back."""
-        self._profiler.close()
-
     def accounted(self, measured: Measurement) -> Measurement:
         """The measurement that a pass over the training data counts as: in observer mode, that under the best limit.
 
         Time and energy are multiplied with the ratio of those per step under the best limit to those under the highest
         one, once both are known; passes before that count as they were.
         """
-        profile, chosen_w = self._profiler.profile, self._profiler.chosen_limit_w
+        profile, chosen_w = self.profiler.profile, self.profiler.chosen_limit_w
         if not self._observe or profile is None or chosen_w is None:
             return measured
         best, highest = profile.only([chosen_w]).samples[0], profile.samples[-1]

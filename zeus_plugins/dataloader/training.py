@@ -14,7 +14,7 @@ from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
-from zeus_plugins.protocol import GpuConfig, cost
+from zeus_plugins.protocol import cost
 from zeus_plugins.train_result import TrainResult, result_path
 
 __all__ = ["Training", "synchronize"]
@@ -91,13 +91,11 @@ class Training:
         self.power: LoaderPower | None = None
         self._batch_size = batch_size
         self._max_epochs = max_epochs
-        self._is_main = is_main
         self.monitor: EnergyMonitor | None = None
         self._account: _Account | None = None
         if is_main:
             self.monitor = energy.auto() if monitor is None else as_energy_monitor(monitor)
-            gpus: GpuConfig = self.monitor.gpus()
-            self._account = _Account(settings, gpus.max_power)
+            self._account = _Account(settings, self.monitor.gpus().max_power)
         self.epoch = 0
         self.reached = False
         self.is_in_epoch = False
@@ -137,7 +135,7 @@ class Training:
         """The training is over, in whatever way."""
         self.is_in_epoch = False
         if self.power is not None:
-            self.power.close()
+            self.power.profiler.close()
 
     def report(self, metric: float, *, higher_is_better: bool) -> None:
         """Take a metric."""
@@ -149,7 +147,7 @@ class Training:
         self._metric = metric if math.isfinite(metric) else None
         if metric >= target if higher_is_better else metric <= target:
             self.reached = True
-            if self._is_main:
+            if self._account is not None:
                 self._write(epochs=self.epoch + 1)
 
     @contextmanager
@@ -162,9 +160,9 @@ class Training:
         if self.power is None:
             yield lambda: None
             return
-        self.power.begin_pass(steps)
+        self.power.profiler.on_epoch_begin(steps)
         try:
-            yield self.power.end_step
+            yield self.power.profiler.on_step_end
         finally:
             self.power.end_pass()
 
@@ -210,7 +208,7 @@ class Training:
             reached=self.reached,
             end_epoch=self.epoch if epochs is None else epochs,
             metric=self._metric,
-            power_limit_w=None if self.power is None else self.power.chosen_limit_w,
+            power_limit_w=None if self.power is None else self.power.profiler.chosen_limit_w,
             energy_source=account.source,
         ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
 

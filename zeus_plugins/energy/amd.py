@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor, CounterWindows
+from zeus_plugins.energy.counters import MICRO, CounterMonitor
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.energy.visible import chosen_indices
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -19,8 +19,6 @@ from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training import environment
 
 __all__ = ["AmdSmi", "AmdSmiMonitor"]
-
-# The first hides GPUs from everything that runs on ROCm. Of the others, HIP obeys the first that is set.
 
 Answer = TypeVar("Answer")
 
@@ -65,42 +63,30 @@ class AmdSmiMonitor(CounterMonitor[GpuConfig]):
         amdsmi: AmdSmi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("amdsmi", clock)
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._amdsmi = amdsmi
-        self._clock = clock
-        self._opened: tuple[GpuConfig, CounterWindows] | None = None
-
-    @property
-    def source(self) -> str:
-        """``"amdsmi"``."""
-        return "amdsmi"
 
     def gpus(self) -> GpuConfig:
         """Describe the GPUs; their maximum power is the sum of the highest limits that can be set, in watts."""
         gpus, _ = self._open()
         return gpus
 
-    def _open(self) -> tuple[GpuConfig, CounterWindows]:
-        if self._opened is None:
-            machine = _open_machine(self._amdsmi or _installed_amdsmi())
-            visible = _visible(machine)
-            gpus = [visible[index] for index in chosen_indices(self._device_indices, len(visible))]
-            if len({gpu.name for gpu in gpus}) > 1:
-                names = ", ".join(map(str, gpus))
-                raise ZeusBSOConfigError(
-                    f"the GPUs are of several models ({names}), and costs measured on them do not compare: choose those"
-                    f" of one model by device_indices or {environment.HIP_VISIBLE_DEVICES}"
-                )
-            for gpu in gpus:
-                _check_whole(gpu)
-            counting = _counting(gpus, machine)
-            config = GpuConfig(
-                max_power=sum(gpu.max_power_w for gpu in counting),
-                number_of_gpus=len(gpus),
-                gpu_model=gpus[0].name,
+    def _find(self) -> tuple[GpuConfig, list[_Gpu]]:
+        machine = _open_machine(self._amdsmi or _installed_amdsmi())
+        visible = _visible(machine)
+        gpus = [visible[index] for index in chosen_indices(self._device_indices, len(visible))]
+        if len({gpu.name for gpu in gpus}) > 1:
+            names = ", ".join(map(str, gpus))
+            raise ZeusBSOConfigError(
+                f"the GPUs are of several models ({names}), and costs measured on them do not compare: choose those of"
+                f" one model by device_indices or {environment.HIP_VISIBLE_DEVICES}"
             )
-            self._opened = config, CounterWindows(counting, source=self.source, clock=self._clock)
-        return self._opened
+        for gpu in gpus:
+            _check_whole(gpu)
+        counting = _counting(gpus, machine)
+        max_power_w = sum(gpu.max_power_w for gpu in counting)
+        return GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=gpus[0].name), counting
 
 
 @dataclass(frozen=True)
@@ -184,6 +170,7 @@ def _enumeration(amdsmi: AmdSmi, handle: Any, place: int) -> tuple[int, str]:
 
 
 def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
+    # ROCR_VISIBLE_DEVICES hides GPUs from everything that runs on ROCm. Of the others, HIP obeys the first that is set.
     hip = environment.HIP_VISIBLE_DEVICES.text()
     hip = environment.CUDA_VISIBLE_DEVICES.text() if hip is None else hip
     visible = machine

@@ -65,7 +65,7 @@ class CounterWindows:
         counters: Those of the devices that are measured together.
         source: How the energy is obtained, while all goes well.
         clock: Monotonic seconds.
-        sampler: Runs while a window is open.
+        sample_interval_s: Seconds between two readings while a window is open. None: only its ends are read.
     """
 
     def __init__(
@@ -74,49 +74,36 @@ class CounterWindows:
         *,
         source: str,
         clock: Callable[[], float],
-        sampler: Sampler | None = None,
+        sample_interval_s: float | None = None,
     ) -> None:
         self._counters = tuple(counters)
         self._source = source
         self._clock = clock
-        self._sampler = sampler
+
+        def read_all() -> None:
+            for counter in counters:
+                counter.energy_uj()
+
+        self._sampler = None if sample_interval_s is None else Sampler(read_all, sample_interval_s)
         self._windows: OpenWindows[_Reading] = OpenWindows()
         # For each counter, what it read when it was last seen to move, and when that was.
         self._moved: list[tuple[int, float]] = []
         self._suspected: set[str] = set()
 
-    def begin(self, name: str) -> float:
-        """Open a window.
-
-        Returns:
-            When, by the clock.
-
-        Raises:
-            ZeusBSOOperationOrderError: A window of that name is open.
-            EnergyUnavailableError: A device does not answer.
-        """
+    def begin(self, name: str) -> None:
+        """See `EnergyMonitor.begin_window`."""
         if self._sampler is not None and self._sampler.is_inherited:
             self._windows = OpenWindows()  # Those of the process that this one is a fork of.
         self._windows.refuse_open(name)
         if self._sampler is not None:
             self._sampler.start()
         try:
-            reading = self._read()
-            self._windows.open(name, reading)
+            self._windows.open(name, self._read())
         finally:
             self._rest()
-        return reading.time_s
 
     def end(self, name: str) -> Measurement:
-        """Close a window.
-
-        Returns:
-            The time since it was opened, and what all counters rose by.
-
-        Raises:
-            ZeusBSOOperationOrderError: No window of that name is open, or another process has opened it.
-            EnergyUnavailableError: A device does not answer.
-        """
+        """See `EnergyMonitor.end_window`; a window that another process has opened is refused."""
         if self._sampler is not None:
             self._sampler.require_own_process()
         begun = self._windows.close(name)
@@ -175,18 +162,40 @@ class CounterWindows:
 
 
 class CounterMonitor(ABC, Generic[Devices]):
-    """The base of monitors over counters; each opens its own devices, once, and describes them."""
+    """The base of monitors over counters; each finds its own devices, once, and describes them.
+
+    Args:
+        source: See `EnergyMonitor.source`.
+        clock: Monotonic seconds.
+        sample_interval_s: As in `CounterWindows`.
+    """
+
+    def __init__(self, source: str, clock: Callable[[], float], sample_interval_s: float | None = None) -> None:
+        self.source = source
+        self._clock = clock
+        self._sample_interval_s = sample_interval_s
+        self._opened: tuple[Devices, CounterWindows] | None = None
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`."""
+        """See `EnergyMonitor.begin_window`."""
         _, windows = self._open()
         windows.begin(name)
 
     def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began and what the counters rose by, summed over all devices."""
+        """See `EnergyMonitor.end_window`; the energy is what the counters rose by, summed over all devices."""
         _, windows = self._open()
         return windows.end(name)
 
-    @abstractmethod
     def _open(self) -> tuple[Devices, CounterWindows]:
         """The devices, and the windows over their counters; the same each time."""
+        if self._opened is None:
+            devices, counters = self._find()
+            windows = CounterWindows(
+                counters, source=self.source, clock=self._clock, sample_interval_s=self._sample_interval_s
+            )
+            self._opened = devices, windows
+        return self._opened
+
+    @abstractmethod
+    def _find(self) -> tuple[Devices, Sequence[EnergyCounter]]:
+        """The devices, and their counters, of which each was seen to count."""

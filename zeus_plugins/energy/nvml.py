@@ -7,19 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from zeus_plugins.energy.counters import CounterMonitor, CounterWindows
+from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
-from zeus_plugins.energy.visible import (
-    MIG_PREFIX,
-    chosen_indices,
-    shared_counter,
-    visible_devices,
-)
+from zeus_plugins.energy.visible import MIG_PREFIX, chosen_indices, shared_counter, visible_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 
-__all__ = ["Nvml", "NvmlGpu", "NvmlMonitor", "describe_gpus", "open_gpus"]
+__all__ = ["Nvml", "NvmlGpu", "NvmlMonitor", "describe_gpus", "installed_nvml", "open_gpus"]
 
 MILLI = 1000
 
@@ -72,28 +67,20 @@ class NvmlMonitor(CounterMonitor["tuple[NvmlGpu, ...]"]):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("nvml", clock)
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._nvml = nvml
-        self._clock = clock
-        self._opened: tuple[tuple[NvmlGpu, ...], CounterWindows] | None = None
-
-    @property
-    def source(self) -> str:
-        """``"nvml"``."""
-        return "nvml"
 
     def gpus(self) -> GpuConfig:
         """Describe the GPUs; their maximum power is the sum of the highest limits that can be set, in watts."""
         gpus, _ = self._open()
         return describe_gpus(gpus)
 
-    def _open(self) -> tuple[tuple[NvmlGpu, ...], CounterWindows]:
-        if self._opened is None:
-            gpus = open_gpus(self._nvml, self._device_indices)
-            for gpu in gpus:
-                gpu.energy_uj()  # It has a counter, or this raises.
-            self._opened = gpus, CounterWindows(gpus, source=self.source, clock=self._clock)
-        return self._opened
+    def _find(self) -> tuple[tuple[NvmlGpu, ...], tuple[NvmlGpu, ...]]:
+        gpus = open_gpus(self._nvml, self._device_indices)
+        for gpu in gpus:
+            gpu.energy_uj()  # It has a counter, or this raises.
+        return gpus, gpus
 
 
 @dataclass(frozen=True)
@@ -154,7 +141,7 @@ def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) ->
         EnergyUnavailableError: One of them is a slice of a GPU.
         ZeusBSOConfigError: They are of several models, or one that was named does not exist.
     """
-    nvml = nvml or _installed_nvml()
+    nvml = nvml or installed_nvml()
     try:
         nvml.nvmlInit()
         count = nvml.nvmlDeviceGetCount()
@@ -170,7 +157,12 @@ def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) ->
     return gpus
 
 
-def _installed_nvml() -> Nvml:
+def installed_nvml() -> Nvml:
+    """The package `pynvml`.
+
+    Raises:
+        NoGpuError: It cannot be imported.
+    """
     try:
         import pynvml
     except ImportError as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from zeus_plugins.energy.counters import MICRO, CounterWindows
+from zeus_plugins.energy.counters import MICRO, CounterMonitor
 from zeus_plugins.energy.monitor import Measurement
 from zeus_plugins.energy.nvml import Nvml, NvmlGpu, describe_gpus, open_gpus
-from zeus_plugins.energy.sampling import Sampler
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -59,8 +59,8 @@ class IntegratedPower:
         """The most that the device draws, in watts."""
         return self._meter.max_power_w
 
-    def sample(self) -> None:
-        """Read the power, and add what was used since the reading before."""
+    def energy_uj(self) -> int:
+        """Microjoules since the first reading, up to now: each call reads the power and adds what was used since."""
         power_w = self._meter.power_w()
         now_s = self._clock()
         if self._latest is not None:
@@ -68,14 +68,13 @@ class IntegratedPower:
             self._energy_j += (now_s - then_s) * (power_w + power_then_w) / 2
             self.late += now_s - then_s > LATE_S
         self._latest = (now_s, power_w)
-
-    def energy_uj(self) -> int:
-        """Microjoules since the first reading, up to now: a window begins and ends with a reading of its own."""
-        self.sample()
         return round(self._energy_j * MICRO)
 
 
-class NvmlPowerMonitor:
+_Devices = tuple[tuple[NvmlGpu, ...], list[IntegratedPower]]
+
+
+class NvmlPowerMonitor(CounterMonitor[_Devices]):
     """An `EnergyMonitor` over the visible NVIDIA GPUs that reads their power every `interval_s` while a window is open.
 
     How wrong it may be: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, so a
@@ -105,58 +104,35 @@ class NvmlPowerMonitor:
     ) -> None:
         if not 0 < interval_s <= LATE_S:
             raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
+        super().__init__(f"nvml power, integrated every {interval_s:g} s", clock, interval_s)
         self._device_indices = None if device_indices is None else tuple(device_indices)
-        self._interval_s = interval_s
         self._nvml = nvml
-        self._clock = clock
-        self._opened: _Opened | None = None
         self._late: dict[str, int] = {}
-
-    @property
-    def source(self) -> str:
-        """That it is integrated power, and how often that is read."""
-        return f"nvml power, integrated every {self._interval_s:g} s"
 
     def gpus(self) -> GpuConfig:
         """Describe the GPUs as `NvmlMonitor.gpus` does."""
-        return describe_gpus(self._open().gpus)
+        (gpus, _), _ = self._open()
+        return describe_gpus(gpus)
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`."""
-        opened = self._open()
-        opened.windows.begin(name)
-        self._late[name] = opened.late
+        """See `EnergyMonitor.begin_window`."""
+        super().begin_window(name)
+        self._late[name] = self._late_readings()
 
     def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began and the GPUs' integrated power, summed over the GPUs."""
-        opened = self._open()
-        measured = opened.windows.end(name)
-        if opened.late == self._late.pop(name):
+        """See `EnergyMonitor.end_window`; the energy is the GPUs' integrated power, summed over the GPUs."""
+        measured = super().end_window(name)
+        if self._late_readings() == self._late.pop(name):
             return measured
-        return Measurement(measured.time_s, measured.energy_j, f"{measured.source}, with gaps above {LATE_S:g} s")
+        return replace(measured, source=f"{measured.source}, with gaps above {LATE_S:g} s")
 
-    def _open(self) -> _Opened:
-        if self._opened is None:
-            gpus = open_gpus(self._nvml, self._device_indices)
-            for gpu in gpus:
-                gpu.power_w()  # It tells its power, or this raises.
-            self._opened = _Opened(gpus, self.source, self._clock, self._interval_s)
-        return self._opened
+    def _late_readings(self) -> int:
+        (_, counters), _ = self._open()
+        return sum(counter.late for counter in counters)
 
-
-class _Opened:
-    """The GPUs in use, their integrals and their windows."""
-
-    def __init__(self, gpus: tuple[NvmlGpu, ...], source: str, clock: Callable[[], float], interval_s: float) -> None:
-        self.gpus = gpus
-        self._counters = [IntegratedPower(gpu, clock) for gpu in gpus]
-        sampler = Sampler(self._sample, interval_s)
-        self.windows = CounterWindows(self._counters, source=source, clock=clock, sampler=sampler)
-
-    @property
-    def late(self) -> int:
-        return sum(counter.late for counter in self._counters)
-
-    def _sample(self) -> None:
-        for counter in self._counters:
-            counter.sample()
+    def _find(self) -> tuple[_Devices, list[IntegratedPower]]:
+        gpus = open_gpus(self._nvml, self._device_indices)
+        for gpu in gpus:
+            gpu.power_w()  # It tells its power, or this raises.
+        counters = [IntegratedPower(gpu, self._clock) for gpu in gpus]
+        return (gpus, counters), counters

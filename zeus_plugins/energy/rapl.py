@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor, CounterWindows
+from zeus_plugins.energy.counters import MICRO, CounterMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.monitor import EnergyUnavailableError
-from zeus_plugins.energy.sampling import Sampler
 from zeus_plugins.protocol import GpuConfig
 
 __all__ = ["POWERCAP", "RaplMonitor"]
@@ -48,15 +47,9 @@ class RaplMonitor(CounterMonitor["tuple[_Zone, ...]"]):
         max_power_w: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("rapl", clock, SAMPLE_INTERVAL_S)
         self._root = root
         self._max_power_w = max_power_w
-        self._clock = clock
-        self._opened: tuple[tuple[_Zone, ...], CounterWindows] | None = None
-
-    @property
-    def source(self) -> str:
-        """``"rapl"``."""
-        return "rapl"
 
     def gpus(self) -> GpuConfig:
         """Describe the packages in the place of GPUs.
@@ -71,17 +64,9 @@ class RaplMonitor(CounterMonitor["tuple[_Zone, ...]"]):
             gpu_model=cpu_model_name(),
         )
 
-    def _open(self) -> tuple[tuple[_Zone, ...], CounterWindows]:
-        if self._opened is None:
-            zones = _open_zones(self._root, self._max_power_w)
-
-            def read_all() -> None:
-                for zone in zones:
-                    zone.energy_uj()
-
-            sampler = Sampler(read_all, SAMPLE_INTERVAL_S)
-            self._opened = zones, CounterWindows(zones, source=self.source, clock=self._clock, sampler=sampler)
-        return self._opened
+    def _find(self) -> tuple[tuple[_Zone, ...], tuple[_Zone, ...]]:
+        zones = _open_zones(self._root, self._max_power_w)
+        return zones, zones
 
 
 @dataclass
@@ -93,7 +78,7 @@ class _Zone:
     range_uj: int
     stated_power_w: float | None
     _latest_uj: int | None = None
-    _total_uj: int = field(default=0)
+    _total_uj: int = 0
 
     def __str__(self) -> str:
         return f"{self.name} ({self.folder.name})"

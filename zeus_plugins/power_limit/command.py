@@ -34,6 +34,8 @@ class CommandDevice:
         ZeusBSOConfigError: The template has other fields or lacks one of these.
     """
 
+    outlives_process = True
+
     def __init__(self, template: str, device: PowerLimitDevice, index: int | None = None) -> None:
         try:
             self._arguments = shlex.split(template)
@@ -52,11 +54,6 @@ class CommandDevice:
 
     def __str__(self) -> str:
         return str(self._device)
-
-    @property
-    def outlives_process(self) -> bool:
-        """That it does."""
-        return True
 
     def range_w(self) -> tuple[float, float]:
         """As the other device tells; see `PowerLimitDevice.range_w`."""

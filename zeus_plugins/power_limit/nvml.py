@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, cast
 
 from zeus_plugins.energy import EnergyUnavailableError
-from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlGpu, open_gpus
+from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlGpu, installed_nvml, open_gpus
 from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
 
 __all__ = ["NvmlDevice", "PowerNvml", "open_devices"]
@@ -37,6 +37,8 @@ class NvmlDevice:
         nvml: What to call instead of the installed `pynvml`.
     """
 
+    outlives_process = True
+
     def __init__(self, uuid: str, index: int, name: str, nvml: Nvml | None = None) -> None:
         self.uuid = uuid
         self.index = index
@@ -49,13 +51,8 @@ class NvmlDevice:
 
     # A handle is worth nothing in another process.
     def __getstate__(self) -> dict[str, Any]:
-        installed = None if self._nvml is None or _is_module(self._nvml) else self._nvml
-        return {**vars(self), "_opened": None, "_nvml": installed}
-
-    @property
-    def outlives_process(self) -> bool:
-        """That it does."""
-        return True
+        is_module = getattr(self._nvml, "__name__", None) == "pynvml"
+        return {**vars(self), "_opened": None, "_nvml": None if is_module else self._nvml}
 
     def range_w(self) -> tuple[float, float]:
         """NVML's constraints; see `PowerLimitDevice.range_w`."""
@@ -85,7 +82,7 @@ class NvmlDevice:
 
     def _open(self) -> tuple[PowerNvml, Any]:
         if self._opened is None:
-            nvml = cast("PowerNvml", self._nvml or _installed_nvml())
+            nvml = cast("PowerNvml", self._nvml or installed_nvml())
             try:
                 nvml.nvmlInit()
                 self._opened = nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
@@ -118,14 +115,3 @@ def _device(gpu: NvmlGpu, nvml: Nvml | None) -> NvmlDevice:
     except known.NVMLError as error:
         raise PowerLimitUnavailableError(f"{gpu} does not tell which one it is: {error}") from error
     return NvmlDevice(uuid.decode() if isinstance(uuid, bytes) else uuid, index, str(gpu), nvml)
-
-
-def _installed_nvml() -> Nvml:
-    import pynvml
-
-    module: Nvml = pynvml
-    return module
-
-
-def _is_module(nvml: Nvml) -> bool:
-    return getattr(nvml, "__name__", None) == "pynvml"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
@@ -12,6 +11,7 @@ from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import BatchSize, GpuConfig, PowerLimitSample, PowerProfile
+from zeus_plugins.train_result import write_atomically
 
 __all__ = ["PowerLimitProfile", "PowerLimitSample"]
 
@@ -47,23 +47,14 @@ class PowerLimitProfile(PowerProfile):
         return self.gpus == gpus and self.batch_size == batch_size
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all: who reads meanwhile sees the old file or the new one.
+        """Write it as JSON, whole or not at all: a reader meanwhile sees the old file or the new one.
 
         Raises:
             OSError: It cannot be written.
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(self.model_dump_json(indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, target)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        write_atomically(target, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from zeus_plugins.energy import EnergyMonitor, Measurement
+from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
 from zeus_plugins.power_limit.guard import LimitGuard
@@ -213,7 +214,7 @@ class PowerLimitProfiler:
             return
         self._state = new
         if self._enter(new) and isinstance(new, Profiling):
-            self._open_window()
+            self._window_problem = self._attempt(self._begin_window)[1]
 
     def _enter(self, state: State) -> bool:
         """Put the limit of a state in force.
@@ -274,11 +275,7 @@ class PowerLimitProfiler:
         if len(models) > 1:
             self._give_up(f"the ranks' GPUs are of several models ({', '.join(models)}), and take different limits")
             return
-        gpus = GpuConfig(
-            max_power=sum(each.max_power for each in measuring),
-            number_of_gpus=sum(each.number_of_gpus for each in measuring),
-            gpu_model=models[0],
-        )
+        gpus = sum_of_nodes(measuring)
         known = ranks[0].profile
         if known is None or not known.fits(gpus, self._batch_size):
             known = PowerLimitProfile(gpus=gpus, batch_size=self._batch_size)
@@ -379,9 +376,6 @@ class PowerLimitProfiler:
 
     # Windows
 
-    def _open_window(self) -> None:
-        self._window_problem = self._attempt(self._begin_window)[1]
-
     def _begin_window(self) -> None:
         self._synchronize()
         if self._monitor is not None:
@@ -451,8 +445,6 @@ def _nothing() -> None:
 
 def _is_same(old: State, new: State) -> bool:
     """True when a state only counts on."""
-    if isinstance(old, Warmup) and isinstance(new, Warmup):
-        return old.position == new.position
-    if isinstance(old, Profiling) and isinstance(new, Profiling):
-        return old.position == new.position
+    if isinstance(old, Warmup | Profiling) and isinstance(new, Warmup | Profiling):
+        return type(old) is type(new) and old.position == new.position
     return type(old) is type(new)

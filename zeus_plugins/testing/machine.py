@@ -35,6 +35,8 @@ class ReplayDevice:
         limit_w: The limit in force at first. None: the highest.
     """
 
+    outlives_process = False
+
     def __init__(self, table: Mapping[float, ReplayPoint], index: int = 0, limit_w: float | None = None) -> None:
         if not table:
             raise ZeusBSOConfigError("the table to replay is empty: give a ReplayPoint for each power limit")
@@ -44,11 +46,6 @@ class ReplayDevice:
 
     def __str__(self) -> str:
         return f"replayed GPU {self.index}"
-
-    @property
-    def outlives_process(self) -> bool:
-        """A limit ends with the process: False."""
-        return False
 
     @property
     def point(self) -> ReplayPoint:
@@ -107,15 +104,12 @@ class ReplayMachine:
 class _MachineMonitor:
     """The `EnergyMonitor` of a `ReplayMachine`: measures what its trainings cost."""
 
+    source = "replay"
+
     def __init__(self, machine: ReplayMachine, gpu_model: str) -> None:
         self._machine = machine
         self._gpu_model = gpu_model
         self._windows: OpenWindows[tuple[float, float]] = OpenWindows()
-
-    @property
-    def source(self) -> str:
-        """``"replay"``."""
-        return "replay"
 
     def gpus(self) -> GpuConfig:
         """Describe the machine; its maximum power is the sum of the highest limits, watts."""
