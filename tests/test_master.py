@@ -38,7 +38,9 @@ from tests.support.masters import (
 )
 from tests.support.servers import Server
 from zeus_plugins.cli import main
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.master import (
@@ -407,7 +409,7 @@ def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Pat
     assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
 
 
-def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: BsoClient) -> None:
+def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: LocalServer) -> None:
     program = WRITES_A_RESULT + (
         "bs, seed = int(sys.argv[1]), int(sys.argv[3])\n"
         "if seed % 7 == 3: sys.exit(2)\n"
@@ -446,17 +448,17 @@ def test_a_state_is_resumed_with_its_policy(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[BsoClient]:
+def client(tmp_path: Path) -> Iterator[LocalServer]:
     """Of a server in this process."""
-    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         yield client
 
 
-def server_optimizer(client: BsoClient, **options: Any) -> ServerOptimizer:
+def server_optimizer(client: LocalServer, **options: Any) -> ServerOptimizer:
     return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
 
 
-def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: BsoClient) -> None:
+def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: LocalServer) -> None:
     program = WRITES_A_RESULT + (
         "bs = int(sys.argv[1])\n"
         "if bs == 32 and sys.argv[3] == '123457': sys.exit(2)\n"
@@ -486,7 +488,7 @@ def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, clien
     assert shown.best_batch_size == best_size(kept) == 64
 
 
-def test_the_server_can_be_driven_by_costs_alone(client: BsoClient) -> None:
+def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
     optimizer, job = server_optimizer(client), job_of()
     optimizer.register_job(job, SIZES)
     assert optimizer.predict(job) == 64
@@ -521,12 +523,12 @@ def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_i
     assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
 
 
-def test_the_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: BsoClient) -> None:
+def test_the_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
     with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
         master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
 
 
-def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: BsoClient) -> None:
+def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer) -> None:
     job = job_of()
     before = server_optimizer(client)
     before.register_job(job, SIZES)
@@ -642,7 +644,7 @@ def is_gone(pid: int) -> bool:
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "server")
     output = bench.run(4)
-    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         shown = client.show_job("tiny")
     state = bench.state
     assert len(state.history) == 4
@@ -678,7 +680,7 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
     bench.run(2, "--resume")
     assert [(run.job_id, run.seed) for run in bench.state.history] == [("rec01+try01", 123456), ("rec02+try01", 123457)]
     assert bench.begun == ["rec01+try01", "rec01+try01", "rec02+try01"]
-    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
 
 
@@ -754,13 +756,13 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     output, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == status, output
     assert is_gone(script)
-    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         assert client.show_job("tiny").trials[-1].state is TrialState.SUSPENDED
     assert "KeyboardInterrupt" in (next(bench.logs.glob("*/rec02+try01.train.log"))).read_text()
     (bench.logs / "go").touch()
     bench.run(2, "--resume")
     assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01"]
-    with BsoClient(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
 
 
