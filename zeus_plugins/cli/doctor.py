@@ -80,8 +80,9 @@ def examine() -> Iterator[Finding]:
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
-    yield from _amd_gpus()
-    yield _rapl()
+    if importlib.util.find_spec("amdsmi") is not None:
+        yield _described("amd", AmdSmiMonitor())
+    yield _described("rapl", RaplMonitor())
     yield _monitor()
     yield _server()
     yield _outbox()
@@ -126,10 +127,11 @@ def _nvidia_gpus() -> Iterator[Finding]:
         return
     both = True
     for gpu in gpus:
-        answers = {"energy counter": _answer(gpu.energy_uj), "power reading": _answer(gpu.power_w)}
+        numbers = _numbers(gpu)
+        answers = {"energy counter": numbers["counter_j"], "power reading": numbers["power_w"]}
         both = both and None not in answers.values()
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
-        yield Finding("nvidia", Level.OK, f"{gpu}: {text}", {"index": gpu.index, "name": gpu.name} | _numbers(gpu))
+        yield Finding("nvidia", Level.OK, f"{gpu}: {text}", {"index": gpu.index, "name": gpu.name} | numbers)
     if both:
         yield _comparison()
 
@@ -164,15 +166,6 @@ def _comparison() -> Finding:
     return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {why}", details)
 
 
-def _amd_gpus() -> Iterator[Finding]:
-    if importlib.util.find_spec("amdsmi") is not None:
-        yield _described("amd", AmdSmiMonitor())
-
-
-def _rapl() -> Finding:
-    return _described("rapl", RaplMonitor())
-
-
 def _described(check: str, monitor: EnergyMonitor) -> Finding:
     try:
         gpus = monitor.gpus()
@@ -204,9 +197,7 @@ def _server() -> Finding:
             details = {"server_url": client.server_url}
             try:
                 client.heartbeat(_NO_TRIAL, regular=False)
-            except ZeusBSOTokenError as error:
-                return Finding("server", Level.PROBLEM, str(error), details)
-            except ZeusBSOServerUnreachableError as error:
+            except (ZeusBSOTokenError, ZeusBSOServerUnreachableError) as error:
                 return Finding("server", Level.PROBLEM, str(error), details)
             except ZeusBSORuntimeError as error:
                 return _answered(client.server_url, error, details)

@@ -31,12 +31,12 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeus_plugins import energy
-from zeus_plugins.dataloader.power_limit import LoaderPower, known_profile, profile_path
+from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.dataloader.training import Training, synchronize
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfiler, ZeusCost, find_devices
+from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.training import environment
 from zeus_plugins.training.port import decided_by_rank_zero
 
@@ -192,14 +192,15 @@ class ZeusDataLoader(DataLoader[T]):
             return None
         # One process of each machine controls its GPUs.
         controls = self._world_size == 1 or (environment.LOCAL_RANK.text() or "0") == "0"
-        path = profile_path(training.settings.log_dir, self._global_batch_size) if self._rank == 0 else None
+        # For later runs in the same directory of logs.
+        path = training.settings.log_dir / f"bs{self._global_batch_size}.power.json" if self._rank == 0 else None
         profiler = PowerLimitProfiler(
             (lambda: find_devices() if devices is None else devices) if controls else None,
             ZeusCost(training.settings.eta),
             warmup_steps=steps[0],
             profile_steps=steps[1],
             monitor=(training.monitor or energy.auto()) if controls else None,
-            profile=None if path is None else known_profile(path),
+            profile=None if path is None else PowerLimitProfile.load_if_kept(path),
             batch_size=self._global_batch_size,
             observe=observe,
             all_gather=None if self._world_size == 1 else self._gathered,

@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 
 from zeus_plugins.energy import Measurement
-from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitProfiler
+from zeus_plugins.power_limit import PowerLimitProfiler
 
-__all__ = ["LoaderPower", "known_profile", "profile_path"]
-
-_logger = logging.getLogger("zeus_plugins")
-
-
-def profile_path(log_dir: Path, batch_size: int) -> Path:
-    """The file that keeps the profile of a batch size, for later runs in the same directory of logs."""
-    return log_dir / f"bs{batch_size}.power.json"
-
-
-def known_profile(path: Path) -> PowerLimitProfile | None:
-    """The profile of an earlier run, if there is one that can be read."""
-    try:
-        return PowerLimitProfile.load(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, ZeusBSOConfigError) as error:
-        _logger.warning("power limits are measured anew: %s", error)
-        return None
+__all__ = ["LoaderPower"]
 
 
 class LoaderPower:
@@ -51,11 +31,8 @@ class LoaderPower:
         profile = self.profiler.profile
         if self._path is None or profile is None or self.profiler.chosen_limit_w is None:
             return
-        path, self._path = self._path, None
-        try:
-            profile.save(path)
-        except OSError as error:
-            _logger.warning("the power-limit profile could not be saved: %s", error)
+        profile.save_or_warn(self._path)
+        self._path = None
 
     def accounted(self, measured: Measurement) -> Measurement:
         """The measurement that a pass over the training data counts as: in observer mode, that under the best limit.

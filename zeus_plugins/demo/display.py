@@ -85,7 +85,7 @@ class Display:
         """Print the best size, its saving, and the use of the time."""
         job, trials = outcome.job, outcome.job.trials
         best, default = job.best_batch_size, job.job.default_batch_size
-        mean_cost_j = {arm.batch_size: arm.mean_cost_j for arm in job.arms}
+        mean_cost_j = outcome.mean_cost_j
         say = self._console.print
         say()
         if best is None or outcome.cost_ratio is None:

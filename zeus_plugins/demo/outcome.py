@@ -40,11 +40,15 @@ class Outcome:
     directory: Path
 
     @property
+    def mean_cost_j(self) -> dict[int, float | None]:
+        """Mean cost of each batch size, joules; None where it is not known."""
+        return {arm.batch_size: arm.mean_cost_j for arm in self.job.arms}
+
+    @property
     def cost_ratio(self) -> float | None:
         """Mean cost at the best batch size over mean cost at the default one; None where one of them is not known."""
-        mean_cost_j = {arm.batch_size: arm.mean_cost_j for arm in self.job.arms}
-        default_j = mean_cost_j[self.job.job.default_batch_size]
-        best_j = None if self.job.best_batch_size is None else mean_cost_j[self.job.best_batch_size]
+        default_j = self.mean_cost_j[self.job.job.default_batch_size]
+        best_j = None if self.job.best_batch_size is None else self.mean_cost_j[self.job.best_batch_size]
         return None if default_j is None or best_j is None else best_j / default_j
 
     def write_summary(self) -> None:

@@ -18,7 +18,6 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     """Draw the cost of every trial with its batch size as a PNG, and the mean cost at the default size as a line."""
     job = outcome.job
     default = job.job.default_batch_size
-    mean_cost_j = {arm.batch_size: arm.mean_cost_j for arm in job.arms}
     measured = [trial for trial in job.trials if trial.cost_j is not None]
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -34,7 +33,7 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     for trial in measured:
         place = (trial.trial_number, _cost_j(trial))
         axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
-    default_j = mean_cost_j[default]
+    default_j = outcome.mean_cost_j[default]
     if default_j is not None:
         axes.axhline(default_j, color=_GREY, linestyle="--", label=f"default batch size, {default}: {default_j:.0f} J")
     axes.set_xlabel("run (the number above each point is its batch size)")

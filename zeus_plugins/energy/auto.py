@@ -106,7 +106,10 @@ def choose(
             return _rapl_choice(powercap, estimated_power_w, causes)
         except EnergyUnavailableError as unavailable:
             causes.append(unavailable.cause)
-    estimate, power_w = _estimate(estimated_power_w, _described(device_indices, nvml) if trains_on_gpu else None)
+    gpus = _described(device_indices, nvml) if trains_on_gpu else None
+    power_w, basis = _power_w(estimated_power_w, gpus)
+    number, model = (1, None) if gpus is None else (gpus.number_of_gpus, gpus.gpu_model)
+    estimate = EstimateMonitor(power_w, number_of_devices=number, device_model=model, basis=basis)
     warning = (
         f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × time, not measured."
         f" State the watts that this machine really draws by the environment variable {ESTIMATED_POWER_W} or by"
@@ -168,16 +171,6 @@ def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[s
         )
         return Choice(RaplMonitor(root=powercap, max_power_w=power_w), tuple(causes), warning)
     return Choice(RaplMonitor(root=powercap), tuple(causes))
-
-
-def _estimate(estimated_power_w: float | None, gpus: GpuConfig | None) -> tuple[EstimateMonitor, float]:
-    power_w, basis = _power_w(estimated_power_w, gpus)
-    if gpus is None:
-        return EstimateMonitor(power_w, basis=basis), power_w
-    described = EstimateMonitor(
-        power_w, number_of_devices=gpus.number_of_gpus, device_model=gpus.gpu_model, basis=basis
-    )
-    return described, power_w
 
 
 def _power_w(estimated_power_w: float | None, gpus: GpuConfig | None = None) -> tuple[float, str]:

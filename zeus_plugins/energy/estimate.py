@@ -56,14 +56,9 @@ class EstimateMonitor:
         self._power_w = power_w
         self._number_of_devices = number_of_devices
         self._device_model = device_model
-        self._basis = basis
+        self.source = f"estimate: {power_w:g} W {basis}"
         self._clock = clock
         self._windows: OpenWindows[float] = OpenWindows()
-
-    @property
-    def source(self) -> str:
-        """That this is an estimate, of how many watts, and who says so."""
-        return f"estimate: {self._power_w:g} W {self._basis}"
 
     def gpus(self) -> GpuConfig:
         """Describe the devices as stated; their maximum power is the stated power."""

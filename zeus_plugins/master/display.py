@@ -114,18 +114,17 @@ def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
     best = best_size(history)
     if best is None:
         compared = "No run has reached the target yet."
-    elif default_bs not in means:
-        compared = (
-            f"Best batch size: {best}, {means[best]:.4g} J a run on average. The default, {default_bs}, has not "
-            "reached the target."
-        )
-    elif best == default_bs:
-        compared = f"Best batch size: the default, {best}, {means[best]:.4g} J a run on average."
     else:
-        compared = (
-            f"Best batch size: {best}, {means[best]:.4g} J a run on average. The default, {default_bs}, costs "
-            f"{means[default_bs]:.4g} J: {1 - means[best] / means[default_bs]:.0%} saved with every run from now on."
-        )
+        name = f"the default, {best}" if best == default_bs else best
+        compared = f"Best batch size: {name}, {means[best]:.4g} J a run on average."
+        if default_bs not in means:
+            compared += f" The default, {default_bs}, has not reached the target."
+        elif best != default_bs:
+            saved = 1 - means[best] / means[default_bs]
+            compared += (
+                f" The default, {default_bs}, costs {means[default_bs]:.4g} J: {saved:.0%} saved with every run from "
+                "now on."
+            )
     reached = [run for run in history if run.reached]
     lines = [
         compared,

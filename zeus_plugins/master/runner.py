@@ -14,15 +14,7 @@ from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor
 from zeus_plugins.master.failures import FailedTryError, oom_kills, why_failed
-from zeus_plugins.master.history import (
-    HISTORY_FILE,
-    MAX_TRIES,
-    HistoryEntry,
-    MasterState,
-    NextRun,
-    PlannedRun,
-    Run,
-)
+from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
 from zeus_plugins.master.listeners import Listener, PlainListener
 from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
@@ -224,7 +216,7 @@ class ZeusMaster:
                 )
             else:
                 state = fresh
-            recurring = _Recurring(self, self._optimizer, self._listener, job, directory, state)
+            recurring = _Recurring(self, job, directory, state)
             try:
                 recurring.begin()
                 while recurring.state.next_run.finished < num_recurrence:
@@ -309,18 +301,10 @@ class ZeusMaster:
 class _Recurring:
     """One `ZeusMaster.run`: each step changes the state, and keeps it before it acts on it."""
 
-    def __init__(
-        self,
-        master: ZeusMaster,
-        optimizer: BatchSizeChooser,
-        listener: Listener,
-        job: Job,
-        directory: Path,
-        state: MasterState,
-    ) -> None:
+    def __init__(self, master: ZeusMaster, job: Job, directory: Path, state: MasterState) -> None:
         self._master = master
-        self._optimizer = optimizer
-        self._listener = listener
+        self._optimizer = master._optimizer
+        self._listener = master._listener
         self._job = job
         self._directory = directory
         self._may_be_running = state.running is not None
@@ -328,11 +312,10 @@ class _Recurring:
 
     def begin(self) -> None:
         """Bring the optimizer to where the state is."""
-        keeps_state = isinstance(self._optimizer, KeepsState)
         if isinstance(self._optimizer, KeepsState) and self.state.optimizer is not None:
             self._optimizer.load_state_dict(self.state.optimizer)
         self._optimizer.register_job(self._job, list(self.state.batch_sizes))
-        if not keeps_state:
+        if not isinstance(self._optimizer, KeepsState):
             for run in self.state.history[: self.state.observed]:
                 self._optimizer.predict(self._job)
                 self._tell(run)
@@ -356,7 +339,7 @@ class _Recurring:
 
     def _planned(self) -> PlannedRun:
         batch_size = self._optimizer.predict(self._job)
-        upcoming: NextRun = self.state.next_run
+        upcoming = self.state.next_run
         return PlannedRun(
             recurrence=upcoming.recurrence,
             tries=upcoming.tries,

@@ -108,12 +108,10 @@ class ServerOptimizer:
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
         """End the trial by its cost alone, joules: told to the server as that energy at maximum power."""
-        registration = self._registered(job)
-        time_s = cost / registration.max_power
         self._report(
             batch_size,
             energy_j=cost,
-            time_s=time_s,
+            time_s=cost / self._registered(job).max_power,
             epochs=job.max_epochs,
             reached=bool(converged),
             metric=None,
@@ -136,7 +134,8 @@ class ServerOptimizer:
                 source=run.energy_source,
             )
         else:
-            self._end(Ending(outcome=_ENDINGS[run.outcome], detail=run.reason))
+            self._line().end(Ending(outcome=_ENDINGS[run.outcome], detail=run.reason))
+            self._reporter = self._trial = None
 
     def interrupt(self) -> None:
         """Suspend the trial: its run goes on, or is done again, when the master is resumed."""
@@ -214,10 +213,6 @@ class ServerOptimizer:
             )
         )
         line.end(None if verdict.stop_train else Ending(detail="the run ended before the server said so"))
-        self._reporter = self._trial = None
-
-    def _end(self, ending: Ending) -> None:
-        self._line().end(ending)
         self._reporter = self._trial = None
 
 

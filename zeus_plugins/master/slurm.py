@@ -43,10 +43,9 @@ class SubmititExecutor:
 
     def run(self, launch: Launch, show: Show) -> int:
         """See `Executor.run`."""
-        folder = _folder(launch)
         offset = launch.log.stat().st_size if launch.log.exists() else 0
         try:
-            executor = self._submitit.AutoExecutor(folder=folder, cluster=self._cluster)
+            executor = self._submitit.AutoExecutor(folder=launch.log.parent / "submitit", cluster=self._cluster)
             executor.update_parameters(name=launch.log.name.removesuffix(".train.log"), **self._parameters)
         except (NameError, RuntimeError, ValueError, TypeError) as error:
             raise ZeusBSOConfigError(f"submitit cannot make Slurm jobs of these parameters: {error}") from None
@@ -79,10 +78,6 @@ class SubmititExecutor:
             raise
         launch.marker.unlink(missing_ok=True)
         return status
-
-
-def _folder(launch: Launch) -> Path:
-    return launch.log.parent / "submitit"
 
 
 def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:

@@ -17,18 +17,10 @@ limits that it found. It knows no framework. A training loop calls it like this:
     finally:
         profiler.close()
 
-The interface is small on purpose:
-
-* ``PowerLimitProfiler(devices, selector, *, warmup_steps=10, profile_steps=40, monitor, limits_w=None, profile=None,
-  batch_size=None, observe=False, all_gather=None, synchronize=None)``: touches no device.
-* ``on_epoch_begin(steps=None)``, ``on_step_end(steps=1)``, ``on_epoch_end()``: an "epoch" is any stretch of steps that
-  nothing else interrupts, so a validation within an epoch ends one stretch and begins another. An end that cuts a
-  measurement short drops it, and the next stretch measures that limit again. Calls in any other order do no harm.
-* ``close()``: puts the limits back. Safe to call twice, from an ``except`` clause, on every way out. If nobody calls
-  it, the end of the process does, SIGTERM and SIGKILL included (`zeus_plugins.power_limit.guard`).
-* ``is_done``; ``state`` (`Ready`, `Warmup`, `Profiling` or `Done`); ``profile`` (a `PowerLimitProfile`, what was
-  measured so far; None before the first epoch); ``chosen_limit_w`` (watts of each GPU; None before it is known and when
-  no limit could be set).
+The constructor touches no device. An "epoch" is any stretch of steps that nothing else interrupts, so a validation
+within an epoch ends one stretch and begins another; a measurement that was cut short is made again in the next. Calls
+in any other order do no harm. If nobody calls ``close``, the end of the process puts the limits back, SIGTERM and
+SIGKILL included (`zeus_plugins.power_limit.guard`).
 
 Where no limit can be set (no GPU, no permission), the profiler measures the limit in force, says so in one warning, and
 chooses nothing. A device or monitor that fails later ends the profiling, with one warning, and not the training.

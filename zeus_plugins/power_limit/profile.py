@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +15,8 @@ from zeus_plugins.protocol import BatchSize, GpuConfig, PowerLimitSample, PowerP
 from zeus_plugins.train_result import write_atomically
 
 __all__ = ["PowerLimitProfile", "PowerLimitSample"]
+
+_logger = logging.getLogger("zeus_plugins")
 
 
 class PowerLimitProfile(PowerProfile):
@@ -71,6 +74,24 @@ class PowerLimitProfile(PowerProfile):
                 f"{os.fspath(path)} holds no power-limit profile ({error.error_count()} errors, the first: "
                 f"{error.errors()[0]['msg']}): delete it to have the limits measured anew"
             ) from error
+
+    def save_or_warn(self, path: Path) -> None:
+        """Write it as `save` does; a file that cannot be written is a warning."""
+        try:
+            self.save(path)
+        except OSError as error:
+            _logger.warning("the power-limit profile could not be saved: %s", error)
+
+    @classmethod
+    def load_if_kept(cls, path: Path) -> Self | None:
+        """Read what `save` wrote; None where there is no file, and with a warning where it holds no profile."""
+        try:
+            return cls.load(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ZeusBSOConfigError) as error:
+            _logger.warning("the power limits are measured anew: %s", error)
+            return None
 
     def _with(self, samples: Iterable[PowerLimitSample]) -> Self:
         in_order = tuple(sorted(samples, key=lambda sample: sample.limit_w))

@@ -20,16 +20,13 @@ class ReplayMonitor:
         gpus: The devices that the measurements were made on.
     """
 
+    source = "replay"  # each measurement keeps the source that it was listed with
+
     def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:
         self._remaining = iter(measurements)
         self._given_out = 0
         self._gpus = gpus
         self._windows: OpenWindows[None] = OpenWindows()
-
-    @property
-    def source(self) -> str:
-        """``"replay"``; each measurement keeps the source that it was listed with."""
-        return "replay"
 
     def gpus(self) -> GpuConfig:
         """Describe the devices as given."""

@@ -102,17 +102,14 @@ class PowerOptions:
     def save(self, profile: PowerLimitProfile | None) -> None:
         """Write a profile to its file, if there is one. A file that cannot be written is a warning."""
         path = self._path(None if profile is None else profile.batch_size)
-        if path is None or profile is None:
-            return
-        try:
-            profile.save(path)
-        except OSError as error:
-            _logger.warning("the power-limit profile could not be saved: %s", error)
+        if path is not None and profile is not None:
+            profile.save_or_warn(path)
 
     def _known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
-        if known is None:
-            return self._load(batch_size)
-        return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
+        if known is not None:
+            return PowerLimitProfile(gpus=known.gpus, batch_size=batch_size, samples=known.samples)
+        path = self._path(batch_size)
+        return None if path is None else PowerLimitProfile.load_if_kept(path)
 
     def _devices(self, ranks: Ranks) -> Sequence[PowerLimitDevice]:
         return find_devices(ranks.gpu_indices, command=self.command) if self.devices is None else self.devices
@@ -121,16 +118,6 @@ class PowerOptions:
         if self.profile_path is None:
             return None
         return Path(os.fspath(self.profile_path).replace("{batch_size}", str(batch_size or "unknown")))
-
-    def _load(self, batch_size: int | None) -> PowerLimitProfile | None:
-        path = self._path(batch_size)
-        try:
-            return None if path is None else PowerLimitProfile.load(path)
-        except FileNotFoundError:
-            return None
-        except (OSError, ZeusBSOConfigError) as error:
-            _logger.warning("the power limits are measured anew: %s", error)
-            return None
 
 
 class PowerRun:
