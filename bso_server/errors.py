@@ -1,24 +1,4 @@
-"""The errors of the domain, without a word about HTTP (that is `api.errors`).
-
-::
-
-    BsoError
-    ├── UnknownJobError         no such job
-    ├── UnknownTrialError       no such trial of that job
-    ├── JobConflictError        the job_id is taken by another configuration
-    ├── ReportConflictError     the trial has ended otherwise than this report says
-    ├── KeyConflictError        the trial that this idempotency key started has ended
-    ├── IllegalTransitionError  a trial cannot go from its state to that one
-    ├── InvalidReportError      a report contradicts itself or what was reported before
-    ├── InvalidImportError      an exported job contradicts itself
-    ├── NoSurvivorError         no batch size reached the target in a whole exploration round
-    ├── UnauthenticatedError    the request shows no token, or not a good one
-    ├── ForbiddenError          whoever asks may not do that
-    ├── UntrustedHostError      the request was sent to a host name that this server does not answer to
-    ├── UnknownTokenError       no such token
-    ├── DatabaseNotReadyError   the database lacks this version's tables
-    └── DatabaseUnavailableError  the database cannot be reached, or not for long enough
-"""
+"""The errors of the domain, all of them below `BsoError`, without a word about HTTP (that is `api.errors`)."""
 
 from __future__ import annotations
 

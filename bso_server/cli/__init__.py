@@ -17,7 +17,7 @@ import uvicorn
 from bso_server.app import prepare, store_of
 from bso_server.cli.common import (
     CommandError,
-    add_database_url,
+    add_command,
     given,
     settings_of,
     with_ready_store,
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="run the server")
+    serve = add_command(commands, "serve", "run the server", _serve)
     serve.add_argument("--host", dest="server_host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", dest="server_port", help="port to listen on (default 8000)")
     serve.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
@@ -67,32 +67,20 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument(
         "--insecure", action="store_const", const=True, help="serve everybody who shows no token, on any machine"
     )
-    add_database_url(serve)
-    serve.set_defaults(run=_serve)
 
     database = commands.add_parser("db", help="look after the database").add_subparsers(required=True, metavar="WHAT")
-    upgrade = database.add_parser("upgrade", help="bring the database to this version's schema")
+    upgrade = add_command(database, "upgrade", "bring the database to this version's schema", _db_upgrade)
     upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
-    add_database_url(upgrade)
-    upgrade.set_defaults(run=_db_upgrade)
-    check = database.add_parser("check", help="fail unless the database has this version's schema")
-    add_database_url(check)
-    check.set_defaults(run=_db_check)
-    current = database.add_parser("current", help="print the revision of the database's schema")
-    add_database_url(current)
-    current.set_defaults(run=_db_current)
-
-    prune = database.add_parser("prune", help="forget old reports and power-limit profiles; the last ones stay")
+    add_command(database, "check", "fail unless the database has this version's schema", _db_check)
+    add_command(database, "current", "print the revision of the database's schema", _db_current)
+    prune_help = "forget old reports and power-limit profiles; the last ones stay"
+    prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
         "--older-than", type=_age, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
-    add_database_url(prune)
-    prune.set_defaults(run=_db_prune)
 
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
-    show = config.add_parser("show", help="every setting with its source")
-    add_database_url(show)
-    show.set_defaults(run=_config_show)
+    add_command(config, "show", "every setting with its source", _config_show)
 
     add_token_commands(commands)
     add_jobs_commands(commands)

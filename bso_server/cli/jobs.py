@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bso_server.cli.common import TOKEN_VARIABLE, CommandError, add_database_url, with_ready_store
+from bso_server.cli.common import TOKEN_VARIABLE, CommandError, add_command, with_ready_store
 from bso_server.cli.tables import job_list_text, job_text
 from bso_server.service import views
 from bso_server.service.batch_size_service import BatchSizeService
@@ -42,12 +42,10 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
     """Add ``jobs`` with what can be done to them."""
     jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
 
-    jobs_list = jobs.add_parser("list", help="all jobs")
+    jobs_list = add_command(jobs, "list", "all jobs", _list, or_server=True)
     jobs_list.add_argument("--json", action="store_true", help="print JSON")
-    add_source(jobs_list)
-    jobs_list.set_defaults(run=_list)
 
-    show = jobs.add_parser("show", help="one job with its arms and trials")
+    show = add_command(jobs, "show", "one job with its arms and trials", _show, or_server=True)
     show.add_argument("job_id", metavar="JOB")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
@@ -55,10 +53,9 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
     show.add_argument(
         "--all", action="store_true", help=f"print all trials, as --json does, and not the latest {_LATEST} alone"
     )
-    add_source(show)
-    show.set_defaults(run=_show)
 
-    export = jobs.add_parser("export", help="everything about one job, to keep or to take elsewhere")
+    export_help = "everything about one job, to keep or to take elsewhere"
+    export = add_command(jobs, "export", export_help, _export, or_server=True)
     export.add_argument("job_id", metavar="JOB")
     export.add_argument(
         "--format",
@@ -67,26 +64,13 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
         help="json: all that is kept, which `jobs import` takes (default); csv: a table of its trials",
     )
     export.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
-    add_source(export)
-    export.set_defaults(run=_export)
 
-    import_ = jobs.add_parser("import", help="create a job from what `jobs export` wrote")
+    import_ = add_command(jobs, "import", "create a job from what `jobs export` wrote", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
-    add_source(import_)
-    import_.set_defaults(run=_import)
 
-    delete = jobs.add_parser("delete", help="delete a job with all that is known of it")
+    delete = add_command(jobs, "delete", "delete a job with all that is known of it", _delete, or_server=True)
     delete.add_argument("job_id", metavar="JOB")
-    add_source(delete)
-    delete.set_defaults(run=_delete)
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Let the command line name a database or a server."""
-    source = parser.add_mutually_exclusive_group()
-    add_database_url(source)
-    source.add_argument("--server-url", help="ask this server instead of opening the database")
 
 
 def _list(options: argparse.Namespace) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bso_server.cli.common import CommandError
-from bso_server.cli.jobs import add_source, read_job
+from bso_server.cli.common import CommandError, add_source
+from bso_server.cli.jobs import read_job
 from bso_server.cli.simulate_tables import ratios_text, savings_text
 from bso_server.simulate.recorded import recorded_savings, recorded_workload
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bso_server.app import prepare
-from bso_server.cli.common import TOKEN_VARIABLE, add_database_url, with_ready_store, with_store
+from bso_server.cli.common import TOKEN_VARIABLE, add_command, with_ready_store, with_store
 from bso_server.cli.tables import token_list_json, token_list_text
 from bso_server.core.access import Scope
 from bso_server.service.security import CACHE_S
@@ -23,7 +23,7 @@ def add_token_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> 
     """Add ``token`` with what can be done to them."""
     token = commands.add_parser("token", help="say who may use it").add_subparsers(required=True, metavar="WHAT")
 
-    create = token.add_parser("create", help="make a token and print it, this once")
+    create = add_command(token, "create", "make a token and print it, this once", _create)
     create.add_argument("--name", required=True, help="what or whom it is for")
     create.add_argument(
         "--scope",
@@ -34,18 +34,10 @@ def add_token_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> 
         type=Scope,
         help="what it allows: read; report, which includes read (default); admin, which includes all",
     )
-    add_database_url(create)
-    create.set_defaults(run=_create)
-
-    listing = token.add_parser("list", help="all tokens, without their secrets")
+    listing = add_command(token, "list", "all tokens, without their secrets", _list)
     listing.add_argument("--json", action="store_true", help="print JSON")
-    add_database_url(listing)
-    listing.set_defaults(run=_list)
-
-    revoke = token.add_parser("revoke", help="make a token worthless for good")
+    revoke = add_command(token, "revoke", "make a token worthless for good", _revoke)
     revoke.add_argument("token_id", metavar="ID")
-    add_database_url(revoke)
-    revoke.set_defaults(run=_revoke)
 
 
 def _create(options: argparse.Namespace) -> None:

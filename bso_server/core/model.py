@@ -58,41 +58,24 @@ class TrialRecord:
     """One trial: a row of table ``trials``, field by column.
 
     Decisions rest on the fields without an instant; the others are for people, leases and owners, and have defaults for
-    jobs that know of none.
+    jobs that know of none. Fields of `zeus_plugins.protocol.TrialFacts` are described there; `time_s`, `energy_j` and
+    `epoch` are 0 before the first report.
 
     Attributes:
         job_id: Its job.
-        trial_number: Counts from 1 within the job, in order of dispatch.
-        batch_size: Global batch size.
-        state: Where the trial stands.
-        origin: Why it was dispatched.
-        reason: The same in words, with numbers.
-        message: The latest verdict, or how it ended; None before any.
-        end_reason: Why it ended or was suspended, or None.
-        started_at: When it was dispatched (UTC).
         started_event: Value of the job's event counter at dispatch.
         reported_at: When its last report was taken (UTC), or None.
-        ended_at: When it ended (UTC), or None.
         ended_event: Value of the event counter when the trial took its present terminal state, or None. The counter is
             the job's logical clock: it orders dispatches and endings without trusting wall clocks.
-        time_s: Seconds since the trial began, as of its last report; 0 before any.
-        energy_j: Joules since the trial began, as of its last report; 0 before any.
-        energy_source: How its energy was measured, or None.
-        epoch: Epochs trained as of its last report; 0 before any.
-        metric: Validation metric of its last report, or None before any.
+        epoch: Epochs trained as of its last report.
         report_count: Number of reports taken.
         longest_gap_s: Longest time that passed between two of its reports, seconds.
         lease_expires_at: When it is abandoned if nothing more is heard of it (UTC); None for one that has ended.
         heartbeats: Whether its training sends heartbeats.
         first_epoch: Epochs trained as of its first report; 0 before any.
         first_cost_j: Its cost in joules by then.
-        epoch_bound: The epochs after which it is stopped for its cost; None until policy `gp_voi` knows what an epoch
-            of it costs, and with other policies.
-        epoch_bound_reason: Why, in words.
         idempotency_key: Made by the client, so that a repeated request finds the trial that the first one started.
         owner: Id of the token that dispatched it; None where the server asked for none.
-        power_limit_w: The power limit of each GPU that its training chose, watts; None where it sets none.
-        power_limits: How many limits its training knew the cost of; None where it looks for none.
     """
 
     job_id: str = ""

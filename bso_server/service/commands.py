@@ -57,6 +57,10 @@ class Commands:
     Each method does its work in the transaction that it is given, and may be called again with another one when that
     was broken off, or lost at its commit; only `suggest` without a key and `delete_job` then find what they have done.
 
+    Those that take a `job_id` raise `UnknownJobError` if there is no such job. Those that take a message about a trial
+    raise `UnknownTrialError` if there is no such trial, and `InvalidReportError` if it has another batch size. A trial
+    belongs to the `caller` that it was dispatched to; where it is another's, they raise `ForbiddenError`.
+
     Args:
         leases: How long silent trials count as alive.
         crash_retries: Crashes after which a batch size that was never measured to the end counts as infeasible.
@@ -87,14 +91,7 @@ class Commands:
         return existing.registration
 
     def register(self, transaction: Transaction, registration: JobRegistration) -> tuple[JobRegistration, bool]:
-        """Register a job, or find it registered the same way.
-
-        Returns:
-            The job with its id, and whether it is new.
-
-        Raises:
-            JobConflictError: The id is taken by a job that differs.
-        """
+        """Register a job, or find it as `registered`: the job with its id, and whether it is new."""
         known = self.registered(transaction, registration)
         if known is not None:
             return known, False
@@ -119,10 +116,8 @@ class Commands:
             caller: The sender of the request; the trial is theirs.
 
         Raises:
-            UnknownJobError: No such job.
             NoSurvivorError: No batch size reached the target in a whole exploration round.
             KeyConflictError: The key's trial has ended.
-            ForbiddenError: The key's trial is another caller's.
         """
         now = self._clock()
         job = locked_job(transaction, job_id)
@@ -130,7 +125,13 @@ class Commands:
             started = transaction.trial_with_key(job_id, idempotency_key)
             if started is not None:
                 refuse_other_owner(started, caller)
-                return _with_power_profile(transaction, job, _dispatch_again(job, started))
+                if started.state in FINAL:
+                    raise KeyConflictError(
+                        f"the request with this Idempotency-Key started trial {started.trial_number}, which has ended "
+                        f"({started.state}): make a new key for a new trial",
+                        field="Idempotency-Key",
+                    )
+                return _with_power_profile(transaction, job, _dispatch(job, started))
         job = self._abandon_expired(transaction, job, now)
         history, changed = load_history(transaction, job)
         rng = _generator(job)
@@ -156,16 +157,10 @@ class Commands:
 
         Its reports come next. It counts for what it measured, and never as an exploration that was asked for.
 
-        Args:
-            transaction: Reads and writes.
-            offline: The trial.
-            idempotency_key: Made by the client for this trial; repeated with it, the answer is the same trial.
-            caller: The sender of the request; the trial is theirs.
+        Arguments as in `suggest`.
 
         Raises:
-            UnknownJobError: No such job.
             InvalidReportError: The job has no such batch size, or the key's trial has another one.
-            ForbiddenError: The key's trial is another caller's.
         """
         job = locked_job(transaction, offline.job_id)
         recorded = transaction.trial_with_key(offline.job_id, idempotency_key)
@@ -192,22 +187,14 @@ class Commands:
         return _logged(transaction, _dispatch(job, trial))
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
-        """End a trial that the server has not ended; one that has ended stays as it is.
-
-        Raises:
-            UnknownTrialError: No such trial.
-            InvalidReportError: The trial has another batch size.
-            ForbiddenError: The trial is another caller's, and this one is no administrator.
-        """
+        """End a trial that the server has not ended; one that has ended stays as it is. Administrators may end any."""
         job, trial = locked_trial(transaction, end)
         if not transaction.locks_jobs_with_trials:
             job = transaction.locked_jobs([end.job_id])[end.job_id]
         if Scope.ADMIN not in caller.scopes:
             refuse_other_owner(trial, caller)
         # What the end says of the batch size counts, even if the trial was given up before.
-        if trial.state in FINAL:
-            return
-        if end.outcome is trial.state:
+        if trial.state in FINAL or end.outcome is trial.state:
             return
         crashes, observed = 0, False
         if end.outcome is TrialState.FAILED:
@@ -223,13 +210,7 @@ class Commands:
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
     ) -> HeartbeatResponse:
-        """Keep a trial alive; a suspended or abandoned one runs again.
-
-        Raises:
-            UnknownTrialError: No such trial.
-            InvalidReportError: The trial has another batch size.
-            ForbiddenError: The trial is another caller's.
-        """
+        """Keep a trial alive; a suspended or abandoned one runs again."""
         _, trial = locked_trial(transaction, heartbeat)
         refuse_other_owner(trial, caller)
         if trial.state not in FINAL:
@@ -252,9 +233,7 @@ class Commands:
         It makes no difference where the trial stands: what was measured is true.
 
         Raises:
-            UnknownTrialError: No such trial.
-            InvalidReportError: The trial has another batch size, or its job other GPUs.
-            ForbiddenError: The trial is another caller's.
+            InvalidReportError: The job has other GPUs.
         """
         job, trial = locked_trial(transaction, profile)
         refuse_other_owner(trial, caller)
@@ -292,11 +271,7 @@ class Commands:
         return after.event_count - job.event_count
 
     def delete_job(self, transaction: Transaction, job_id: str) -> None:
-        """Delete a job with all that is known of it.
-
-        Raises:
-            UnknownJobError: No such job.
-        """
+        """Delete a job with all that is known of it."""
         if not transaction.delete_job(job_id):
             raise UnknownJobError(job_id)
         transaction.log("job %s deleted", job_id)
@@ -384,16 +359,6 @@ def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
     )
 
 
-def _dispatch_again(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
-    if trial.state in FINAL:
-        raise KeyConflictError(
-            f"the request with this Idempotency-Key started trial {trial.trial_number}, which has ended "
-            f"({trial.state}): make a new key for a new trial",
-            field="Idempotency-Key",
-        )
-    return _dispatch(job, trial)
-
-
 def _logged(transaction: Transaction, dispatch: TrialDispatch) -> TrialDispatch:
     transaction.log(
         "job %s trial %d: batch size %d, %s",
@@ -412,7 +377,3 @@ def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: Tria
         return dispatch
     profile = PowerProfile(gpus=views.gpus_of(job.registration), samples=newest.samples)
     return dispatch.model_copy(update={"power_profile": profile})
-
-
-def _message(message: str, end: TrialEnd) -> str:
-    return message if end.detail is None else f"{message} ({end.detail})"

@@ -51,7 +51,7 @@ def shown_job(transaction: Transaction, job_id: str, *, limit: int | None = None
 
 
 class JobReader:
-    """Everything that can be looked at.
+    """Everything that can be looked at. Methods that take a `job_id` raise `UnknownJobError` if there is no such job.
 
     Args:
         store: The database.
@@ -97,9 +97,6 @@ class JobReader:
         Args:
             job_id: The job.
             limit: At most so many trials. None: all of them.
-
-        Raises:
-            UnknownJobError: No such job.
         """
         return await self._store.read(lambda transaction: shown_job(transaction, job_id, limit=limit))
 
@@ -113,9 +110,6 @@ class JobReader:
             state: Only trials in this state.
             limit: Trials on the page.
             cursor: Where the page begins, from the page before.
-
-        Raises:
-            UnknownJobError: No such job.
         """
 
         def read(transaction: Transaction) -> TrialPage:
@@ -127,11 +121,7 @@ class JobReader:
         return await self._store.read(read)
 
     async def list_arms(self, job_id: str) -> ArmList:
-        """The knowledge of each batch size.
-
-        Raises:
-            UnknownJobError: No such job.
-        """
+        """The knowledge of each batch size."""
 
         def read(transaction: Transaction) -> ArmList:
             history, _ = load_history(transaction, _job(transaction, job_id))
@@ -143,7 +133,6 @@ class JobReader:
         """A trial's reports, in order.
 
         Raises:
-            UnknownJobError: No such job.
             UnknownTrialError: No such trial.
         """
 
@@ -157,11 +146,7 @@ class JobReader:
         return await self._store.read(read)
 
     async def list_power_profiles(self, job_id: str) -> PowerProfileList:
-        """A job's power-limit profiles that are kept.
-
-        Raises:
-            UnknownJobError: No such job.
-        """
+        """A job's power-limit profiles that are kept."""
         return await self._store.read(
             lambda transaction: views.power_profiles(
                 _job(transaction, job_id), store_reads.power_profiles_of(transaction, job_id)
@@ -175,9 +160,6 @@ class JobReader:
             job_id: The job.
             since: The event.
             limit: At most so many.
-
-        Raises:
-            UnknownJobError: No such job.
         """
 
         def read(transaction: Transaction) -> EventPage:
@@ -192,11 +174,7 @@ class JobReader:
         return await self._store.read(read)
 
     async def export_job(self, job_id: str) -> JobExport:
-        """A whole job, to be kept or taken to another server.
-
-        Raises:
-            UnknownJobError: No such job.
-        """
+        """A whole job, to be kept or taken to another server."""
         return await self._store.read(
             lambda transaction: transfer.exported(
                 _job(transaction, job_id),
@@ -207,11 +185,7 @@ class JobReader:
         )
 
     async def trials_csv(self, job_id: str) -> str:
-        """A job's trials as a table.
-
-        Raises:
-            UnknownJobError: No such job.
-        """
+        """A job's trials as a table."""
         return views.trials_csv((await self.show_job(job_id)).trials)
 
     async def check_ready(self) -> None:
@@ -226,12 +200,12 @@ class JobReader:
         except DatabaseNotReadyError as error:
             logger.warning("not ready: %s", error)
             raise DatabaseNotReadyError("the database has another schema; the server's log names both") from error
-        except DatabaseUnavailableError as error:
-            logger.warning("not ready: %s", error.detail)
-            raise DatabaseNotReadyError("the database does not answer; the server's log says why") from error
         except Exception as error:
             # Whatever it is, it would befall every request; where the database is, is not everybody's business.
-            logger.warning("not ready: %s: %s", type(error).__name__, error)
+            said = f"{type(error).__name__}: {error}"
+            if isinstance(error, DatabaseUnavailableError):
+                said = error.detail
+            logger.warning("not ready: %s", said)
             raise DatabaseNotReadyError("the database does not answer; the server's log says why") from error
 
     def version(self) -> VersionView:

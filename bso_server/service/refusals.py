@@ -11,11 +11,7 @@ from zeus_plugins.protocol import GpuConfig, JobRegistration
 
 
 def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
-    """Refuse to register a job again that differs from the one with its id.
-
-    Raises:
-        JobConflictError: It differs.
-    """
+    """Raise `JobConflictError` when a job is registered again that differs from the one with its id."""
     before, after = existing.model_dump(), asked.model_dump()
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
@@ -27,25 +23,16 @@ def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None
 
 
 def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
-    """Refuse what names another batch size than the trial's.
-
-    Raises:
-        InvalidReportError: It does.
-    """
-    dispatched = trial.batch_size
-    if dispatched != batch_size:
+    """Raise `InvalidReportError` for what names another batch size than the trial's."""
+    if trial.batch_size != batch_size:
         raise InvalidReportError(
-            f"trial {trial.trial_number} of job {trial.job_id!r} has batch size {dispatched}, not {batch_size}",
+            f"trial {trial.trial_number} of job {trial.job_id!r} has batch size {trial.batch_size}, not {batch_size}",
             field="batch_size",
         )
 
 
 def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
-    """Refuse power limits that were measured on other GPUs than the job's.
-
-    Raises:
-        InvalidReportError: They were.
-    """
+    """Raise `InvalidReportError` for power limits that were measured on other GPUs than the job's."""
     registered = views.gpus_of(job.registration)
     if gpus != registered:
         raise InvalidReportError(
@@ -55,11 +42,7 @@ def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
 
 
 def refuse_other_owner(trial: TrialRecord, caller: Caller) -> None:
-    """Refuse a caller with another token than the one that the trial was dispatched to.
-
-    Raises:
-        ForbiddenError: The trial is another token's.
-    """
+    """Raise `ForbiddenError` for a caller with another token than the one that the trial was dispatched to."""
     if trial.owner is not None and caller.token_id not in (None, trial.owner):
         raise ForbiddenError(
             f"trial {trial.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "

@@ -7,39 +7,22 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from bso_server.errors import (
-    BsoError,
-    DatabaseNotReadyError,
-    DatabaseUnavailableError,
-    ForbiddenError,
-    IllegalTransitionError,
-    InvalidImportError,
-    InvalidReportError,
-    JobConflictError,
-    KeyConflictError,
-    NoSurvivorError,
-    ReportConflictError,
-    UnauthenticatedError,
-    UnknownJobError,
-    UnknownTokenError,
-    UnknownTrialError,
-    UntrustedHostError,
-)
+from bso_server import errors
 
-STATUS_OF: dict[type[BsoError], HTTPStatus] = {
-    UnknownJobError: HTTPStatus.NOT_FOUND,
-    UnknownTrialError: HTTPStatus.NOT_FOUND,
-    JobConflictError: HTTPStatus.CONFLICT,
-    ReportConflictError: HTTPStatus.CONFLICT,
-    KeyConflictError: HTTPStatus.CONFLICT,
-    IllegalTransitionError: HTTPStatus.CONFLICT,
-    NoSurvivorError: HTTPStatus.CONFLICT,
-    InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
-    InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
-    UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
-    ForbiddenError: HTTPStatus.FORBIDDEN,
-    UntrustedHostError: HTTPStatus.BAD_REQUEST,
-    UnknownTokenError: HTTPStatus.NOT_FOUND,
-    DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
-    DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
+    errors.UnknownJobError: HTTPStatus.NOT_FOUND,
+    errors.UnknownTrialError: HTTPStatus.NOT_FOUND,
+    errors.JobConflictError: HTTPStatus.CONFLICT,
+    errors.ReportConflictError: HTTPStatus.CONFLICT,
+    errors.KeyConflictError: HTTPStatus.CONFLICT,
+    errors.IllegalTransitionError: HTTPStatus.CONFLICT,
+    errors.NoSurvivorError: HTTPStatus.CONFLICT,
+    errors.InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    errors.InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    errors.UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
+    errors.ForbiddenError: HTTPStatus.FORBIDDEN,
+    errors.UntrustedHostError: HTTPStatus.BAD_REQUEST,
+    errors.UnknownTokenError: HTTPStatus.NOT_FOUND,
+    errors.DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
+    errors.DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
 }

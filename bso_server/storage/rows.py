@@ -43,18 +43,7 @@ class StoredJob(JobState):
 
 @dataclass(frozen=True, slots=True)
 class StoredEpoch:
-    """A row of `epochs`: a report that did not end its trial; totals since the trial began.
-
-    Attributes:
-        job_id: The job.
-        trial_number: Its trial.
-        report_number: Counts from 1 within the trial.
-        epoch: Epochs trained.
-        time_s: Seconds.
-        energy_j: Joules.
-        metric: The validation metric.
-        reported_at: When it was taken (UTC).
-    """
+    """A row of `epochs`: a report that did not end its trial; fields as in `service.messages.EpochView`."""
 
     job_id: str
     trial_number: int
@@ -68,15 +57,7 @@ class StoredEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StoredPowerProfile:
-    """A row of `power_profiles`.
-
-    Attributes:
-        job_id: The job, on whose GPUs it was measured.
-        trial_number: The trial that left it.
-        batch_size: That trial's.
-        samples: What steps cost under each power limit, ascending by limit.
-        stored_at: When it was stored (UTC).
-    """
+    """A row of `power_profiles`, measured on the job's GPUs; fields as in `service.messages.PowerProfileView`."""
 
     job_id: str
     trial_number: int
@@ -100,23 +81,25 @@ def config_of(registration: JobRegistration) -> JobConfig:
     return JobConfig(**{name: getattr(registration, name) for name in _CONFIG_FIELDS})
 
 
+# Columns of `jobs` that are fields of the same name, and those of the cheapest trial with its fields.
+_SAME_IN_JOBS = ("event_count", "trial_count", "folded_event", "rng_state")
+_CHEAPEST = {"min_cost_trial_number": "trial_number", "min_cost_batch_size": "batch_size", "min_cost_j": "cost_j"}
+
+
 def job_from(row: Row) -> StoredJob:
     """A job from its row."""
     registration, config = _specification(row["spec"])
     cheapest = None
     if row["min_cost_j"] is not None:
-        cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
+        cheapest = Cheapest(*(row[column] for column in _CHEAPEST))
     return StoredJob(
         registration=registration,
         config=config,
         created_at=row["created_at"],
-        event_count=row["event_count"],
-        trial_count=row["trial_count"],
         cheapest=cheapest,
         bandit_entered_at=row["bandit_entered_event"],
-        folded_event=row["folded_event"],
-        rng_state=row["rng_state"],
         survivors=None if row["survivors"] is None else tuple(json.loads(row["survivors"])),
+        **{name: row[name] for name in _SAME_IN_JOBS},
     )
 
 
@@ -125,15 +108,10 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     cheapest = stored.cheapest
     return {
         "job_id": stored.job_id,
-        "event_count": stored.event_count,
-        "trial_count": stored.trial_count,
-        "min_cost_j": stored.min_cost_j,
-        "min_cost_batch_size": None if cheapest is None else cheapest.batch_size,
-        "min_cost_trial_number": None if cheapest is None else cheapest.trial_number,
         "bandit_entered_event": stored.bandit_entered_at,
-        "folded_event": stored.folded_event,
-        "rng_state": stored.rng_state,
         "survivors": None if stored.survivors is None else json.dumps(stored.survivors),
+        **{column: cheapest and getattr(cheapest, name) for column, name in _CHEAPEST.items()},
+        **{name: getattr(stored, name) for name in _SAME_IN_JOBS},
     }
 
 
@@ -211,14 +189,12 @@ def power_profile_row(profile: StoredPowerProfile) -> dict[str, Any]:
 
 def token_from(row: RowMapping) -> TokenRecord:
     """A token from its row."""
-    return TokenRecord(
-        token_id=row["token_id"],
-        name=row["name"],
-        scopes=frozenset(map(Scope, row["scopes"].split())),
-        token_hash=row["token_hash"],
-        created_at=row["created_at"],
-        revoked_at=row["revoked_at"],
-    )
+    return TokenRecord(**{**row, "scopes": frozenset(map(Scope, row["scopes"].split()))})
+
+
+def token_row(token: TokenRecord) -> dict[str, Any]:
+    """The row of a token."""
+    return asdict(token) | {"scopes": " ".join(sorted(token.scopes))}
 
 
 _STATISTICS = ("explored", "observed", "completed")
@@ -244,13 +220,8 @@ def _belief_from(text: str | None) -> Belief:
     if text is None:
         return Belief()
     values = json.loads(text)
-    nested = {
-        "observed": WeightedStatistics(**values["observed"]),
-        "exact": WeightedStatistics(**values["exact"]),
-        "costs": WeightedStatistics(**values["costs"]),
-        "streak": Streak(**values["streak"]),
-    }
-    return Belief(**{**values, **nested})
+    statistics = {name: WeightedStatistics(**values[name]) for name in ("observed", "exact", "costs")}
+    return Belief(**{**values, **statistics, "streak": Streak(**values["streak"])})
 
 
 def arm_row(arm: Arm) -> dict[str, Any]:

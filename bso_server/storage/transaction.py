@@ -47,6 +47,7 @@ from bso_server.storage.rows import (
     power_profile_from,
     power_profile_row,
     token_from,
+    token_row,
     trial_from,
 )
 from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials
@@ -147,7 +148,7 @@ class Transaction:
     def jobs_with_expired_trials(self, now: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
         statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
-        return list((self._connection.execute(statement)).scalars())
+        return list(self._connection.execute(statement).scalars())
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
         """The trial that a request with this key started, or None."""
@@ -167,8 +168,7 @@ class Transaction:
     def arms(self, job_id: str) -> dict[int, Arm]:
         """The arms of the job by batch size, ascending."""
         statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
-        rows = self._connection.execute(statement)
-        return {row["batch_size"]: arm_from(row) for row in rows.mappings()}
+        return {row["batch_size"]: arm_from(row) for row in self.rows(statement)}
 
     def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
         """Add a job with its arms.
@@ -205,8 +205,7 @@ class Transaction:
 
     def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
-        result = self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id))
-        return bool(result.rowcount)
+        return bool(self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Add trials that were just dispatched, or that another database has seen."""
@@ -280,14 +279,7 @@ class Transaction:
 
     def insert_token(self, token: TokenRecord) -> None:
         """Add a token."""
-        row = {
-            "token_id": token.token_id,
-            "name": token.name,
-            "scopes": " ".join(sorted(token.scopes)),
-            "token_hash": token.token_hash,
-            "created_at": token.created_at,
-        }
-        self._connection.execute(insert(tokens).values(row))
+        self._connection.execute(insert(tokens).values(token_row(token)))
 
     def token(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""
@@ -301,7 +293,7 @@ class Transaction:
     def any_valid_token(self) -> bool:
         """Whether there is a token that was not revoked."""
         statement = select(tokens.c.token_id).where(tokens.c.revoked_at.is_(None)).limit(1)
-        return (self._connection.execute(statement)).first() is not None
+        return self._connection.execute(statement).first() is not None
 
     def revoke_token(self, token_id: str, now: datetime) -> None:
         """Note that a token is good no more; one that was revoked before keeps its date."""
@@ -322,10 +314,10 @@ class Transaction:
         return len(rows)
 
     def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
-        return [token_from(row) for row in (self._connection.execute(statement)).mappings()]
+        return [token_from(row) for row in self.rows(statement)]
 
     def _one_job(self, statement: Select[Any]) -> StoredJob | None:
-        row = (self._connection.execute(statement)).mappings().one_or_none()
+        row = self._connection.execute(statement).mappings().one_or_none()
         return None if row is None else job_from(row)
 
     def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
