@@ -90,7 +90,9 @@ def _field_error(request: AnyRequest, detail: dict[str, Any]) -> FieldError:
     if key == "data":
         # A handler's parameter of that name is the body, and there is none.
         return FieldError(field="body", message="a JSON object must be sent")
-    return FieldError(field=_name_of(request, key, detail), message=_without_prefix(str(detail.get("message", ""))))
+    # Pydantic puts the exception's type before a validator's own words.
+    message = str(detail.get("message", "")).removeprefix("Value error, ")
+    return FieldError(field=_name_of(request, key, detail), message=message)
 
 
 def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
@@ -98,11 +100,6 @@ def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
     parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
     names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
     return getattr(names, "name", None) or key
-
-
-def _without_prefix(message: str) -> str:
-    """Pydantic puts the exception's type before a validator's own words."""
-    return message.removeprefix("Value error, ")
 
 
 def _answer(

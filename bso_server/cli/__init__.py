@@ -38,16 +38,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except DatabaseUnavailableError as error:
-        print(
-            f"bso-server: {error.detail}. Check that it runs and can be reached from here, and its URL, user and "
-            "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)",
-            file=sys.stderr,
+        problem = (
+            f"{error.detail}. Check that it runs and can be reached from here, and its URL, user and "
+            "password (--database-url or ZEUS_BSO_DATABASE_URL, ZEUS_BSO_DB_USER, ZEUS_BSO_DB_PASSWORD)"
         )
-        return 1
     except (CommandError, BsoError, ValueError, OSError) as error:
-        print(f"bso-server: {error}", file=sys.stderr)
-        return 1
-    return 0
+        problem = str(error)
+    else:
+        return 0
+    print(f"bso-server: {problem}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:

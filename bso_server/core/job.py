@@ -61,11 +61,7 @@ TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
 
 
 def check_transition(before: TrialState, after: TrialState) -> None:
-    """Refuse an illegal move.
-
-    Raises:
-        IllegalTransitionError: `TRANSITIONS` does not hold the move.
-    """
+    """Raise `IllegalTransitionError` unless `TRANSITIONS` holds the move."""
     if after not in TRANSITIONS[before]:
         raise IllegalTransitionError(f"a trial that is {before} cannot become {after}")
 
@@ -128,10 +124,8 @@ class JobState:
         config: What never changes.
         event_count: The job's logical clock: one tick per dispatch and per end.
         trial_count: Trials dispatched so far.
-        cheapest: The cheapest trial that reached the target, or None.
-        bandit_entered_at: Event at which the bandit stage began, or None.
+        cheapest: As in `History`; likewise `bandit_entered_at` and `survivors`.
         folded_event: Event up to which ends of trials are in the arms.
-        survivors: Batch sizes with which the bandit stage was entered, ascending, or None.
     """
 
     config: JobConfig
@@ -207,9 +201,9 @@ def suggested(
         job: The job.
         history: What decisions rest on, with every end up to now folded into its arms.
         rng: The job's generator; advanced by draws of the bandit stage alone.
-        moment: The present.
-        owner: Id of the token that asked for the trial, if any.
-        idempotency_key: Made by the client for this trial, if any.
+        moment: As in `dispatched`.
+        owner: As in `dispatched`.
+        idempotency_key: As in `dispatched`.
 
     Raises:
         NoSurvivorError: The policy has no batch size left.
@@ -224,11 +218,7 @@ def suggested(
 
 
 def revived(trial: TrialRecord) -> TrialRecord:
-    """A suspended or abandoned trial whose training is back; a running one stays as it is.
-
-    Raises:
-        IllegalTransitionError: The trial has ended for good.
-    """
+    """A suspended or abandoned trial whose training is back; a running one stays as it is."""
     if trial.state is TrialState.RUNNING:
         return trial
     check_transition(trial.state, TrialState.RUNNING)
@@ -236,11 +226,7 @@ def revived(trial: TrialRecord) -> TrialRecord:
 
 
 def beating(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
-    """A trial whose training sent a heartbeat, which more follow if it is `regular`.
-
-    Raises:
-        IllegalTransitionError: The trial has ended for good.
-    """
+    """A trial whose training sent a heartbeat, which more follow if it is `regular`."""
     trial = revived(trial)
     if regular:
         trial = replace(trial, heartbeats=True)
@@ -261,11 +247,7 @@ def ended(
     message: str | None,
     moment: Moment | None = None,
 ) -> tuple[AnyJob, TrialRecord]:
-    """A trial that ends in `state`; the job's clock goes on, and it may have a new cheapest trial.
-
-    Raises:
-        IllegalTransitionError: The trial cannot become so.
-    """
+    """A trial that ends in `state`; the job's clock goes on, and it may have a new cheapest trial."""
     check_transition(trial.state, state)
     event = job.event_count + 1
     trial = replace(
@@ -301,9 +283,6 @@ def ended_by_training(
         observed: Whether a trial of that size was ever measured to its end. Such a size can run: its crashes have other
             causes and never exclude it.
         retries: Crashes after which a size counts as infeasible.
-
-    Raises:
-        IllegalTransitionError: The trial has ended for good.
     """
     trial, size = revived(trial), trial.batch_size
     if ending.outcome is TrialState.SUSPENDED:
@@ -325,11 +304,7 @@ def _with_detail(message: str, ending: Ending) -> str:
 
 
 def abandoned(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
-    """A trial whose lease has run out.
-
-    Raises:
-        IllegalTransitionError: The trial has ended.
-    """
+    """A trial whose lease has run out."""
     message = f"abandoned: not heard of since {trial.reported_at or trial.started_at:%Y-%m-%d %H:%M:%S} UTC"
     return ended(job, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, message, moment)
 
@@ -356,7 +331,6 @@ def reported(
         energy_source: How the energy was measured.
 
     Raises:
-        IllegalTransitionError: The trial has ended for good.
         InvalidReportError: The report contradicts those before it, or reached the target at no cost.
     """
     config, trial = job.config, revived(trial)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import count
 
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.job import LeasePolicy
-from bso_server.errors import DatabaseUnavailableError, UnknownJobError
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import transfer
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, utc_now, with_job_id
 from bso_server.service.messages import JobExport
@@ -55,7 +56,7 @@ class BatchSizeService:
         self._reports: GroupCommit[CallersReport, ReportResponse] = GroupCommit(self._report_all)
 
     async def register(self, registration: JobRegistration) -> tuple[JobRegistration, bool]:
-        """Register a job, or find it registered the same way: the job with its id, and whether it is new."""
+        """See `Commands.register`; a registration without a job_id gets one."""
         registration = with_job_id(registration)
         # Most are registered already, and to look makes no writer wait.
         known = await self._store.read(lambda transaction: self._commands.registered(transaction, registration))
@@ -104,19 +105,10 @@ class BatchSizeService:
 
     async def delete_job(self, job_id: str) -> None:
         """Delete a job with all that is known of it."""
-        is_first = True
-
-        def delete(transaction: Transaction) -> None:
-            nonlocal is_first
-            was_first, is_first = is_first, False
-            try:
-                self._commands.delete_job(transaction, job_id)
-            except UnknownJobError:
-                # The first try may have been committed, and the connection lost before it said so.
-                if was_first:
-                    raise
-
-        await self._store.write(delete)
+        attempts = count()
+        await self._store.write(
+            lambda transaction: self._commands.delete_job(transaction, job_id, again=next(attempts) > 0)
+        )
 
     async def import_job(self, export: JobExport) -> JobSummary:
         """Create a job with its trials as another server exported it.
@@ -124,15 +116,10 @@ class BatchSizeService:
         Raises:
             InvalidImportError: Its facts contradict each other.
         """
-        job = transfer.imported(export)
-        is_again = False
-
-        def insert(transaction: Transaction) -> JobSummary:
-            nonlocal is_again
-            was_again, is_again = is_again, True
-            return self._commands.import_job(transaction, job, again=was_again)
-
-        return await self._store.write(insert)
+        job, attempts = transfer.imported(export), count()
+        return await self._store.write(
+            lambda transaction: self._commands.import_job(transaction, job, again=next(attempts) > 0)
+        )
 
     async def prune_epochs(self, age: timedelta) -> int:
         """Forget reports that are older than `age`; each trial keeps its last. Their number."""

@@ -270,9 +270,9 @@ class Commands:
         transaction.update_jobs([after])
         return after.event_count - job.event_count
 
-    def delete_job(self, transaction: Transaction, job_id: str) -> None:
-        """Delete a job with all that is known of it."""
-        if not transaction.delete_job(job_id):
+    def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
+        """Delete a job with all that is known of it; `again` as in `import_job`."""
+        if not transaction.delete_job(job_id) and not again:
             raise UnknownJobError(job_id)
         transaction.log("job %s deleted", job_id)
 
@@ -282,7 +282,7 @@ class Commands:
         Args:
             transaction: Reads and writes.
             job: The job, from `transfer.imported`.
-            again: Whether this work was tried before, so that the same job may be there because of it.
+            again: Whether this was tried before, and may have been committed before the connection was lost.
 
         Raises:
             JobConflictError: Its id is taken.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from bso_server import errors
+import bso_server.errors as errors
 
 STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
     errors.UnknownJobError: HTTPStatus.NOT_FOUND,

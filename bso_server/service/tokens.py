@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from datetime import UTC, datetime
+from datetime import datetime
 
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.errors import UnknownTokenError
+from bso_server.service.commands import utc_now
 from bso_server.service.security import new_token
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 
 _MAX_NAME_LENGTH = 255
-
-
-def _utc_now() -> datetime:
-    return datetime.now(UTC)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:
@@ -32,7 +29,7 @@ class Tokens:
         clock: Gives the present instant, aware.
     """
 
-    def __init__(self, store: Store, *, clock: Callable[[], datetime] = _utc_now) -> None:
+    def __init__(self, store: Store, *, clock: Callable[[], datetime] = utc_now) -> None:
         self._store = store
         self._clock = clock
 

@@ -57,7 +57,7 @@ def exported(
 ) -> JobExport:
     """A job with everything that is kept of it."""
     profile_of = {
-        profile.trial_number: PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at)
+        profile.trial_number: PowerProfileExport.model_validate(profile, from_attributes=True)
         for profile in power_profiles
     }
     by_trial: dict[int, list[EpochExport]] = {}
@@ -117,9 +117,7 @@ def imported(export: JobExport) -> ImportedJob:
         for epoch in trial.epochs
     ]
     profiles = [
-        StoredPowerProfile(
-            job_id, trial.trial_number, trial.batch_size, trial.power_profile.samples, trial.power_profile.stored_at
-        )
+        StoredPowerProfile(job_id, trial.trial_number, trial.batch_size, **dict(trial.power_profile))
         for trial in export.trials
         if trial.power_profile is not None
     ]

@@ -117,15 +117,7 @@ def power_profiles(of_job: StoredJob, kept: Iterable[StoredPowerProfile]) -> Pow
     """A job's power-limit profiles."""
     return PowerProfileList(
         gpus=gpus_of(of_job.registration),
-        profiles=tuple(
-            PowerProfileView(
-                trial_number=each.trial_number,
-                batch_size=each.batch_size,
-                samples=each.samples,
-                stored_at=each.stored_at,
-            )
-            for each in kept
-        ),
+        profiles=tuple(PowerProfileView.model_validate(each, from_attributes=True) for each in kept),
     )
 
 

@@ -238,20 +238,11 @@ class Transaction:
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """That of the latest trial of this size which has left one, or None."""
-        table = power_profiles.c
-        found = self.rows(
-            select(power_profiles)
-            .where(table.job_id == job_id, table.batch_size == batch_size)
-            .order_by(table.trial_number.desc())
-            .limit(1)
-        )
-        return power_profile_from(found[0]) if found else None
+        return self._power_profile(power_profiles.c.job_id == job_id, power_profiles.c.batch_size == batch_size)
 
     def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
         """The profile that this trial has left, or None."""
-        table = power_profiles.c
-        found = self.rows(select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
-        return power_profile_from(found[0]) if found else None
+        return self._power_profile(power_profiles.c.job_id == key[0], power_profiles.c.trial_number == key[1])
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
         """Add the profiles of trials that have left none."""
@@ -319,6 +310,12 @@ class Transaction:
     def _one_job(self, statement: Select[Any]) -> StoredJob | None:
         row = self._connection.execute(statement).mappings().one_or_none()
         return None if row is None else job_from(row)
+
+    def _power_profile(self, *conditions: ColumnElement[bool]) -> StoredPowerProfile | None:
+        """The one of the latest trial."""
+        statement = select(power_profiles).where(*conditions).order_by(power_profiles.c.trial_number.desc()).limit(1)
+        found = self.rows(statement)
+        return power_profile_from(found[0]) if found else None
 
     def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
         statement = select(trials).where(*conditions)
