@@ -20,13 +20,14 @@ from bso_server.service import views
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_PAGE, JobExport
 from bso_server.service.queries import JobReader
-from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
+from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage
 
 if TYPE_CHECKING:
     # argparse keeps the name to itself.
     from argparse import _SubParsersAction
 
 Message = TypeVar("Message", bound=BaseModel)
+Page = TypeVar("Page", JobList, TrialPage)
 
 # Whole jobs take a while to write and to read.
 _TIMEOUT_S = 300.0
@@ -77,7 +78,8 @@ def _list(options: argparse.Namespace) -> None:
     if options.server_url is None:
         jobs = with_ready_store(options, lambda store: JobReader(store).all_jobs())
     else:
-        jobs = _all_jobs(options)
+        pages = _pages(options, JobList, Paths.API_JOBS)
+        jobs = JobList(jobs=tuple(job for page in pages for job in page.jobs))
     print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
 
 
@@ -92,17 +94,8 @@ def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobVie
     view = _read(options, JobView, f"?{query}", lambda reader: reader.show_job(options.job_id, limit=limit))
     if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
         return view
-    return view.model_copy(update={"trials": tuple(_all_trials(options))})
-
-
-def _all_trials(options: argparse.Namespace) -> Iterator[TrialView]:
-    cursor: int | None = 0
-    while cursor is not None:
-        query = urlencode({"limit": MAX_PAGE, "cursor": cursor})
-        path = f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}/trials?{query}"
-        page = TrialPage.model_validate_json(_ask(options, "GET", path))
-        yield from page.trials
-        cursor = page.next_cursor
+    pages = _pages(options, TrialPage, f"{_path_of_job(options)}/trials")
+    return view.model_copy(update={"trials": tuple(trial for page in pages for trial in page.trials)})
 
 
 def _show(options: argparse.Namespace) -> None:
@@ -161,21 +154,23 @@ def _read(
 ) -> Message:
     """Ask the server for this part of the job if one is named, else read the database."""
     if options.server_url is not None:
-        return message.model_validate_json(
-            _ask(options, "GET", f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}{path}")
-        )
+        return message.model_validate_json(_ask(options, "GET", _path_of_job(options) + path))
     return with_ready_store(options, lambda store: from_database(JobReader(store)))
 
 
-def _all_jobs(options: argparse.Namespace) -> JobList:
-    jobs: list[JobSummary] = []
+def _path_of_job(options: argparse.Namespace) -> str:
+    return f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}"
+
+
+def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator[Page]:
+    """All pages of a list that the server holds."""
     query = {"limit": str(MAX_PAGE)}
     while True:
-        page = JobList.model_validate_json(_ask(options, "GET", f"{Paths.API_JOBS}?{urlencode(query)}"))
-        jobs += page.jobs
+        page = kind.model_validate_json(_ask(options, "GET", f"{path}?{urlencode(query)}"))
+        yield page
         if page.next_cursor is None:
-            return JobList(jobs=tuple(jobs))
-        query["cursor"] = page.next_cursor
+            return
+        query["cursor"] = str(page.next_cursor)
 
 
 def _ask(options: argparse.Namespace, method: str, path: str, content: str | None = None) -> bytes:

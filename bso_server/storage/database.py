@@ -181,7 +181,9 @@ class SqliteDatabase:
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`."""
         thread = self._readers if read_only else self._writer
-        return await asyncio.get_running_loop().run_in_executor(thread, self._run, work, read_only)
+        return await asyncio.get_running_loop().run_in_executor(
+            thread, lambda: self.file.run(self._connection(), work, read_only=read_only)
+        )
 
     async def close(self) -> None:
         """Let the work in hand end, and close every connection."""
@@ -190,9 +192,6 @@ class SqliteDatabase:
         self._readers.shutdown()
         for connection in self._connections:
             connection.close()
-
-    def _run(self, work: Callable[[Connection], T], read_only: bool) -> T:
-        return self.file.run(self._connection(), work, read_only=read_only)
 
     def _connection(self) -> Connection:
         """This thread's connection, which it keeps: opening one costs more than a transaction."""

@@ -26,15 +26,7 @@ from zeus_plugins.protocol import Stage, TrialState
 def jobs_page(
     transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int
 ) -> list[StoredJob]:
-    """Jobs in order of their ids, as the database orders text.
-
-    Args:
-        transaction: Where to read.
-        prefix: Only those with this `job_id_prefix`.
-        stage: Only those in this stage.
-        after: Only those with a later id.
-        limit: At most so many.
-    """
+    """See `service.queries.JobReader.list_jobs`; only jobs whose ids come `after` this one."""
     statement = select(jobs).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
@@ -49,15 +41,7 @@ def jobs_page(
 def trials_page(
     transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
 ) -> list[TrialRecord]:
-    """Trials in order of dispatch.
-
-    Args:
-        transaction: Where to read.
-        job_id: Their job.
-        state: Only those in this state.
-        after: Only those with a larger number.
-        limit: At most so many.
-    """
+    """See `service.queries.JobReader.list_trials`; only trials whose numbers come `after` this one."""
     conditions = [trials.c.trial_number > after]
     if state is not None:
         conditions.append(trials.c.state == state)
