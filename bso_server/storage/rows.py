@@ -81,25 +81,23 @@ def config_of(registration: JobRegistration) -> JobConfig:
     return JobConfig(**{name: getattr(registration, name) for name in _CONFIG_FIELDS})
 
 
-# Columns of `jobs` that are fields of the same name, and those of the cheapest trial with its fields.
-_SAME_IN_JOBS = ("event_count", "trial_count", "folded_event", "rng_state")
-_CHEAPEST = {"min_cost_trial_number": "trial_number", "min_cost_batch_size": "batch_size", "min_cost_j": "cost_j"}
-
-
 def job_from(row: Row) -> StoredJob:
     """A job from its row."""
     registration, config = _specification(row["spec"])
     cheapest = None
     if row["min_cost_j"] is not None:
-        cheapest = Cheapest(*(row[column] for column in _CHEAPEST))
+        cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
     return StoredJob(
         registration=registration,
         config=config,
         created_at=row["created_at"],
+        event_count=row["event_count"],
+        trial_count=row["trial_count"],
         cheapest=cheapest,
         bandit_entered_at=row["bandit_entered_event"],
+        folded_event=row["folded_event"],
+        rng_state=row["rng_state"],
         survivors=None if row["survivors"] is None else tuple(json.loads(row["survivors"])),
-        **{name: row[name] for name in _SAME_IN_JOBS},
     )
 
 
@@ -108,10 +106,15 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
     cheapest = stored.cheapest
     return {
         "job_id": stored.job_id,
+        "event_count": stored.event_count,
+        "trial_count": stored.trial_count,
+        "min_cost_j": stored.min_cost_j,
+        "min_cost_batch_size": None if cheapest is None else cheapest.batch_size,
+        "min_cost_trial_number": None if cheapest is None else cheapest.trial_number,
         "bandit_entered_event": stored.bandit_entered_at,
+        "folded_event": stored.folded_event,
+        "rng_state": stored.rng_state,
         "survivors": None if stored.survivors is None else json.dumps(stored.survivors),
-        **{column: cheapest and getattr(cheapest, name) for column, name in _CHEAPEST.items()},
-        **{name: getattr(stored, name) for name in _SAME_IN_JOBS},
     }
 
 
