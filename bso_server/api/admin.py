@@ -10,7 +10,7 @@ from litestar.params import JSONBody
 
 from bso_server.api.auth import needs
 from bso_server.api.parameters import Reader, Service
-from bso_server.api.responses import errors
+from bso_server.api.responses import BODY, errors
 from bso_server.core.access import Scope
 from bso_server.service.messages import MAX_IMPORT_BYTES, JobExport, Liveness, VersionView
 from zeus_plugins.protocol import JobSummary, Paths
@@ -24,12 +24,7 @@ _OPEN: list[SecurityRequirement] = [{}]
     summary="Import a job",
     opt=needs(Scope.ADMIN),
     request_max_body_size=MAX_IMPORT_BYTES,
-    responses=errors(
-        HTTPStatus.CONFLICT,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        HTTPStatus.UNPROCESSABLE_ENTITY,
-    ),
+    responses=errors(HTTPStatus.CONFLICT, *BODY),
 )
 async def import_job(data: JSONBody[JobExport], service: Service) -> JobSummary:
     """Create a job with all its trials from what another server exported."""

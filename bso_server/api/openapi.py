@@ -15,7 +15,7 @@ from litestar import Request
 from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
-from bso_server.api.responses import errors
+from bso_server.api.responses import BODY, errors
 from zeus_plugins.protocol import ErrorBody, Paths, ReportResponse, TrainingResult, WireMessage
 
 
@@ -38,13 +38,7 @@ class OpenApiDocument(JsonRenderPlugin):
 
 def _report() -> dict[str, Any]:
     """The operation of ``POST /report``."""
-    refused = errors(
-        HTTPStatus.NOT_FOUND,
-        HTTPStatus.CONFLICT,
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-        HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        HTTPStatus.UNPROCESSABLE_ENTITY,
-    )
+    refused = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
     answers = {
         str(status): {"description": spec.description, "content": _content(ErrorBody, spec.media_type)}
         for status, spec in refused.items()

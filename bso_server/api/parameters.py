@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from litestar.di import NamedDependency
 from litestar.params import HeaderParameter, PathParameter, QueryParameter
@@ -19,11 +19,15 @@ Reader = NamedDependency[JobReader]
 # The largest number that every database takes for an integer column.
 _LARGEST = 2**31 - 1
 
-JobInPath = Annotated[str, PathParameter(pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")]
+_ID: dict[str, Any] = {"pattern": ID_PATTERN, "max_length": MAX_ID_LENGTH}
+_CURSOR: dict[str, Any] = {
+    "name": "cursor",
+    "description": "The next_cursor of the page before; absent: the first page.",
+}
 
-JobInQuery = Annotated[
-    str, QueryParameter(name="job_id", pattern=ID_PATTERN, max_length=MAX_ID_LENGTH, description="The job.")
-]
+JobInPath = Annotated[str, PathParameter(**_ID, description="The job.")]
+
+JobInQuery = Annotated[str, QueryParameter(name="job_id", **_ID, description="The job.")]
 
 _IDEMPOTENCY_KEY = HeaderParameter(
     name="Idempotency-Key",
@@ -41,12 +45,7 @@ TrialNumber = Annotated[int, PathParameter(ge=1, le=_LARGEST, description="The t
 
 JobIdPrefix = Annotated[
     str | None,
-    QueryParameter(
-        name="prefix",
-        pattern=ID_PATTERN,
-        max_length=MAX_ID_LENGTH,
-        description="Only jobs that were registered with this job_id_prefix.",
-    ),
+    QueryParameter(name="prefix", **_ID, description="Only jobs that were registered with this job_id_prefix."),
 ]
 
 StageFilter = Annotated[Stage | None, QueryParameter(name="stage", description="Only jobs in this stage.")]
@@ -59,24 +58,8 @@ Latest = Annotated[
     int, QueryParameter(name="limit", ge=0, le=MAX_PAGE, description="How many of the latest trials to show.")
 ]
 
-JobCursor = Annotated[
-    str | None,
-    QueryParameter(
-        name="cursor",
-        pattern=ID_PATTERN,
-        max_length=MAX_ID_LENGTH,
-        description="The next_cursor of the page before; absent: the first page.",
-    ),
-]
+JobCursor = Annotated[str | None, QueryParameter(**_CURSOR, **_ID)]
 
-TrialCursor = Annotated[
-    int,
-    QueryParameter(
-        name="cursor",
-        ge=0,
-        le=_LARGEST,
-        description="The next_cursor of the page before; absent: the first page.",
-    ),
-]
+TrialCursor = Annotated[int, QueryParameter(**_CURSOR, ge=0, le=_LARGEST)]
 
 Since = Annotated[int, QueryParameter(ge=0, le=_LARGEST, description="Only what happened after this event.")]

@@ -22,6 +22,13 @@ _MEANING = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer or has another schema.",
 }
 
+BODY = (
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+"""The error statuses of a route that reads a body."""
+
 # What any route behind the guard may answer.
 _ALWAYS = (
     HTTPStatus.BAD_REQUEST,

@@ -13,7 +13,7 @@ from litestar.params import JSONBody
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.parameters import IdempotencyKey, JobInQuery, RequiredIdempotencyKey, Service
-from bso_server.api.responses import errors
+from bso_server.api.responses import BODY, errors
 from bso_server.core.access import Scope
 from zeus_plugins.protocol import (
     Heartbeat,
@@ -26,22 +26,19 @@ from zeus_plugins.protocol import (
     TrialPowerProfile,
 )
 
-_BODY = (
-    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-    HTTPStatus.UNPROCESSABLE_ENTITY,
-)
+_TRAINING = needs(Scope.REPORT)
+_ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, *BODY)
 
 
 @post(
     Paths.JOBS,
     summary="Register a job",
-    opt=needs(Scope.REPORT),
+    opt=_TRAINING,
     responses={
         HTTPStatus.OK: ResponseSpec(
             JobRegistration, description="The job exists with the same configuration.", generate_examples=False
         ),
-        **errors(HTTPStatus.CONFLICT, *_BODY),
+        **errors(HTTPStatus.CONFLICT, *BODY),
     },
 )
 async def register_job(data: JSONBody[JobRegistration], service: Service) -> Response[JobRegistration]:
@@ -53,30 +50,19 @@ async def register_job(data: JSONBody[JobRegistration], service: Service) -> Res
 @get(
     Paths.BATCH_SIZE,
     summary="Start a trial",
-    opt=needs(Scope.REPORT),
+    opt=_TRAINING,
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def suggest(
-    job_id: JobInQuery,
-    service: Service,
-    request: CallerRequest,
-    idempotency_key: IdempotencyKey = None,
+    job_id: JobInQuery, service: Service, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
     return await service.suggest(job_id, idempotency_key, caller=request.user)
 
 
-@post(
-    Paths.TRIALS,
-    summary="Record a trial that began without the server",
-    opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
-)
+@post(Paths.TRIALS, summary="Record a trial that began without the server", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def record_offline(
-    data: JSONBody[OfflineTrial],
-    service: Service,
-    request: CallerRequest,
-    idempotency_key: RequiredIdempotencyKey,
+    data: JSONBody[OfflineTrial], service: Service, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
 ) -> TrialDispatch:
     """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
     return await service.record_offline(data, idempotency_key, caller=request.user)
@@ -85,31 +71,21 @@ async def record_offline(
 @patch(
     Paths.TRIALS,
     summary="End a trial",
-    opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *_BODY),
+    opt=_TRAINING,
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY),
 )
 async def end_trial(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
     await service.end_trial(data, caller=request.user)
 
 
-@patch(
-    Paths.HEARTBEAT,
-    summary="Keep a trial alive",
-    opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
-)
+@patch(Paths.HEARTBEAT, summary="Keep a trial alive", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
     return await service.heartbeat(data, caller=request.user)
 
 
-@put(
-    Paths.POWER_PROFILE,
-    summary="Store a trial's power limits",
-    opt=needs(Scope.REPORT),
-    responses=errors(HTTPStatus.NOT_FOUND, *_BODY),
-)
+@put(Paths.POWER_PROFILE, summary="Store a trial's power limits", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def store_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
     await service.store_power_profile(data, caller=request.user)
