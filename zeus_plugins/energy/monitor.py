@@ -106,11 +106,7 @@ class OpenWindows(Generic[Reading]):
         return len(self._readings)
 
     def open(self, name: str, reading: Reading) -> None:
-        """Note that a window begins.
-
-        Raises:
-            ZeusBSOOperationOrderError: A window of that name is open; it stays as it was.
-        """
+        """Note that a window begins; one of that name that is open stays as it was, and `refuse_open` raises."""
         self.refuse_open(name)
         self._readings[name] = reading
 

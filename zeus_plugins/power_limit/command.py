@@ -56,7 +56,7 @@ class CommandDevice:
         return str(self._device)
 
     def range_w(self) -> tuple[float, float]:
-        """As the other device tells; see `PowerLimitDevice.range_w`."""
+        """See `PowerLimitDevice.range_w`; the other device tells."""
         return self._device.range_w()
 
     def limit_w(self) -> float:

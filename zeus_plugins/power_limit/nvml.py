@@ -92,16 +92,7 @@ class NvmlDevice:
 
 
 def open_devices(indices: Sequence[int] | None = None, *, nvml: Nvml | None = None) -> tuple[NvmlDevice, ...]:
-    """Find the chosen GPUs, those that `NvmlMonitor` measures.
-
-    Args:
-        indices: Which of the visible GPUs, counting from 0. None: all of them.
-        nvml: What to call instead of the installed `pynvml`.
-
-    Raises:
-        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
-        ZeusBSOConfigError: They are of several models, or one that was named does not exist.
-    """
+    """Find the chosen GPUs, those that `NvmlMonitor` measures; arguments and errors are those of `find_devices`."""
     try:
         return tuple(_device(gpu, nvml) for gpu in open_gpus(nvml, indices))
     except EnergyUnavailableError as error:
