@@ -14,8 +14,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from itertools import count
-from types import TracebackType
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -28,6 +27,7 @@ from zeus_plugins.client.port import (
     SERVER_URL_VARIABLE,
     TOKEN_VARIABLE,
     Retries,
+    ServerPort,
     end_of,
     heartbeat_of,
     power_profile_of,
@@ -66,19 +66,14 @@ _logger = logging.getLogger("zeus_plugins")
 _Message = TypeVar("_Message", bound=BaseModel)
 
 
-class BsoClient:
+class BsoClient(ServerPort):
     """A connection to one batch size optimization server.
 
-    Nothing is opened before the first call, and an open connection is never pickled, so a client can be sent to another
-    process at any time. It can be used again after `close`. Neither the token nor a password inside `server_url`
-    appears in its repr, its errors or the log.
+    `ServerPort` describes its methods, and says when and from where they may be called. Neither the token nor a
+    password inside `server_url` appears in its repr, its errors or the log.
 
     Requests are repeated as `retries` says; each is such that the server does not mind getting it twice, but for
     `delete_job`, which is sent once.
-
-    Every method that talks to the server raises `ZeusBSOServerUnreachableError` when there is no answer,
-    `ZeusBSOConfigError` when the server refuses the job or the token, and `ZeusBSORuntimeError` for every other
-    failure.
 
     Args:
         server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
@@ -120,20 +115,12 @@ class BsoClient:
     def __repr__(self) -> str:
         return f"BsoClient({self._server_url!r})"
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_http": None}
 
     @property
     def server_url(self) -> str:
-        """The server's URL without user and password; for the one in this process, ``embedded://`` and its file."""
+        """The server's URL without user and password."""
         return self._server_url
 
     @property
@@ -154,90 +141,37 @@ class BsoClient:
             self._http = None
 
     def register(self, job: JobRegistration) -> JobRegistration:
-        """Register a job, or find it again when it is there with the same configuration.
-
-        Args:
-            job: The job on its hardware.
-
-        Returns:
-            The job as the server keeps it, with its `job_id`.
-        """
+        """See `ServerPort.register`."""
         return self._decode(self._request("POST", Paths.JOBS, body=job), JobRegistration)
 
     def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """Start a trial of a registered job.
-
-        Args:
-            job_id: The job.
-            key: Made for this trial: however often it is asked for with the same key, it is one trial. A Zeus server
-                starts one each time.
-
-        Returns:
-            The trial with its global batch size.
-        """
+        """See `ServerPort.suggest`."""
         answer = self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}, key=key or secrets.token_hex(16))
         return self._decode(answer, TrialDispatch)
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
-        """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
-
-        Args:
-            trial: The trial.
-            key: Made for this trial, as in `suggest`.
-
-        Returns:
-            The trial with its number.
-        """
+        """See `ServerPort.record_offline`."""
         return self._decode(self._request("POST", Paths.TRIALS, body=trial, key=key), TrialDispatch)
 
     def report(self, result: TrainingResult) -> ReportResponse:
-        """Report an evaluation of a running trial.
-
-        Args:
-            result: Totals in seconds and joules since the trial began, and the metric.
-
-        Returns:
-            Whether to stop, and whether the target was reached.
-        """
+        """See `ServerPort.report`."""
         return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
-        """End a trial that the server has not ended.
-
-        Args:
-            trial: The trial. Only its three identifying fields are sent.
-            ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
-        """
+        """See `ServerPort.end_trial`."""
         self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end_of(trial, ending)))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
-        """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
-
-        Args:
-            trial: The trial.
-            regular: Whether more heartbeats follow at the interval that the answer names.
-
-        Returns:
-            Where the trial stands, and when the next heartbeat is due.
-        """
+        """See `ServerPort.heartbeat`."""
         beat = heartbeat_of(trial, regular=regular)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
-
-        Args:
-            trial: The trial.
-            choice: What it knows of its limits, and the one that it chose.
-        """
+        """See `ServerPort.store_power_profile`."""
         self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=power_profile_of(trial, choice)))
 
     def delete_job(self, job_id: str) -> None:
-        """Delete a job and all its trials.
-
-        Args:
-            job_id: The job.
-        """
+        """Delete a job and all its trials."""
         self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}, retries=NO_RETRIES))
 
     def list_jobs(self) -> JobList:
@@ -251,11 +185,7 @@ class BsoClient:
         return JobList(jobs=jobs)
 
     def show_job(self, job_id: str) -> JobView:
-        """Show a job with its arms and all of its trials. A Zeus server does not offer this.
-
-        Args:
-            job_id: The job.
-        """
+        """Show a job with its arms and all of its trials. A Zeus server does not offer this."""
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
         view = self._decode(self._request("GET", path), JobView)
         if view.trial_count is None or len(view.trials) >= view.trial_count:
@@ -279,16 +209,7 @@ class BsoClient:
         key: str | None = None,
         retries: Retries | None = None,
     ) -> httpx.Response:
-        """Send one request, more than once if need be, and return its 2xx answer.
-
-        Args:
-            method: HTTP method.
-            path: Path below the server's URL.
-            params: Query parameters.
-            body: JSON body.
-            key: The request's `Idempotency-Key`.
-            retries: Takes the place of the client's.
-        """
+        """Send one request, more than once if need be, and return its 2xx answer; `key` is its `Idempotency-Key`."""
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key is not None:
             headers["Idempotency-Key"] = key

@@ -26,8 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from pydantic import ValidationError
 
@@ -46,6 +45,7 @@ from zeus_plugins.client.port import (
     EMBEDDED,
     SERVER_URL_VARIABLE,
     Retries,
+    ServerPort,
     end_of,
     heartbeat_of,
     power_profile_of,
@@ -77,7 +77,7 @@ _logger = logging.getLogger("zeus_plugins")
 T = TypeVar("T")
 
 
-class LocalServer:
+class LocalServer(ServerPort):
     """The server in this process.
 
     All servers of this process on one file share one connection to it. It is opened at the first request and closed by
@@ -101,14 +101,6 @@ class LocalServer:
 
     def __repr__(self) -> str:
         return f"LocalServer({self.server_url!r})"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     @property
     def server_url(self) -> str:
@@ -173,11 +165,7 @@ class LocalServer:
         self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
 
     def delete_job(self, job_id: str) -> None:
-        """Delete a job and all its trials.
-
-        Args:
-            job_id: The job.
-        """
+        """Delete a job and all its trials."""
         self._write("deletion", lambda transaction: self._commands.delete_job(transaction, job_id))
 
     def list_jobs(self) -> JobList:
@@ -192,11 +180,7 @@ class LocalServer:
         return JobList(jobs=jobs)
 
     def show_job(self, job_id: str) -> JobView:
-        """Show a job with its arms and trials.
-
-        Args:
-            job_id: The job.
-        """
+        """Show a job with its arms and trials."""
         from bso_server.service.queries import shown_job
 
         return self._read("job", lambda transaction: shown_job(transaction, job_id))

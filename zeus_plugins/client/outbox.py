@@ -80,11 +80,7 @@ class OutboxHeader(WireMessage):
     key: str | None = None
 
     def file_name(self, copy: int = 0) -> str:
-        """The same for the same trial of the same server, and fit for every file system.
-
-        Args:
-            copy: Another number makes another name.
-        """
+        """The same for the same trial of the same server and the same `copy`, and fit for every file system."""
         job_id = self.registration.job_id or ""
         which = self.key if self.key is not None else (self.trial.trial_number if self.trial else None)
         digest = hashlib.sha256(json.dumps([self.server_url, job_id, which]).encode()).hexdigest()[:16]
@@ -96,10 +92,7 @@ class _Line(WireMessage):
     """A line after the first: exactly one of its fields.
 
     Attributes:
-        evaluation: To be delivered.
-        ending: To be delivered.
-        power_limits: To be delivered.
-        delivered: How many of those were, in all.
+        delivered: The number of items that were delivered so far, in all.
         trial: The trial as the server has recorded it.
     """
 
@@ -117,42 +110,26 @@ class OutboxFile:
         path: The file.
         file: The same, open, locked and unbuffered. None: there is none, and what is put in is kept in memory alone.
         sender: Whose results these are.
+
+    Attributes:
+        trial: The trial, or None while the server has not recorded it.
+        latest: The last evaluation that was put in, delivered or not.
     """
 
     def __init__(self, path: Path, file: IO[bytes] | None, sender: OutboxHeader) -> None:
-        self._path = path
+        self.path = path
         self._file = file
-        self._sender = sender
-        self._trial = sender.trial
+        self.sender = sender
+        self.trial = sender.trial
         # Each with whether it is on the disk: what is delivered of the file is counted by its lines.
         self._waiting: deque[tuple[Item, bool]] = deque()
         self._delivered = 0
-        self._latest: Evaluation | None = None
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return self._path
+        self.latest: Evaluation | None = None
 
     @property
     def is_on_disk(self) -> bool:
         """Whether there is a file, open, and not only this process's memory."""
         return self._file is not None
-
-    @property
-    def sender(self) -> OutboxHeader:
-        """Whose results these are."""
-        return self._sender
-
-    @property
-    def trial(self) -> TrialId | None:
-        """The trial, or None while the server has not recorded it."""
-        return self._trial
-
-    @property
-    def latest(self) -> Evaluation | None:
-        """The last evaluation that was put in, delivered or not."""
-        return self._latest
 
     @property
     def first(self) -> Item | None:
@@ -181,7 +158,7 @@ class OutboxFile:
 
     def name(self, trial: TrialId) -> None:
         """Note under which name the server has recorded the trial."""
-        self._trial = trial
+        self.trial = trial
         # Without the note it is recorded again, under the same key and so as the same trial.
         with contextlib.suppress(OSError):
             self._write(_Line(trial=trial))
@@ -212,9 +189,9 @@ class OutboxFile:
         if self._file is not None:
             # Somebody may have removed it, or taken the right to its directory.
             with contextlib.suppress(OSError):
-                aside = _set_aside(self._path)
+                aside = _set_aside(self.path)
         self._waiting.clear()
-        self._unlock()
+        self._release()
         return aside
 
     def close(self) -> None:
@@ -222,8 +199,8 @@ class OutboxFile:
         if self._file is not None and not self._waiting:
             # What stays is found to be delivered already.
             with contextlib.suppress(OSError):
-                self._path.unlink()
-        self._unlock()
+                self.path.unlink()
+        self._release()
 
     def _write(self, line: WireMessage) -> bool:
         """Whether the line is on the disk: there may be no file."""
@@ -234,7 +211,7 @@ class OutboxFile:
         data = line.model_dump_json(exclude_unset=isinstance(line, _Line)).encode() + b"\n"
         try:
             if self._file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             os.fsync(self._file.fileno())
         except OSError:
             # Half a line would spoil the next one.
@@ -246,7 +223,7 @@ class OutboxFile:
     def _take_in(self, item: Item, *, is_on_disk: bool) -> None:
         self._waiting.append((item, is_on_disk))
         if isinstance(item, Evaluation):
-            self._latest = item
+            self.latest = item
 
     def _read(self, lines: list[bytes]) -> None:
         for text in lines:
@@ -255,15 +232,14 @@ class OutboxFile:
             if item is not None:
                 self._take_in(item, is_on_disk=True)
             elif line.trial is not None:
-                self._trial = line.trial
+                self.trial = line.trial
             while line.delivered is not None and self._delivered < line.delivered and self._waiting:
                 self._waiting.popleft()
                 self._delivered += 1
 
-    def _unlock(self) -> None:
+    def _release(self) -> None:
         if self._file is not None:
-            _unlock(self._file)
-            self._file.close()
+            _close(self._file)
             self._file = None
 
 
@@ -285,20 +261,15 @@ class Outbox:
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    @property
-    def directory(self) -> Path:
-        """The directory of the files."""
-        return self._directory
+        self.directory = directory
 
     def waiting(self) -> list[Path]:
         """Files with results that wait, oldest first."""
-        return sorted(self._directory.glob(f"*{_SUFFIX}"), key=_age)
+        return sorted(self.directory.glob(f"*{_SUFFIX}"), key=_age)
 
     def refused(self) -> list[Path]:
         """Files that a server did not want, oldest first."""
-        return sorted(self._directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
+        return sorted(self.directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
 
     def box(self, sender: OutboxHeader) -> OutboxFile:
         """The trial's file, as an earlier run has left it, or a new one.
@@ -306,9 +277,9 @@ class Outbox:
         Raises:
             OSError: The disk does not take it.
         """
-        self._directory.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         for copy in count():
-            path = self._directory / sender.file_name(copy)
+            path = self.directory / sender.file_name(copy)
             # An earlier run's may be just being delivered.
             with contextlib.suppress(OutboxFileBusyError):
                 return self._opened(path, sender)
@@ -317,7 +288,7 @@ class Outbox:
     def latest(self, sender: OutboxHeader) -> Evaluation | None:
         """The trial's last evaluation that an earlier run has left, or None."""
         try:
-            box = self.open(self._directory / sender.file_name())
+            box = self.open(self.directory / sender.file_name())
         except (OutboxFileBusyError, OutboxFileError, OSError):
             return None
         latest = box.latest
@@ -334,7 +305,7 @@ class Outbox:
         box = OutboxFile(path, _locked(path, create=True), sender)
         try:
             box._write(sender)
-            _sync_directory(self._directory)
+            _sync_directory(self.directory)
         except OSError:
             box.close()
             raise
@@ -358,12 +329,10 @@ class Outbox:
             box = OutboxFile(path, file, OutboxHeader.model_validate_json(first))
             box._read(lines)
         except ValidationError as error:
-            _unlock(file)
-            file.close()
+            _close(file)
             raise OutboxFileError(f"{path} is no file of results that wait for a server: {error}") from None
         except OSError:
-            _unlock(file)
-            file.close()
+            _close(file)
             raise
         return box
 
@@ -440,8 +409,13 @@ def _locked(path: Path, *, create: bool = False) -> IO[bytes]:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         # It was removed between opening and locking.
-        _unlock(file)
-        file.close()
+        _close(file)
+
+
+def _close(file: IO[bytes]) -> None:
+    # Closing alone would leave the lock to children that were forked meanwhile.
+    _unlock(file)
+    file.close()
 
 
 if sys.platform == "win32":
@@ -465,7 +439,6 @@ else:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def _unlock(file: IO[bytes]) -> None:
-        # Closing alone would leave the lock to children that were forked meanwhile.
         fcntl.flock(file, fcntl.LOCK_UN)
 
     def _sync_directory(directory: Path) -> None:

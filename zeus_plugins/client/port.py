@@ -99,12 +99,10 @@ class ServerPort(Protocol):
 
         Results that wait for this server are kept under it, so that it is the same for all its ports.
         """
-        ...
 
     @property
     def timeout_s(self) -> float:
         """Longest wait in seconds for the server, or for a part of its answer."""
-        ...
 
     def with_retries(self, retries: Retries) -> ServerPort:
         """Another port of the same server, to be closed by itself.
@@ -112,19 +110,17 @@ class ServerPort(Protocol):
         Args:
             retries: How often a request is repeated that gets no answer, where repeating helps.
         """
-        ...
 
     def close(self) -> None:
         """Close what is open. The port can be used again afterwards."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the port."""
-        ...
+        self.close()
 
     def register(self, job: JobRegistration) -> JobRegistration:
         """Register a job, or find it again when it is there with the same configuration.
@@ -140,7 +136,6 @@ class ServerPort(Protocol):
         Raises:
             ZeusBSOConfigError: It is there with another configuration (409), or invalid (422).
         """
-        ...
 
     def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job.
@@ -157,7 +152,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such job (404); no batch size reached the target, or the key's trial has ended
                 (409).
         """
-        ...
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
         """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
@@ -173,7 +167,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such job (404).
             ZeusBSOConfigError: The job has no such batch size, or the key's trial has another one (422).
         """
-        ...
 
     def report(self, result: TrainingResult) -> ReportResponse:
         """Report an evaluation of a running trial; the server hears of it as long as the answer does not say stop.
@@ -190,7 +183,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such trial (404), or it has ended, and not with this report (409).
             ZeusBSOConfigError: The report contradicts its trial or an earlier report (422).
         """
-        ...
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is.
@@ -205,7 +197,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such trial (404).
             ZeusBSOConfigError: It has another batch size (422).
         """
-        ...
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
@@ -221,7 +212,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such trial (404).
             ZeusBSOConfigError: It has another batch size (422).
         """
-        ...
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
@@ -234,7 +224,6 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such trial (404).
             ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
         """
-        ...
 
 
 def end_of(trial: TrialId, ending: Ending | None) -> TrialEnd:

@@ -40,15 +40,7 @@ _FIRST_RETRY_S = 1.0
 def judged_without_server(
     job: JobRegistration, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None
 ) -> ReportResponse:
-    """The verdict that the server would give by this rule.
-
-    Args:
-        job: The job on its hardware.
-        rule: The rule.
-        metric: The validation metric.
-        epochs: Epochs trained so far.
-        cost_j: Cost of the trial so far, joules; None where that is unknown, so that its bound does not apply.
-    """
+    """The verdict that the server would give by this rule; without a cost so far, its bound does not apply."""
     verdict = ReportResponse.of(rule.judge(job, metric=metric, epochs=epochs, cost_j=cost_j))
     return verdict.model_copy(update={"message": f"{verdict.message} (judged without the server)"})
 
@@ -64,6 +56,9 @@ class TrialReporter:
         sender: The job and the trial, which may be one that the server has not recorded yet.
         rule: The stop rule as far as is known.
         takes_heartbeats: Whether the server offers heartbeats; a Zeus server does not.
+
+    Attributes:
+        job: The job on its hardware.
     """
 
     def __init__(
@@ -78,7 +73,7 @@ class TrialReporter:
         self._client = client
         self._outbox = outbox
         self._sender = sender
-        self._job = sender.registration
+        self.job = sender.registration
         self._rule = rule
         self._takes_heartbeats = takes_heartbeats
         self._trial = sender.trial
@@ -96,11 +91,6 @@ class TrialReporter:
         self._is_thread_through = True
         self._is_left_to_thread = False
         self._is_ended = False
-
-    @property
-    def job(self) -> JobRegistration:
-        """The job on its hardware."""
-        return self._job
 
     @property
     def trial(self) -> TrialId | None:
@@ -148,20 +138,17 @@ class TrialReporter:
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
         return judged_without_server(
-            self._job,
+            self.job,
             rule,
             metric=evaluation.metric,
             epochs=evaluation.current_epoch,
-            cost_j=self._job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy),
+            cost_j=self.job.cost_j(time_s=evaluation.time, energy_j=evaluation.energy),
         )
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Have the trial's power limits kept on the server, at once or, while it is away, later.
 
         The thread sends them: no step of a training waits for a server.
-
-        Args:
-            choice: What is known of the limits.
         """
         with self._lock:
             if self._is_refused:
@@ -171,13 +158,8 @@ class TrialReporter:
         self._wake.set()
 
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
-        """The verdict on a training whose cost is no longer known: the target and `max_epochs` remain.
-
-        Args:
-            metric: The validation metric.
-            epoch: Epochs trained so far.
-        """
-        return judged_without_server(self._job, self.rule, metric=metric, epochs=epoch, cost_j=None)
+        """The verdict on a training whose cost is no longer known: the target and `max_epochs` remain."""
+        return judged_without_server(self.job, self.rule, metric=metric, epochs=epoch, cost_j=None)
 
     def end(self, ending: Ending | None = None) -> None:
         """End the line, after one last attempt to deliver what waits.
@@ -213,12 +195,12 @@ class TrialReporter:
             _logger.warning(
                 "%d results of job %s wait in %s until the server at %s is back: the next training on this machine "
                 "delivers them, or: zeus-plugins sync",
-                *(len(box), self._job.job_id, box.path, self._client.server_url),
+                *(len(box), self.job.job_id, box.path, self._client.server_url),
             )
         else:
             _logger.warning(
                 "%d results of job %s are lost: the server at %s is away, and they could not be written to %s",
-                *(len(box), self._job.job_id, self._client.server_url, self._outbox.directory),
+                *(len(box), self.job.job_id, self._client.server_url, self._outbox.directory),
             )
 
     def _close_box(self) -> None:

@@ -8,10 +8,8 @@ from typing import Any, ClassVar, TypeVar
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.huggingface._trainer import (
-    trainer_under_construction,
-)
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.huggingface._trainer import trainer_under_construction
 
 T = TypeVar("T")
 
@@ -21,6 +19,9 @@ class TrainWrapper(TrainerCallback):
 
     # The attribute of a wrapped `train` that holds the callback; a trainer has one callback of each kind.
     _OWNER: ClassVar[str]
+
+    # The trainer whose `train` runs.
+    _trainer: Trainer | None = None
 
     def attach(self, trainer: Trainer) -> None:
         """Take charge of a trainer that was made without this callback; nothing the second time.
@@ -44,14 +45,23 @@ class TrainWrapper(TrainerCallback):
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             if self not in trainer.callback_handler.callbacks:  # somebody has removed it
                 return train(*args, **kwargs)
-            return self._train(trainer, train, args, kwargs)
+            if self._trainer is not None:
+                raise ZeusBSOOperationOrderError(
+                    "the callback is in a training already: make a callback for each Trainer that trains at the same "
+                    "time"
+                )
+            self._trainer = trainer
+            try:
+                return self._train(trainer, train, args, kwargs)
+            finally:
+                self._trainer = None
 
         vars(wrapped)[self._OWNER] = self
         vars(trainer)["train"] = wrapped
 
     # No argument of a hook is the trainer, and later hooks come after it has made its loader and its steps' count.
     # The server is not asked here: a trainer may be made for its evaluation alone.
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take charge of the trainer whose constructor calls this."""
         trainer = trainer_under_construction(args)
         if trainer is not None:
@@ -60,3 +70,21 @@ class TrainWrapper(TrainerCallback):
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
         """The work of `trainer.train` while the callback is attached."""
         raise NotImplementedError
+
+    def _trainer_of(self, state: TrainerState) -> Trainer:
+        """The trainer whose training begins with this state.
+
+        Raises:
+            ZeusBSOOperationOrderError: It is one that the callback has not taken charge of.
+        """
+        if self._trainer is None or self._trainer.state is not state:
+            raise not_attached()
+        return self._trainer
+
+
+def not_attached() -> ZeusBSOOperationOrderError:
+    """The error of a callback that a trainer calls without being in its charge."""
+    return ZeusBSOOperationOrderError(
+        "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
+        "trainer.train(), or give it to Trainer(callbacks=[…])"
+    )

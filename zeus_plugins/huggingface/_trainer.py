@@ -19,7 +19,6 @@ from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
@@ -27,12 +26,10 @@ from zeus_plugins.training.patches import Patches
 __all__ = [
     "HuggingFacePort",
     "afterwards",
-    "already_training",
     "arguments_of_train",
     "beforehand",
     "checkpointed",
     "log",
-    "not_attached",
     "processes_here",
     "saved_in_checkpoint",
     "trainer_under_construction",
@@ -153,19 +150,6 @@ def saved_in_checkpoint(
         return None
     saved: Mapping[str, Any] | None = (state.get("stateful_callbacks") or {}).get(key)
     return saved
-
-
-def not_attached() -> ZeusBSOOperationOrderError:
-    return ZeusBSOOperationOrderError(
-        "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
-        "trainer.train(), or give it to Trainer(callbacks=[…])"
-    )
-
-
-def already_training() -> ZeusBSOOperationOrderError:
-    return ZeusBSOOperationOrderError(
-        "the callback is in a training already: make a callback for each Trainer that trains at the same time"
-    )
 
 
 def checkpointed(state: TrainerState) -> dict[str, Any]:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.huggingface._attach import TrainWrapper
+from zeus_plugins.huggingface._attach import TrainWrapper, not_attached
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     afterwards,
-    already_training,
     arguments_of_train,
     beforehand,
     checkpointed,
-    not_attached,
     saved_in_checkpoint,
 )
-from zeus_plugins.protocol import JobSpec, PowerLimitChoice
-from zeus_plugins.training.entry import OnUnreachable
+from zeus_plugins.training.callbacks import BatchSizeArguments
 from zeus_plugins.training.metrics import EVALUATION_PREFIX, TRAINING_METRICS, EvaluationMetric, LoggedMetric
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.signals import raise_at_sigterm
 from zeus_plugins.training.trial import TrialInfo
 
@@ -33,7 +29,7 @@ T = TypeVar("T")
 _STATE_KEY = "zeus_bso"
 
 
-class ZeusBSOTrainerCallback(TrainWrapper):
+class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     """Trains with the batch size that the server chooses, reports what it costs, and stops on the server's word.
 
     Give it to the trainer as one of its `callbacks`; `Trainer.train` then asks for a batch size and trains at it,
@@ -68,35 +64,9 @@ class ZeusBSOTrainerCallback(TrainWrapper):
 
     _OWNER = "zeus_bso_owner"
 
-    def __init__(
-        self,
-        job: JobSpec,
-        monitor: str,
-        *,
-        server_url: str | None = None,
-        token: str | None = None,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
-        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
-        max_per_device_batch_size: int | None = None,
-        on_failure: Literal["raise", "stop"] = "raise",
-        on_unreachable: OnUnreachable = "default",
-    ) -> None:
-        self._job = job
-        self._metric_name = monitor
-        self._options = TrialOptions(
-            server_url=server_url,
-            token=token,
-            lr_scaling=lr_scaling,
-            energy_monitor=energy_monitor,
-            max_per_device_batch_size=max_per_device_batch_size,
-            on_failure=on_failure,
-            on_unreachable=on_unreachable,
-        )
-        self._run = TrialRun(job, self._options)
-        # The trainer whose `train` runs, and where the metric of that training comes from.
-        self._trainer: Trainer | None = None
-        self._port: HuggingFacePort | None = None
-        self._metric: EvaluationMetric | LoggedMetric = EvaluationMetric(monitor)
+    # Of the training that runs.
+    _port: HuggingFacePort | None = None
+    _metric: EvaluationMetric | LoggedMetric | None = None
 
     @property
     def trial(self) -> TrialInfo:
@@ -113,17 +83,7 @@ class ZeusBSOTrainerCallback(TrainWrapper):
         """Whether there is a trial, and this trainer trains it."""
         return self._trainer is trainer and self._run.is_active
 
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the server keep what a power-limit callback found out; called on process 0.
-
-        Args:
-            choice: What it found out.
-        """
-        self._run.keep_power_limits(choice)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the choice, and begin to measure."""
         if self._trainer is None:
             raise not_attached()
@@ -132,9 +92,7 @@ class ZeusBSOTrainerCallback(TrainWrapper):
             self._run.start()
 
     # Other callbacks may change the accumulation when the training begins, and a trainer makes its loader by then.
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make sure that the batch size is in force."""
         if self._concerns(state, control):
             self._run.check()
@@ -176,31 +134,25 @@ class ZeusBSOTrainerCallback(TrainWrapper):
         source = self._metric
         if isinstance(source, EvaluationMetric):
             source.note(logs or {})
-        elif source.note(logs or {}, step=state.global_step):
+        elif source is not None and source.note(logs or {}, step=state.global_step):
             self._report(args, state, source.value)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
         source = self._metric
-        if not self._concerns(state, control) or isinstance(source, EvaluationMetric):
+        if not self._concerns(state, control) or not isinstance(source, LoggedMetric):
             return
         if source.awaits_log(step=state.global_step):
             control.should_log = True
         else:
             self._report(args, state, source.value)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the end of a training whose last evaluation was earlier."""
         if self._concerns(state, control):
             self._run.report_last_epoch(float(state.epoch))
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        if self._trainer is not None:
-            raise already_training()
         checkpoint, search_trial = arguments_of_train(*args, **kwargs)
         if search_trial is not None:
             raise ZeusBSOConfigError(
@@ -211,7 +163,7 @@ class ZeusBSOTrainerCallback(TrainWrapper):
         self._check(trainer, run)
         is_evaluated = trainer.args.eval_strategy != "no"
         self._metric = EvaluationMetric(self._metric_name) if is_evaluated else LoggedMetric(self._metric_name)
-        self._run, self._trainer, self._port = run, trainer, HuggingFacePort(trainer)
+        self._run, self._port = run, HuggingFacePort(trainer)
         undo_signals = raise_at_sigterm()
         try:
             if checkpoint in (None, False):
@@ -227,7 +179,7 @@ class ZeusBSOTrainerCallback(TrainWrapper):
             run.finish(error)
             raise
         finally:
-            self._trainer = self._port = None
+            self._port = None
             undo_signals()
         run.finish()
         run.raise_failure()

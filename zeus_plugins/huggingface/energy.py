@@ -7,18 +7,15 @@ from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.huggingface._attach import TrainWrapper
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     afterwards,
-    already_training,
     beforehand,
     checkpointed,
     log,
-    not_attached,
 )
-from zeus_plugins.training.energy_run import EnergyRun
+from zeus_plugins.training.callbacks import EnergyTotals
 from zeus_plugins.training.patches import Patches
 
 T = TypeVar("T")
@@ -27,7 +24,7 @@ T = TypeVar("T")
 _STATE_KEY = "zeus_energy"
 
 
-class ZeusEnergyTrainerCallback(TrainWrapper):
+class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
@@ -44,57 +41,31 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
 
     _OWNER = "zeus_energy_owner"
 
-    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
-        self._energy_monitor = energy_monitor
-        self._run = EnergyRun()
-        self._trainer: Trainer | None = None
-        # Whether the present epoch lacks nothing but its evaluation.
-        self._is_trained = False
-
-    @property
-    def time_s(self) -> float:
-        """Seconds of all epochs of the present or latest training; 0 on other processes than 0."""
-        return self._run.time_s
-
-    @property
-    def energy_j(self) -> float:
-        """Joules of the same epochs."""
-        return self._run.energy_j
+    # Whether the present epoch lacks nothing but its evaluation.
+    _is_trained = False
 
     # With auto_find_batch_size a training may begin several times: what the earlier attempts cost counts, too.
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin to measure."""
-        trainer = self._trainer
-        if trainer is None or trainer.state is not state:
-            raise not_attached()
+        trainer = self._trainer_of(state)
         self._run.begin(HuggingFacePort(trainer), self._energy_monitor, checkpointed(state).get(_STATE_KEY))
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log an epoch whose evaluation another callback has called off."""
         self._end_trained_epoch()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the epoch, unless an evaluation is still to come."""
         self._is_trained = True
         if not control.should_evaluate:
             self._end_trained_epoch()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log a last epoch whose evaluation another callback has called off."""
         self._end_trained_epoch()
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        if self._trainer is not None:
-            raise already_training()
-        self._trainer, self._is_trained = trainer, False
+        self._is_trained = False
         self._run.restore({})
         patches = Patches()
         afterwards(trainer, "_evaluate", lambda _: self._end_trained_epoch(), patches)
@@ -103,7 +74,6 @@ class ZeusEnergyTrainerCallback(TrainWrapper):
             return train(*args, **kwargs)
         finally:
             patches.undo()
-            self._trainer = None
             self._run.close()
 
     def _end_trained_epoch(self) -> None:

@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import cuda
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.huggingface._attach import TrainWrapper
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     afterwards,
-    already_training,
     beforehand,
     log,
-    not_attached,
 )
 from zeus_plugins.huggingface.batch_size import ZeusBSOTrainerCallback
-from zeus_plugins.power_limit import OptimumSelector, PowerLimitDevice, PowerLimitProfile, ZeusCost
+from zeus_plugins.training.callbacks import PowerLimitFindings
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.power_run import PowerOptions, PowerRun
+from zeus_plugins.training.power_run import PowerRun
 
 T = TypeVar("T")
 
 
-class ZeusPowerLimitTrainerCallback(TrainWrapper):
+class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
     """Finds the GPUs' best power limit within the first epochs, keeps it until `train` ends, and then puts it back.
 
     Each limit is measured over some steps of the training itself, while nothing else happens: an evaluation, a
@@ -62,50 +58,10 @@ class ZeusPowerLimitTrainerCallback(TrainWrapper):
 
     _OWNER = "zeus_power_limit_owner"
 
-    def __init__(
-        self,
-        selector: OptimumSelector | None = None,
-        *,
-        warmup_steps: int = 10,
-        profile_steps: int = 40,
-        limits_w: Sequence[float] | None = None,
-        profile_path: str | os.PathLike[str] | None = None,
-        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
-        devices: Sequence[PowerLimitDevice] | None = None,
-        command: str | None = None,
-    ) -> None:
-        self._options = PowerOptions(
-            selector or ZeusCost(),
-            warmup_steps,
-            profile_steps,
-            limits_w,
-            profile_path,
-            energy_monitor,
-            devices,
-            command,
-        )
-        self._trainer: Trainer | None = None
-        self._run: PowerRun | None = None
-        self._hidden = Patches()
-
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
-        return None if self._run is None else self._run.chosen_limit_w
-
-    @property
-    def profile(self) -> PowerLimitProfile | None:
-        """The limits that the present or latest `train` has measured, and those known from server or `profile_path`."""
-        return None if self._run is None else self._run.profile
-
     # With auto_find_batch_size a training may begin several times, each at another size.
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepare; no limit is changed yet."""
-        trainer = self._trainer
-        if trainer is None or trainer.state is not state:
-            raise not_attached()
+        trainer = self._trainer_of(state)
         self._end()
         self._run = PowerRun(
             self._options,
@@ -124,35 +80,28 @@ class ZeusPowerLimitTrainerCallback(TrainWrapper):
         if self._run is not None:
             self._run.begin_steps(_steps_in_a_row(args, state, kwargs.get("train_dataloader")))
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the step. Hidden from the trainer as soon as nothing is left to measure."""
         if self._run is not None:
             self._run.end_step()
 
     # The checkpoint has been written, within what would have been measured.
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Interrupt a measurement."""
         if self._run is not None:
             self._run.disturb()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Interrupt a measurement."""
         if self._run is not None:
             self._run.end_steps()
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Keep what was measured, if not everything was: the next training goes on from there."""
         if self._run is not None:
             self._run.keep_unfinished()
 
     def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        if self._trainer is not None:
-            raise already_training()
-        self._trainer = trainer
         patches = Patches()
         beforehand(trainer, "_evaluate", lambda: None if self._run is None else self._run.interrupt(), patches)
         afterwards(trainer, "_evaluate", lambda _: None if self._run is None else self._run.resume(), patches)
@@ -160,17 +109,11 @@ class ZeusPowerLimitTrainerCallback(TrainWrapper):
             return train(*args, **kwargs)
         finally:
             patches.undo()
-            self._trainer = None
             self._end()
 
     def _hide_steps(self) -> None:
         if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # not that of a subclass of the user's
             self._hidden.set_attribute(self, "on_step_end", super().on_step_end)
-
-    def _end(self) -> None:
-        self._hidden.undo()
-        if self._run is not None:
-            self._run.close()
 
 
 def _batch_size_callback(trainer: Trainer) -> ZeusBSOTrainerCallback | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.lightning._trainer import (
     Callback,
@@ -21,15 +20,14 @@ from zeus_plugins.lightning._trainer import (
     is_rehearsal,
     mean_of_ranks,
 )
-from zeus_plugins.protocol import JobSpec, PowerLimitChoice
-from zeus_plugins.training.entry import OnUnreachable
+from zeus_plugins.training.callbacks import BatchSizeArguments
 from zeus_plugins.training.run import TrialOptions, TrialRun
 from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
 
 
-class ZeusBSOCallback(Callback):
+class ZeusBSOCallback(BatchSizeArguments, Callback):
     """Trains with the batch size that the server chooses, reports what it costs, and stops on the server's word.
 
     The batch size is set for every train loader, however the data was given: a data module, the module's own
@@ -70,34 +68,9 @@ class ZeusBSOCallback(Callback):
     # trials of all checkpoints. No property, for Lightning asks for it several times in each step.
     state_key = "zeus_bso"
 
-    def __init__(
-        self,
-        job: JobSpec,
-        monitor: str,
-        *,
-        server_url: str | None = None,
-        token: str | None = None,
-        lr_scaling: Literal["none", "linear", "sqrt"] = "none",
-        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
-        max_per_device_batch_size: int | None = None,
-        on_failure: Literal["raise", "stop"] = "raise",
-        on_unreachable: OnUnreachable = "default",
-    ) -> None:
-        self._job = job
-        self._metric_name = monitor
-        self._options = TrialOptions(
-            server_url=server_url,
-            token=token,
-            lr_scaling=lr_scaling,
-            energy_monitor=energy_monitor,
-            max_per_device_batch_size=max_per_device_batch_size,
-            on_failure=on_failure,
-            on_unreachable=on_unreachable,
-        )
-        self._run = TrialRun(job, self._options)
-        self._awaits_checkpoint = False
-        # Epochs that the trainer had trained before the trial began.
-        self._first_epoch = 0
+    _awaits_checkpoint = False
+    # Epochs that the trainer had trained before the trial began.
+    _first_epoch = 0
 
     @property
     def trial(self) -> TrialInfo:
@@ -186,14 +159,6 @@ class ZeusBSOCallback(Callback):
         """Take all changes back and end the trial."""
         self._awaits_checkpoint = False
         self._run.finish(exception)
-
-    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the server keep what a power-limit callback found out; called on rank 0.
-
-        Args:
-            choice: What it found out.
-        """
-        self._run.keep_power_limits(choice)
 
     def _options_for(self, trainer: Trainer) -> TrialOptions:
         """The user's options, but for the scaling of a rate that is found for the size in force."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.lightning._trainer import Callback, LightningModule, LightningPort, Trainer, is_rehearsal
-from zeus_plugins.training.energy_run import EnergyRun
+from zeus_plugins.training.callbacks import EnergyTotals
 
 
-class ZeusEnergyCallback(Callback):
+class ZeusEnergyCallback(EnergyTotals, Callback):
     """Logs the time and energy of each epoch and of the training so far to the trainer's loggers; needs no server.
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
@@ -23,20 +22,6 @@ class ZeusEnergyCallback(Callback):
 
     # The name of the totals in a checkpoint.
     state_key = "zeus_energy"
-
-    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
-        self._energy_monitor = energy_monitor
-        self._run = EnergyRun()
-
-    @property
-    def time_s(self) -> float:
-        """Seconds of all epochs of the present or latest training; 0 on other ranks than 0."""
-        return self._run.time_s
-
-    @property
-    def energy_j(self) -> float:
-        """Joules of the same epochs."""
-        return self._run.energy_j
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin the totals anew."""

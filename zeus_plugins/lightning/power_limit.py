@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Sequence
 from typing import Any
 
 from torch import cuda
 
-from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.lightning._trainer import (
     Callback,
     LightningModule,
@@ -21,12 +18,11 @@ from zeus_plugins.lightning._trainer import (
     is_rehearsal,
 )
 from zeus_plugins.lightning.batch_size import ZeusBSOCallback
-from zeus_plugins.power_limit import OptimumSelector, PowerLimitDevice, PowerLimitProfile, ZeusCost
-from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.power_run import PowerOptions, PowerRun
+from zeus_plugins.training.callbacks import PowerLimitFindings
+from zeus_plugins.training.power_run import PowerRun
 
 
-class ZeusPowerLimitCallback(Callback):
+class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
     """Finds the GPUs' best power limit within the first epochs, keeps it until `fit` ends, and then puts it back.
 
     Each limit is measured over some batches of the training itself, while nothing else happens: a validation, a
@@ -56,41 +52,6 @@ class ZeusPowerLimitCallback(Callback):
     """
 
     state_key = "zeus_power_limit"
-
-    def __init__(
-        self,
-        selector: OptimumSelector | None = None,
-        *,
-        warmup_steps: int = 10,
-        profile_steps: int = 40,
-        limits_w: Sequence[float] | None = None,
-        profile_path: str | os.PathLike[str] | None = None,
-        energy_monitor: EnergyMonitor | WindowMonitor | None = None,
-        devices: Sequence[PowerLimitDevice] | None = None,
-        command: str | None = None,
-    ) -> None:
-        self._options = PowerOptions(
-            selector or ZeusCost(),
-            warmup_steps,
-            profile_steps,
-            limits_w,
-            profile_path,
-            energy_monitor,
-            devices,
-            command,
-        )
-        self._run: PowerRun | None = None
-        self._hidden = Patches()
-
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
-        return None if self._run is None else self._run.chosen_limit_w
-
-    @property
-    def profile(self) -> PowerLimitProfile | None:
-        """The limits that the present or latest `fit` has measured, and those known from server or `profile_path`."""
-        return None if self._run is None else self._run.profile
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prepare; no limit is changed yet."""
@@ -154,11 +115,6 @@ class ZeusPowerLimitCallback(Callback):
     def _hide_batch_end(self) -> None:
         if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # not that of a user's subclass
             self._hidden.set_attribute(self, "on_train_batch_end", None)
-
-    def _end(self) -> None:
-        self._hidden.undo()
-        if self._run is not None:
-            self._run.close()
 
 
 def _batch_size_callback(trainer: Trainer) -> ZeusBSOCallback | None:

@@ -41,18 +41,14 @@ class Variable:
         return self.name
 
     def text(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The value, which may be empty; None where it is not set.
-
-        Args:
-            environ: Environment variables; those of the process by default.
-        """
+        """The value in `environ`, by default the process's; it may be empty. None where it is not set."""
         return (os.environ if environ is None else environ).get(self.name)
 
     def number(self, environ: Mapping[str, str] | None = None, *, is_positive: bool = False) -> float | None:
         """The value as a number; None where it is not set.
 
         Args:
-            environ: Environment variables; those of the process by default.
+            environ: As in `text`.
             is_positive: Whether it has to be finite and above 0.
 
         Raises:

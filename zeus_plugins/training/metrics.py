@@ -144,11 +144,7 @@ class EpochCount:
     has_fractions: bool | None = None
 
     def reported(self, epochs: float) -> float:
-        """Epochs to report.
-
-        Args:
-            epochs: Epochs trained so far.
-        """
+        """Epochs to report, of those trained so far."""
         if self.has_fractions is False:
             epochs = math.ceil(epochs)
         self.has_fractions = bool(self.has_fractions) or not float(epochs).is_integer()

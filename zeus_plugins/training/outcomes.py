@@ -29,8 +29,7 @@ _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"}
 def ending_of(error: BaseException | None) -> Ending:
     """The message to the server about a training that this exception ended.
 
-    Args:
-        error: The exception. None: the training ended without one before the server said so, which counts as failed.
+    None: the training ended without one before the server said so, which counts as failed.
     """
     if error is None:
         return Ending()

@@ -36,11 +36,9 @@ class TrialKeeper(Protocol):
     @property
     def trial(self) -> TrialInfo | None:
         """The trial of this training."""
-        ...
 
     def keep_power_limits(self, choice: PowerLimitChoice, /) -> None:
         """Have the server keep what was found out; called on the first of all processes."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -135,9 +135,6 @@ class TrialRun:
     def begin(self, port: TrainerPort) -> None:
         """Ask for a batch size, and have the trainer deliver it.
 
-        Args:
-            port: The trainer.
-
         Raises:
             ZeusBSOConfigError: The job, the trainer or the data cannot work; the server refuses the job or the token.
             ZeusBSORuntimeError: As of `TrialSession.ask`.
@@ -237,9 +234,6 @@ class TrialRun:
         """Report the end of a training whose last evaluation was before its last epoch.
 
         The server must hear that no more epochs are allowed; the latest metric stands.
-
-        Args:
-            epochs: Epochs of this trial that were trained.
         """
         trial = self._trial
         if trial is not None and trial.metric is not None and epochs >= self._job.max_epochs > (trial.epoch or 0):
@@ -247,11 +241,7 @@ class TrialRun:
             self.report(lambda: metric, epochs)
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the server keep what a power-limit callback found out; called on rank 0.
-
-        Args:
-            choice: What it found out.
-        """
+        """Have the server keep what a power-limit callback found out; called on rank 0."""
         if self._session is not None:
             self._session.keep_power_limits(choice)
 
@@ -270,11 +260,8 @@ class TrialRun:
     def finish(self, error: BaseException | None = None) -> None:
         """Undo all changes, and end a trial that has no verdict. Nothing the second time.
 
-        Meant for exit paths: it makes no collective call, and never raises, which would hide the error that ended the
+        Meant for exit paths: it makes no collective call, and never raises, which would hide the `error` that ended the
         training.
-
-        Args:
-            error: What ended the training, if anything did.
         """
         if self._is_finished:
             return
@@ -418,11 +405,7 @@ class TrialRun:
 
 
 def train_fail_error(verdict: ReportResponse | None) -> ZeusBSOTrainFailError:
-    """The error of a training that has ended without reaching its target.
-
-    Args:
-        verdict: The latest.
-    """
+    """The error of a training that has ended without reaching its target, after this latest verdict."""
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
     return ZeusBSOTrainFailError(f"{reason}; launch the training again to try the next batch size")

@@ -211,9 +211,6 @@ class TrialSession:
 
         Checkpoints hold it from now on, and the server gets it, at once or when it is back; this call does not wait for
         it. A trial that has ended or takes no reports, and a Zeus server, are told nothing. Never raises.
-
-        Args:
-            choice: What it found out.
         """
         if self._reporter is None or self._ended or self._closed:
             return

@@ -71,10 +71,7 @@ class TrialInfo(WireMessage):
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Self:
-        """The trial that a checkpoint holds.
-
-        Args:
-            state: What `TrialSession.state_dict` returned, with a trial.
+        """The trial that a checkpoint holds, from what `TrialSession.state_dict` returned.
 
         Raises:
             ZeusBSOConfigError: It is something else.
@@ -108,9 +105,6 @@ class TrialInfo(WireMessage):
 
     def plus(self, measured: Measurement) -> Self:
         """The trial with the time and energy of one more window.
-
-        Args:
-            measured: Of the window.
 
         Raises:
             ZeusBSOBadOperationError: The monitor gave numbers that cannot be.
