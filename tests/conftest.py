@@ -19,6 +19,8 @@ from tests.support.threads import heartbeat_threads
 
 # No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Networks and matrices of this size gain nothing from several threads, which only wait for those of other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell has its background jobs ignore Ctrl-C, and ignored signals are inherited by all that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -51,7 +51,14 @@ def only_trial() -> TrialView:
 
 @pytest.mark.skipif(sys.platform == "win32" or not hasattr(os, "fork"), reason="loads data in forked processes")
 @pytest.mark.filterwarnings("ignore:.*This process.*is multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("stay", [False, True], ids=["new workers each epoch", "workers that stay"])
+@pytest.mark.parametrize(
+    "stay",
+    [
+        pytest.param(False, id="new workers each epoch"),
+        # When such a trainer is collected, torch waits five seconds for each of its workers.
+        pytest.param(True, marks=pytest.mark.slow, id="workers that stay"),
+    ],
+)
 def test_a_training_with_forked_workers_needs_no_server_url(tmp_path: Path, stay: bool) -> None:
     trainer = quiet_trainer(
         tmp_path / "training",

@@ -187,7 +187,7 @@ def test_a_training_ends_by_its_own_rule_and_the_server_has_everything_once_in_t
         assert seen == {"size": DEFAULT_SIZE, "epochs": EPOCHS}
     else:
         assert seen["error"] == "ZeusBSOTrainFailError"
-        assert f"{EPOCHS} epochs are over" in seen["message"]
+        assert f"after {EPOCHS} epochs, all that max_epochs allows" in seen["message"]
         assert "judged without the server" in seen["message"]
 
     assert len(site.outbox.waiting()) == (0 if scenario.is_delivered_by_training else 1)
