@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.ranks import run_ranks
-from tests.support.warm import TORCH
+from tests.support.warm import LIGHTNING
 from zeus_plugins.energy import ClusterMonitor, EstimateMonitor
 from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -19,7 +19,7 @@ from zeus_plugins.protocol import GpuConfig
 def play_all_scenes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
     """What each of the two nodes tells of each scene."""
     folder = tmp_path_factory.mktemp("nodes")
-    status = run_ranks("tests.support.two_nodes", str(folder), modules=TORCH, output=folder / "output")
+    status = run_ranks("tests.support.two_nodes", str(folder), modules=LIGHTNING, output=folder / "output")
     assert status == [0, 0], (folder / "output").read_text()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 

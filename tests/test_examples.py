@@ -18,27 +18,20 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialState
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SLOW = pytest.mark.slow
 MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "job_id", "arguments"),
     [
-        pytest.param("lightning_digits.py", "digits-1", ["--recurrences", "2"], marks=SLOW, id="lightning"),
-        pytest.param(
-            "lightning_digits.py",
-            "digits-1",
-            ["--recurrences", "1", "--devices", "2"],
-            marks=SLOW,
-            id="lightning on two processes",
-        ),
-        pytest.param("plain_pytorch.py", "digits-1", ["--recurrences", "1"], id="plain"),
-        pytest.param(
-            "plain_pytorch.py", "digits-1", ["--recurrences", "2"], marks=SLOW, id="plain without a server URL"
-        ),
-        pytest.param("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"], marks=SLOW, id="hugging face"),
+        ("lightning_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("lightning_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "1"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "2"]),
+        ("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"]),
     ],
+    ids=["lightning", "lightning on two processes", "plain", "plain without a server URL", "hugging face"],
 )
 def test_an_example_trains_as_often_as_asked(
     server: Server,

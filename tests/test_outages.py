@@ -144,14 +144,21 @@ SCENARIOS = {
 }
 
 
+# With a plain loop and with the frameworks; other scenarios are slow.
+QUICK = {
+    "plain": {name for name in SCENARIOS if not name.startswith("500")} - {"away-after-the-dispatch"},
+    "lightning": {"away-in-the-middle-and-back"},
+    "huggingface": {"away-in-the-middle-and-back"},
+}
+
+
 def cases() -> Iterator[Any]:
-    """Each scenario for a plain loop and one for each framework; the others of those are slow."""
     for framework in TRAININGS:
         for name, scenario in SCENARIOS.items():
             kind, marks = "sqlite", []
             if Site.loses_database in scenario.strikes.values():
                 kind, marks = "postgresql", [pytest.mark.postgresql]
-            if framework != "plain" and name != "away-in-the-middle-and-back":
+            if name not in QUICK[framework]:
                 marks.append(pytest.mark.slow)
             yield pytest.param(framework, name, kind, marks=marks, id=f"{framework}-{name}")
 

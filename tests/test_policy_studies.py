@@ -29,6 +29,8 @@ from tests.support.service import Server, serve
 from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, NEVER, POWER, TRAIN, WORKLOAD, only, trace_files
 from zeus_plugins.protocol import PolicyName, TrialState
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[str]:

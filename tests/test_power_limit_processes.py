@@ -36,6 +36,7 @@ def skip_without(framework: str) -> None:
         pytest.skip(f"needs zeus-plugins[{framework}]")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["lightning", "transformers"])
 def test_one_process_sets_the_limits_and_both_know_the_choice(framework: str, tmp_path: Path) -> None:
     skip_without(framework)

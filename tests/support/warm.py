@@ -32,7 +32,6 @@ REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.005
 
 # What processes of each kind need to have imported.
-TORCH = ("torch.distributed",)
 LIGHTNING = ("lightning.pytorch", "torch.distributed", "zeus_plugins.lightning")
 TRANSFORMERS = ("transformers.trainer", "transformers.models.bert", "torch.distributed", "zeus_plugins.huggingface")
 
