@@ -213,18 +213,18 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert "Traceback" not in relayed_server.log.read_text()
 
     def test_a_job_is_registered(self, lossy: httpx.Client) -> None:
-        answer = lossy.post("/jobs", json=job("registered"))
+        answer = lossy.post("/jobs", json=job(job_id="registered"))
         assert answer.status_code in {200, 201}, answer.text
         assert answer.json()["job_id"] == "registered"
 
     def test_a_job_gets_one_id_of_the_servers_making(self, lossy: httpx.Client) -> None:
-        answer = lossy.post("/jobs", json={**job("named"), "job_id": None})
+        answer = lossy.post("/jobs", json={**job(job_id="named"), "job_id": None})
         assert answer.status_code in {200, 201}, answer.text
         (found,) = lossy.get("/api/jobs", params={"prefix": "named"}).raise_for_status().json()["jobs"]
         assert found["job_id"] == answer.json()["job_id"]
 
     def test_one_trial_is_dispatched(self, lossy: httpx.Client) -> None:
-        lossy.post("/jobs", json=job("dispatched")).raise_for_status()
+        lossy.post("/jobs", json=job(job_id="dispatched")).raise_for_status()
         query, headers = {"job_id": "dispatched"}, {"Idempotency-Key": "one"}
         trial = lossy.get("/jobs/batch_size", params=query, headers=headers).raise_for_status().json()
         assert trial["trial_number"] == 1
@@ -233,7 +233,7 @@ class TestAnswersThatGetLostAfterTheCommit:
 
     def test_a_trial_lives_once(self, lossy: httpx.Client, relay: Relay) -> None:
         relay.lose_commits(False)
-        lossy.post("/jobs", json=job("lived")).raise_for_status()
+        lossy.post("/jobs", json=job(job_id="lived")).raise_for_status()
         first, second = begin(lossy, "lived"), begin(lossy, "lived")
         relay.lose_commits(True)
 
@@ -248,7 +248,7 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert [(arm["trials"], arm["n"]) for arm in shown["arms"]] == [(0, 0), (2, 1)]
 
     def test_a_job_is_imported_and_deleted(self, lossy: httpx.Client) -> None:
-        lossy.post("/jobs", json=job("moved")).raise_for_status()
+        lossy.post("/jobs", json=job(job_id="moved")).raise_for_status()
         reached(lossy, begin(lossy, "moved"), cost_j=500)
         export = lossy.get("/api/jobs/moved/export").raise_for_status().json()
         export["job"]["job_id"] = "moved-2"
@@ -295,7 +295,7 @@ def cut_sessions(database_url: str) -> int:
 
 
 def test_sessions_that_are_ended_cost_no_request(http: httpx.Client, relayed_server: Server, database_url: str) -> None:
-    http.post("/jobs", json=job("cut")).raise_for_status()
+    http.post("/jobs", json=job(job_id="cut")).raise_for_status()
     over = threading.Event()
     answers = threading.Semaphore(0)
 
@@ -337,7 +337,7 @@ def test_sessions_that_are_ended_cost_no_request(http: httpx.Client, relayed_ser
 
 
 def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, relay: Relay) -> None:
-    http.post("/jobs", json=job("waiting")).raise_for_status()
+    http.post("/jobs", json=job(job_id="waiting")).raise_for_status()
     trial = begin(http, "waiting")
     before = relay.turned_away
     relay.turn_away(True)
@@ -356,7 +356,7 @@ def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, rela
 def test_a_database_that_stays_away_is_told_and_survived(
     http: httpx.Client, relay: Relay, relayed_server: Server
 ) -> None:
-    http.post("/jobs", json=job("away")).raise_for_status()
+    http.post("/jobs", json=job(job_id="away")).raise_for_status()
     trial = begin(http, "away")
     said = len(relayed_server.log.read_text())
     relay.close()
