@@ -433,6 +433,7 @@ with client_from_environment() as client:
 """
 
 
+@pytest.mark.slow
 def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_path: Path) -> None:
     trainings = [
         subprocess.Popen(

@@ -641,6 +641,7 @@ def is_gone(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+@pytest.mark.slow
 def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "server")
     output = bench.run(4)
