@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 import os
 import pickle
@@ -30,7 +31,7 @@ from zeus_plugins.protocol import GpuConfig
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
 TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
 MEASURED = {"energy_source": "nvml", "judged_by": None}
-FAILED = TRIAL | {"outcome": "failed", "detail": None}
+FAILED = TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}
 
 
 def ten_windows_of_one_second() -> ReplayMonitor:
@@ -73,6 +74,15 @@ def test_the_batch_size_is_asked_for_once() -> None:
     assert len(server.sent("GET", "/jobs/batch_size")) == 1
 
 
+def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="zeus_plugins")
+    optimizer = optimizer_of(ContractDouble())
+    for _ in range(2):
+        optimizer.get_batch_size()
+    messages = [record.getMessage() for record in caplog.records if record.name == "zeus_plugins"]
+    assert messages == ["job mnist-1, trial 7: batch size 64 (chosen by the server)"]
+
+
 def test_a_stop_without_the_target_raises() -> None:
     optimizer = training_with(ContractDouble(COST_BOUND))
     with pytest.raises(ZeusBSOTrainFailError, match="cost bound crossed; launch the training again"):
@@ -86,7 +96,9 @@ def test_a_diverged_training_raises_and_fails_its_trial() -> None:
     with pytest.raises(ZeusBSOTrainFailError, match="the metric is nan"):
         optimizer.on_evaluate(math.nan)
     optimizer.close()
-    assert server.sent("PATCH", "/trials") == [FAILED | {"detail": "the metric is nan: training diverged"}]
+    assert server.sent("PATCH", "/trials") == [
+        FAILED | {"ended_early": False, "detail": "the metric is nan: training diverged"}
+    ]
 
 
 def test_calls_out_of_order_are_refused_and_count_nothing() -> None:
@@ -152,7 +164,7 @@ def test_an_exception_in_the_loop_fails_the_trial_and_comes_through() -> None:
 
     with pytest.raises(ZeroDivisionError):
         crash_in_the_loop()
-    assert server.sent("PATCH", "/trials") == [FAILED | {"detail": "ZeroDivisionError: "}]
+    assert server.sent("PATCH", "/trials") == [FAILED | {"ended_early": False, "detail": "ZeroDivisionError: "}]
 
 
 def test_dropping_the_optimizer_fails_an_unfinished_trial() -> None:
@@ -255,8 +267,8 @@ reader, writer = os.pipe()
 child = os.fork()
 if child == 0:
     os.write(writer, b"!")  # a signal that comes sooner is lost to Python
-    time.sleep(60)
-    os._exit(0)
+    while True:
+        time.sleep(0.05)  # one that comes just before a single long sleep would be seen after it
 os.read(reader, 1)
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
@@ -285,13 +297,16 @@ def test_an_optimizer_that_was_pickled_ends_its_trial_too(listening_double: tupl
     ("ending", "ended_trials"),
     [
         ("", [FAILED]),
-        ("raise ValueError('out of luck')", [FAILED | {"detail": "ValueError: out of luck"}]),
-        ("raise MemoryError", [TRIAL | {"outcome": "infeasible", "detail": "MemoryError: "}]),
-        ("raise KeyboardInterrupt", [TRIAL | {"outcome": "suspended", "detail": "KeyboardInterrupt: "}]),
-        (TERMINATE, [TRIAL | {"outcome": "suspended", "detail": "SystemExit: 143"}]),
+        ("raise ValueError('out of luck')", [FAILED | {"ended_early": False, "detail": "ValueError: out of luck"}]),
+        ("raise MemoryError", [TRIAL | {"outcome": "infeasible", "ended_early": False, "detail": "MemoryError: "}]),
+        (
+            "raise KeyboardInterrupt",
+            [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "KeyboardInterrupt: "}],
+        ),
+        (TERMINATE, [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "SystemExit: 143"}]),
         (
             "with optimizer:\n    " + TERMINATE.replace("\n", "\n    "),
-            [TRIAL | {"outcome": "suspended", "detail": "SystemExit: 143"}],
+            [TRIAL | {"outcome": "suspended", "ended_early": False, "detail": "SystemExit: 143"}],
         ),
         (TERMINATE_BY_THE_SCRIPTS_OWN_HANDLER, []),
         (TERMINATE_A_FORKED_CHILD, [FAILED]),
