@@ -22,6 +22,7 @@ from zeus_plugins.energy import (
     NvmlPowerMonitor,
     RaplMonitor,
 )
+from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.rapl import POWERCAP
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -201,11 +202,17 @@ def test_an_estimate_is_warned_of_once_for_each_cause(caplog: pytest.LogCaptureF
     assert [(record.name, record.levelname) for record in caplog.records] == [("zeus_plugins.energy", "WARNING")] * 2
     assert caplog.records[0].getMessage() == (
         "No energy counter found (the NVIDIA driver does not answer: Driver Not Loaded; no CPU package counts its"
-        " energy in /nowhere (RAPL)): energy is estimated as 61 W × time, not measured. State the watts that this"
-        " machine really draws by the environment variable ZEUS_ESTIMATED_POWER_W or by"
-        " energy_monitor=EstimateMonitor(power_w=...)."
+        " energy in /nowhere (RAPL)): energy is estimated as 61 W × time, not measured."
     )
     assert "no GPU is visible" in caplog.records[1].getMessage()
+
+
+def test_who_has_not_stated_the_watts_is_asked_to() -> None:
+    warning = choose(nvml=FakeNvml([]), powercap=Path("/nowhere")).warning or ""
+    assert warning.endswith(
+        "65 W × time, not measured. State the watts that this machine really draws by the environment variable"
+        " ZEUS_ESTIMATED_POWER_W or by energy_monitor=EstimateMonitor(power_w=...)."
+    )
 
 
 @pytest.mark.skipif(has_nvidia_driver() or POWERCAP.exists(), reason="this machine measures energy")

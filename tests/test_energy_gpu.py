@@ -10,7 +10,7 @@ import pytest
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import has_nvidia_driver
 from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor, auto
-from zeus_plugins.energy.check import compare_nvml
+from zeus_plugins.energy.nvml_power import compare_nvml
 
 pytestmark = [
     pytest.mark.gpu,

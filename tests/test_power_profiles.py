@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bso_server.service import queries
 from bso_server.service.queries import JobReader
 from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
@@ -145,7 +146,9 @@ def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(database_u
             trial: TrialDispatch = await server.suggest()
             sizes.append(trial.batch_size)
             body = trial.model_dump() | found_out(server.job.model_dump(), energy_j)
-            await server.service.store_power_profile(TrialPowerProfile.model_validate(body))
+            await server.service.run(
+                server.service.commands.store_power_profile, TrialPowerProfile.model_validate(body)
+            )
             await server.report(trial, cost_j=500.0, metric=1.0)
             server.wait(HOUR_S)
         newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
@@ -153,10 +156,11 @@ def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(database_u
         reader = JobReader(server.store)
         before = await server.show()
 
-        assert await server.service.prune_power_profiles(timedelta(hours=5)) == 0
-        assert await server.service.prune_power_profiles(timedelta(0)) == len(sizes) - len(newest)
-        assert await server.service.prune_power_profiles(timedelta(0)) == 0
-        left = (await reader.list_power_profiles(server.job_id)).profiles
+        forget = server.service.commands.prune_power_profiles
+        assert await server.service.prune(forget, timedelta(hours=5)) == 0
+        assert await server.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
+        assert await server.service.prune(forget, timedelta(0)) == 0
+        left = (await reader.read(queries.list_power_profiles, server.job_id)).profiles
         assert [each.trial_number for each in left] == newest
         # Which limit a trial had is not forgotten.
         assert await server.show() == before

@@ -21,18 +21,7 @@ __all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
 
 
 class Variables:
-    """Environment variables that a launched training finds.
-
-    Attributes:
-        LOG_DIR: Directory of logs and results.
-        JOB_ID: Names the run: ``rec{recurrence}+try{try}``.
-        COST_THRESH: Joules of cost that the run must not cross, or ``inf``.
-        ETA_KNOB: η of the cost.
-        TARGET_METRIC: Value of the validation metric to reach.
-        MONITOR_PATH: Zeus's power monitor; absent unless the master was given one.
-        PROFILE_PARAMS: Iterations of warm-up and of measurement for each power limit, ``warmup,measure``.
-        USE_OPTIMAL_PL: Whether to set the power limit that was found best: ``True`` or ``False``.
-    """
+    """Names of the environment variables that a launched training finds; docs/environment.md says what each holds."""
 
     LOG_DIR = environment.LOG_DIR.name
     JOB_ID = environment.JOB_ID.name

@@ -13,10 +13,8 @@ Example:
                 ...
             train_loader.report_metric(accuracy)
 
-Environment variables: ``ZEUS_TARGET_METRIC`` is needed; ``ZEUS_LOG_DIR`` (``zeus_log`` by default), ``ZEUS_JOB_ID``
-(``rec01+try01``), ``ZEUS_COST_THRESH`` (``inf``) and ``ZEUS_ETA_KNOB`` (0.5) are not. With ``ZEUS_PROFILE_PARAMS``
-(steps of warm-up and of measurement, ``10,40`` say) the GPUs' best power limit is found in the first epochs, and kept,
-or, with ``ZEUS_USE_OPTIMAL_PL=False``, only accounted for.
+Of the environment variables (docs/environment.md) ``ZEUS_TARGET_METRIC`` is needed. With ``ZEUS_PROFILE_PARAMS`` the
+GPUs' best power limit is found in the first epochs, and kept, or, with ``ZEUS_USE_OPTIMAL_PL=False``, accounted for.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from zeus_plugins import energy
-from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.dataloader.training import Training, synchronize
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
@@ -39,8 +36,6 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.training import environment
 from zeus_plugins.training.port import decided_by_rank_zero
-
-__all__ = ["ZeusDataLoader"]
 
 T = TypeVar("T")
 
@@ -104,7 +99,7 @@ class ZeusDataLoader(DataLoader[T]):
             if train_loader is not None:
                 raise ZeusBSOConfigError("a loader with max_epochs trains: leave out either max_epochs or train_loader")
             self._training = Training(Settings.of(environ), batch_size, max_epochs, monitor, is_main=self._rank == 0)
-            self._training.power = self._power(self._training, devices)
+            self._set_up_profiler(self._training, devices)
             ZeusDataLoader._latest = weakref.ref(self)
             return
         self._of = ZeusDataLoader._latest if train_loader is None else weakref.ref(train_loader)
@@ -116,9 +111,6 @@ class ZeusDataLoader(DataLoader[T]):
 
     def epochs(self) -> Iterator[int]:
         """The epochs to train, from 0; ends when the target is reached, or before an epoch that would be too costly.
-
-        Yields:
-            The number of the epoch.
 
         Raises:
             ZeusBSOOperationOrderError: This is an evaluation loader, or its epochs were asked for before.
@@ -155,11 +147,7 @@ class ZeusDataLoader(DataLoader[T]):
         return self._training is not None and self._training.reached
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override] # a generator measures to the end, and to a break
-        """The batches, measured.
-
-        Raises:
-            ZeusBSOOperationOrderError: This is a training loader, and no epoch is under way.
-        """
+        """The batches, measured; a training loader needs an epoch to be under way."""
         training = self._training
         if training is not None and not training.is_in_epoch:
             raise ZeusBSOOperationOrderError("train inside `for epoch in train_loader.epochs():`")
@@ -185,16 +173,16 @@ class ZeusDataLoader(DataLoader[T]):
         except TypeError:  # The data do not know their number.
             return None
 
-    def _power(self, training: Training, devices: Sequence[PowerLimitDevice] | None) -> LoaderPower | None:
-        """The search for the power limit, where one is wanted and there are GPUs."""
-        steps, observe = training.settings.profile_steps, training.settings.is_observed
+    def _set_up_profiler(self, training: Training, devices: Sequence[PowerLimitDevice] | None) -> None:
+        steps = training.settings.profile_steps
         if steps is None or (devices is None and not torch.cuda.is_available()):
-            return None
+            return
         # One process of each machine controls its GPUs.
         controls = self._world_size == 1 or (environment.LOCAL_RANK.text() or "0") == "0"
         # For later runs in the same directory of logs.
         path = training.settings.log_dir / f"bs{self._global_batch_size}.power.json" if self._rank == 0 else None
-        profiler = PowerLimitProfiler(
+        training.profile_path = path
+        training.profiler = PowerLimitProfiler(
             (lambda: find_devices() if devices is None else devices) if controls else None,
             ZeusCost(training.settings.eta),
             warmup_steps=steps[0],
@@ -202,11 +190,10 @@ class ZeusDataLoader(DataLoader[T]):
             monitor=(training.monitor or energy.auto()) if controls else None,
             profile=None if path is None else PowerLimitProfile.load_if_kept(path),
             batch_size=self._global_batch_size,
-            observe=observe,
+            observe=training.settings.is_observed,
             all_gather=None if self._world_size == 1 else self._gathered,
             synchronize=synchronize,
         )
-        return LoaderPower(profiler, path, observe=observe)
 
     def _gathered(self, thing: Any) -> list[Any]:
         gathered: list[Any] = [None] * self._world_size
@@ -228,11 +215,7 @@ class ZeusDataLoader(DataLoader[T]):
 
 
 def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, int]:
-    """This rank, and how many there are.
-
-    Raises:
-        ZeusBSOConfigError: The sampler does not fit.
-    """
+    """This rank, and how many there are; raises `ZeusBSOConfigError` if the sampler does not fit."""
     if mode is None:
         if isinstance(sampler, DistributedSampler):
             raise ZeusBSOConfigError("the sampler is a DistributedSampler: pass distributed='dp' too")

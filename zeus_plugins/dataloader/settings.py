@@ -10,24 +10,13 @@ from pathlib import Path
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training import environment
 
-__all__ = ["Settings"]
-
-_DEFAULT_LOG_DIR = "zeus_log"
-_DEFAULT_JOB_ID = "rec01+try01"
-
 
 @dataclass(frozen=True)
 class Settings:
     """The environment variables of a launched run, read.
 
-    Attributes:
-        log_dir: Directory of the result.
-        job_id: Name of the run.
-        cost_thresh_j: Cost that the run must not cross, joules.
-        eta: η of the cost.
-        target_metric: Value of the validation metric to reach.
-        profile_steps: Steps of warm-up and of measurement for each power limit; None: limits are left alone.
-        is_observed: Whether the best limit is only looked for, and not set.
+    `profile_steps` are those of warm-up and of measurement for each power limit; without them limits are left alone. If
+    it `is_observed`, the best limit is only looked for, and not set.
     """
 
     log_dir: Path
@@ -40,14 +29,7 @@ class Settings:
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None) -> Settings:
-        """Read the variables.
-
-        Args:
-            environ: Environment variables; those of the process by default.
-
-        Raises:
-            ZeusBSOConfigError: One of them cannot work, or the target is missing.
-        """
+        """Read the variables; one that cannot work, or a missing target, is a `ZeusBSOConfigError`."""
         target = environment.TARGET_METRIC.number(environ)
         if target is None:
             raise ZeusBSOConfigError(
@@ -58,8 +40,8 @@ class Settings:
             raise ZeusBSOConfigError(f"{environment.ETA_KNOB} is {eta}: η lies between 0 and 1")
         threshold_j = environment.COST_THRESHOLD_J.number(environ)
         return cls(
-            log_dir=Path(environment.LOG_DIR.text(environ) or _DEFAULT_LOG_DIR),
-            job_id=environment.JOB_ID.text(environ) or _DEFAULT_JOB_ID,
+            log_dir=Path(environment.LOG_DIR.text(environ) or "zeus_log"),
+            job_id=environment.JOB_ID.text(environ) or "rec01+try01",
             cost_thresh_j=math.inf if threshold_j is None else threshold_j,
             eta=0.5 if eta is None else eta,
             target_metric=target,

@@ -6,46 +6,40 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from zeus_plugins import energy
-from zeus_plugins.dataloader.power_limit import LoaderPower
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
-from zeus_plugins.protocol import cost
+from zeus_plugins.power_limit import PowerLimitProfiler
+from zeus_plugins.protocol import LEAST_TIME_S, cost
 from zeus_plugins.train_result import TrainResult, result_path
 
-__all__ = ["Training", "synchronize"]
-
 _WINDOW = "zeus_dataloader"
-_LEAST_TIME_S = 1e-6
 
 _logger = logging.getLogger("zeus_plugins")
 
 
+@dataclass
 class _Account:
-    """The cost of a training, epoch by epoch. Knows no device.
+    """The cost of a training, epoch by epoch, on devices of this maximum power. Knows no device."""
 
-    Args:
-        settings: Its η and threshold count.
-        max_power_w: Maximum power, summed over the devices, watts.
-    """
-
-    def __init__(self, settings: Settings, max_power_w: float) -> None:
-        self._settings = settings
-        self._max_power_w = max_power_w
-        self.time_s = self.energy_j = 0.0
-        self.epochs = 0
-        self.source: str | None = None
-        self._cost_before_epoch_j = 0.0
-        self._last_epoch_j: float | None = None
+    settings: Settings
+    max_power_w: float
+    time_s: float = 0.0
+    energy_j: float = 0.0
+    source: str | None = None
+    _cost_before_epoch_j: float = 0.0
+    _last_epoch_j: float | None = None
 
     @property
     def cost_j(self) -> float:
         """Cost so far, joules."""
-        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=self._max_power_w, eta=self._settings.eta)
+        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=self.max_power_w, eta=self.settings.eta)
 
     def add(self, measured: Measurement) -> None:
         """Count a window."""
@@ -55,7 +49,6 @@ class _Account:
 
     def end_epoch(self) -> None:
         """Count an epoch."""
-        self.epochs += 1
         self._last_epoch_j = self.cost_j - self._cost_before_epoch_j
         self._cost_before_epoch_j = self.cost_j
 
@@ -64,18 +57,14 @@ class _Account:
         """True when another epoch like the last one would cross the threshold; not known before the first."""
         if self._last_epoch_j is None:
             return False
-        return self.cost_j + self._last_epoch_j > self._settings.cost_thresh_j
+        return self.cost_j + self._last_epoch_j > self.settings.cost_thresh_j
 
 
 class Training:
-    """The state of one training.
+    """The state of one training at a global batch size; the main rank, 0, measures and writes.
 
-    Args:
-        settings: From the environment.
-        batch_size: Global batch size.
-        max_epochs: Epochs to train at most.
-        monitor: Measures; None: the best one of this machine.
-        is_main: Whether this is rank 0, which measures and writes.
+    Without a monitor, it takes the best one of this machine. With a `profiler` it looks for the best power limit, and
+    the rank that has a `profile_path` keeps what is found there.
     """
 
     def __init__(
@@ -88,7 +77,8 @@ class Training:
         is_main: bool,
     ) -> None:
         self.settings = settings
-        self.power: LoaderPower | None = None
+        self.profiler: PowerLimitProfiler | None = None
+        self.profile_path: Path | None = None
         self._batch_size = batch_size
         self._max_epochs = max_epochs
         self.monitor: EnergyMonitor | None = None
@@ -134,8 +124,8 @@ class Training:
     def end(self) -> None:
         """The training is over, in whatever way."""
         self.is_in_epoch = False
-        if self.power is not None:
-            self.power.profiler.close()
+        if self.profiler is not None:
+            self.profiler.close()
 
     def report(self, metric: float, *, higher_is_better: bool) -> None:
         """Take a metric."""
@@ -152,27 +142,24 @@ class Training:
 
     @contextmanager
     def stepping(self, steps: int | None) -> Iterator[Callable[[], None]]:
-        """A pass over the training data; gives what to call after each step.
-
-        Args:
-            steps: How many there will be; None: nobody knows.
-        """
-        if self.power is None:
+        """A pass over the training data, of so many steps if that is known; gives what to call after each of them."""
+        if self.profiler is None:
             yield lambda: None
             return
-        self.power.profiler.on_epoch_begin(steps)
+        self.profiler.on_epoch_begin(steps)
         try:
-            yield self.power.profiler.on_step_end
+            yield self.profiler.on_step_end
         finally:
-            self.power.end_pass()
+            self.profiler.on_epoch_end()
+            profile = self.profiler.profile
+            # It is kept once it is whole.
+            if self.profile_path is not None and profile is not None and self.profiler.chosen_limit_w is not None:
+                profile.save_or_warn(self.profile_path)
+                self.profile_path = None
 
     @contextmanager
     def measured(self, *, trains: bool = False) -> Iterator[None]:
-        """Count what is done meanwhile.
-
-        Args:
-            trains: Whether it is a pass over the training data.
-        """
+        """Count what is done meanwhile; it `trains` in a pass over the training data."""
         if self.monitor is None or self._account is None:
             yield
             return
@@ -189,7 +176,27 @@ class Training:
             self._is_measuring = False
             synchronize()
             spent = self.monitor.end_window(_WINDOW)
-            self._account.add(self.power.accounted(spent) if trains and self.power is not None else spent)
+            self._account.add(self._accounted(spent) if trains else spent)
+
+    def _accounted(self, measured: Measurement) -> Measurement:
+        """The measurement that a pass over the training data counts as: in observer mode, that under the best limit.
+
+        Time and energy are multiplied with the ratio of those per step under the best limit to those under the highest
+        one, once both are known; passes before that count as they were.
+        """
+        profile = None if self.profiler is None else self.profiler.profile
+        if not self.settings.is_observed or profile is None or self._chosen_limit_w is None:
+            return measured
+        best, highest = profile.only([self._chosen_limit_w]).samples[0], profile.samples[-1]
+        return replace(
+            measured,
+            time_s=measured.time_s * best.time_per_step_s / highest.time_per_step_s,
+            energy_j=measured.energy_j * best.energy_per_step_j / highest.energy_per_step_j,
+        )
+
+    @property
+    def _chosen_limit_w(self) -> float | None:
+        return None if self.profiler is None else self.profiler.chosen_limit_w
 
     @property
     def _the_account(self) -> _Account:
@@ -202,13 +209,13 @@ class Training:
         settings.log_dir.mkdir(parents=True, exist_ok=True)
         TrainResult(
             energy=account.energy_j,
-            time=max(account.time_s, _LEAST_TIME_S),
+            time=max(account.time_s, LEAST_TIME_S),
             cost=account.cost_j,
             num_epochs=self._max_epochs,
             reached=self.reached,
             end_epoch=self.epoch if epochs is None else epochs,
             metric=self._metric,
-            power_limit_w=None if self.power is None else self.power.profiler.chosen_limit_w,
+            power_limit_w=self._chosen_limit_w,
             energy_source=account.source,
         ).write(result_path(settings.log_dir, settings.job_id, self._batch_size))
 

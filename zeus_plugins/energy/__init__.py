@@ -5,8 +5,6 @@ Importing this package touches no driver and loads no deep-learning framework.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from zeus_plugins.energy.amd import AmdSmiMonitor
 from zeus_plugins.energy.auto import DEFAULT_ESTIMATED_POWER_W, auto
 from zeus_plugins.energy.cluster import ClusterMonitor
@@ -16,10 +14,8 @@ from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, M
 from zeus_plugins.energy.nvml import NvmlMonitor
 from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
 from zeus_plugins.energy.rapl import RaplMonitor
+from zeus_plugins.energy.replay import ReplayMonitor
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, as_energy_monitor
-
-if TYPE_CHECKING:
-    from zeus_plugins.testing import ReplayMonitor
 
 __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
@@ -39,12 +35,3 @@ __all__ = [
     "as_energy_monitor",
     "auto",
 ]
-
-
-# Its module needs this package.
-def __getattr__(name: str) -> Any:
-    if name == "ReplayMonitor":
-        from zeus_plugins.testing import ReplayMonitor
-
-        return ReplayMonitor
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,12 +13,9 @@ from typing import Any, Protocol, TypeVar
 
 from zeus_plugins.energy.counters import MICRO, CounterMonitor
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
-from zeus_plugins.energy.visible import chosen_indices
-from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.energy.visible import check_one_model, chosen_indices
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training import environment
-
-__all__ = ["AmdSmi", "AmdSmiMonitor"]
 
 Answer = TypeVar("Answer")
 
@@ -37,7 +34,7 @@ class AmdSmi(Protocol):
     def amdsmi_get_power_cap_info(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
 
 
-class AmdSmiMonitor(CounterMonitor[GpuConfig]):
+class AmdSmiMonitor(CounterMonitor):
     """An `EnergyMonitor` over the visible AMD GPUs. Experimental: it was tried on no real GPU yet.
 
     The driver is first asked when `gpus` or `begin_window` is called, and ``ROCR_VISIBLE_DEVICES``,
@@ -67,26 +64,17 @@ class AmdSmiMonitor(CounterMonitor[GpuConfig]):
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._amdsmi = amdsmi
 
-    def gpus(self) -> GpuConfig:
-        """Describe the GPUs; their maximum power is the sum of the highest limits that can be set, in watts."""
-        gpus, _ = self._open()
-        return gpus
-
-    def _find(self) -> tuple[GpuConfig, list[_Gpu]]:
+    def _find(self) -> tuple[Sequence[_Gpu], Callable[[], GpuConfig]]:
         machine = _open_machine(self._amdsmi or _installed_amdsmi())
         visible = _visible(machine)
         gpus = [visible[index] for index in chosen_indices(self._device_indices, len(visible))]
-        if len({gpu.name for gpu in gpus}) > 1:
-            names = ", ".join(map(str, gpus))
-            raise ZeusBSOConfigError(
-                f"the GPUs are of several models ({names}), and costs measured on them do not compare: choose those of"
-                f" one model by device_indices or {environment.HIP_VISIBLE_DEVICES}"
-            )
+        check_one_model([gpu.name for gpu in gpus], ", ".join(map(str, gpus)), environment.HIP_VISIBLE_DEVICES)
         for gpu in gpus:
             _check_whole(gpu)
         counting = _counting(gpus, machine)
         max_power_w = sum(gpu.max_power_w for gpu in counting)
-        return GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=gpus[0].name), counting
+        described = GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=gpus[0].name)
+        return counting, lambda: described
 
 
 @dataclass(frozen=True)
@@ -106,16 +94,16 @@ class _Gpu:
     def max_power_w(self) -> float:
         """The highest power limit that can be set, in watts; amdsmi tells it in microwatts."""
         limits = self._ask("power limits", self.amdsmi.amdsmi_get_power_cap_info)
-        return _number(self, "power limits", limits, "max_power_cap") / MICRO
+        return self._number("power limits", limits, "max_power_cap") / MICRO
 
     def energy_uj(self) -> int:
         """Energy in microjoules since the driver was loaded."""
         count = self._ask("energy counter", self.amdsmi.amdsmi_get_energy_count)
         # It was called `power` before ROCm 6.2.
-        steps = _number(
-            self, "energy counter", count, "energy_accumulator" if "energy_accumulator" in count else "power"
+        key = "energy_accumulator" if "energy_accumulator" in count else "power"
+        return round(
+            self._number("energy counter", count, key) * self._number("energy counter", count, "counter_resolution")
         )
-        return round(steps * _number(self, "energy counter", count, "counter_resolution"))
 
     def _ask(self, what: str, question: Callable[[Any], Answer]) -> Answer:
         try:
@@ -123,12 +111,11 @@ class _Gpu:
         except self.amdsmi.AmdSmiException as error:
             raise EnergyUnavailableError(f"{self} gives no {what}: {error}") from error
 
-
-def _number(gpu: _Gpu, what: str, answer: Mapping[str, Any], key: str) -> float:
-    number = answer.get(key)
-    if not isinstance(number, int | float):  # amdsmi says "N/A"
-        raise EnergyUnavailableError(f"{gpu} gives no {what}: amdsmi answers {key}={number!r}")
-    return number
+    def _number(self, what: str, answer: Mapping[str, Any], key: str) -> float:
+        number = answer.get(key)
+        if not isinstance(number, int | float):  # amdsmi says "N/A"
+            raise EnergyUnavailableError(f"{self} gives no {what}: amdsmi answers {key}={number!r}")
+        return number
 
 
 def _installed_amdsmi() -> AmdSmi:
@@ -142,7 +129,6 @@ def _installed_amdsmi() -> AmdSmi:
 
 
 def _open_machine(amdsmi: AmdSmi) -> list[_Gpu]:
-    """All GPUs, in HIP's order."""
     try:
         amdsmi.amdsmi_init()
         handles = amdsmi.amdsmi_get_processor_handles()
@@ -185,12 +171,8 @@ def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
 def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
     """The GPUs of a list of indices and ids, up to the first entry that names none."""
     listed: list[_Gpu] = []
-    for entry in (part.strip() for part in setting.split(",")):
-        named = [
-            gpu
-            for place, gpu in enumerate(gpus)
-            if entry == str(place) or (gpu.uuid and entry.lower() == gpu.uuid.lower())
-        ]
+    for entry in (part.strip().lower() for part in setting.split(",")):
+        named = [gpu for place, gpu in enumerate(gpus) if entry and entry in (str(place), gpu.uuid.lower())]
         if not named:
             break
         listed += named

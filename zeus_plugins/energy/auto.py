@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import logging
@@ -18,8 +19,6 @@ from zeus_plugins.energy.rapl import POWERCAP, RaplMonitor
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.environment import ESTIMATED_POWER_W
 
-__all__ = ["DEFAULT_ESTIMATED_POWER_W", "Choice", "auto", "choose", "stated_power_w"]
-
 logger = logging.getLogger("zeus_plugins.energy")
 
 DEFAULT_ESTIMATED_POWER_W = 65.0
@@ -32,13 +31,7 @@ magnitude for a training on a CPU, and a convention rather than a measurement.
 
 @dataclass(frozen=True)
 class Choice:
-    """A monitor, and why it is this one.
-
-    Attributes:
-        monitor: Unused.
-        causes: Why none of those before it in the order of preference, one sentence each; empty for the first.
-        warning: What the user should know of it, or None.
-    """
+    """An unused monitor, and why it is this one and none of those before it in the order of preference."""
 
     monitor: EnergyMonitor
     causes: tuple[str, ...] = ()
@@ -106,15 +99,26 @@ def choose(
             return _rapl_choice(powercap, estimated_power_w, causes)
         except EnergyUnavailableError as unavailable:
             causes.append(unavailable.cause)
-    gpus = _described(device_indices, nvml) if trains_on_gpu else None
-    power_w, basis = _power_w(estimated_power_w, gpus)
+    gpus: GpuConfig | None = None
+    if trains_on_gpu:
+        # Those that cannot be measured may at least tell what they are.
+        with contextlib.suppress(EnergyUnavailableError):
+            gpus = describe_gpus(open_gpus(nvml, device_indices))
+    stated_w = stated_power_w(estimated_power_w)
+    if stated_w is not None:
+        power_w, basis = stated_w, "stated"
+    else:
+        power_w, basis = (DEFAULT_ESTIMATED_POWER_W, "assumed") if gpus is None else (gpus.max_power, "by power limit")
     number, model = (1, None) if gpus is None else (gpus.number_of_gpus, gpus.gpu_model)
     estimate = EstimateMonitor(power_w, number_of_devices=number, device_model=model, basis=basis)
     warning = (
         f"No energy counter found ({'; '.join(causes)}): energy is estimated as {power_w:g} W × time, not measured."
-        f" State the watts that this machine really draws by the environment variable {ESTIMATED_POWER_W} or by"
-        " energy_monitor=EstimateMonitor(power_w=...)."
     )
+    if basis != "stated":
+        warning += (
+            f" State the watts that this machine really draws by the environment variable {ESTIMATED_POWER_W} or by"
+            " energy_monitor=EstimateMonitor(power_w=...)."
+        )
     return Choice(estimate, tuple(causes), warning)
 
 
@@ -140,22 +144,12 @@ def _gpu_monitor(
     for make in ways:
         try:
             make().gpus()
-        except NoGpuError as none:
-            causes.append(none.cause)
         except EnergyUnavailableError as unavailable:
             causes.append(unavailable.cause)
-            has_gpu = True
+            has_gpu = has_gpu or not isinstance(unavailable, NoGpuError)
         else:
             return make(), True
     return None, has_gpu
-
-
-def _described(device_indices: Sequence[int] | None, nvml: Nvml | None) -> GpuConfig | None:
-    """The GPUs that cannot be measured, where they at least tell what they are."""
-    try:
-        return describe_gpus(open_gpus(nvml, device_indices))
-    except EnergyUnavailableError:
-        return None
 
 
 def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[str]) -> Choice:
@@ -163,7 +157,7 @@ def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[s
     try:
         monitor.gpus()
     except EnergyUnavailableError as unavailable:
-        power_w, _ = _power_w(estimated_power_w)
+        power_w = stated_power_w(estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
         RaplMonitor(root=powercap, max_power_w=power_w).gpus()  # Raises unless the limit was all that was missing.
         warning = (
             f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to the"
@@ -173,23 +167,9 @@ def _rapl_choice(powercap: Path, estimated_power_w: float | None, causes: list[s
     return Choice(RaplMonitor(root=powercap), tuple(causes))
 
 
-def _power_w(estimated_power_w: float | None, gpus: GpuConfig | None = None) -> tuple[float, str]:
-    """Watts to assume, and on what grounds."""
-    stated_w = stated_power_w(estimated_power_w)
-    if stated_w is not None:
-        return stated_w, "stated"
-    return (DEFAULT_ESTIMATED_POWER_W, "assumed") if gpus is None else (gpus.max_power, "by power limit")
-
-
 def stated_power_w(power_w: float | None = None) -> float | None:
-    """These watts, else those in the environment variable ``ZEUS_ESTIMATED_POWER_W``, else None.
-
-    Raises:
-        ZeusBSOConfigError: The variable holds no watts.
-    """
-    if power_w is not None:
-        return power_w
-    return ESTIMATED_POWER_W.number(is_positive=True)
+    """These watts, else those in the environment variable ``ZEUS_ESTIMATED_POWER_W``, else None."""
+    return ESTIMATED_POWER_W.number(is_positive=True) if power_w is None else power_w
 
 
 @functools.cache  # a recurring cause is told once

@@ -13,8 +13,6 @@ from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["ClusterMonitor", "sum_of_nodes"]
-
 _WINDOW = "zeus_node"
 _MAX_SOURCE_LENGTH = 255
 
@@ -26,8 +24,7 @@ class _Node:
     """A node when the training begins: its devices, or why it cannot measure them."""
 
     rank: int
-    gpus: GpuConfig | None
-    error: Exception | None = None
+    gpus: GpuConfig | Exception
 
 
 @dataclass(frozen=True)
@@ -79,12 +76,13 @@ class ClusterMonitor:
                 self._monitor = as_energy_monitor(measure())
                 told = _Node(rank, self._monitor.gpus())
             except Exception as error:  # Raised below, on all ranks alike: alone it would hang the others.
-                told = _Node(rank, None, error)
-        nodes: list[_Node] = [node for node in all_gather(told) if node is not None]
-        for node in nodes:
-            if node.error is not None:
-                raise node.error
-        self._node_gpus = {node.rank: node.gpus for node in nodes if node.gpus is not None}
+                told = _Node(rank, error)
+        self._node_gpus: dict[int, GpuConfig] = {}
+        for node in all_gather(told):
+            if node is not None and isinstance(node.gpus, Exception):
+                raise node.gpus
+            if node is not None:
+                self._node_gpus[node.rank] = node.gpus
         self._gpus = sum_of_nodes(list(self._node_gpus.values()))
         # What the other nodes have used up to the latest `synchronize`, and how they measured that.
         self._others_j = 0.0
@@ -96,8 +94,7 @@ class ClusterMonitor:
     @property
     def source(self) -> str:
         """The way in which the energy is obtained on rank 0's node and on the others, and how many they are."""
-        own = () if self._monitor is None else (self._monitor.source,)
-        return self._joined(own)
+        return self._joined(() if self._monitor is None else (self._monitor.source,))
 
     def gpus(self) -> GpuConfig:
         """Describe the devices of all nodes together."""
@@ -167,11 +164,7 @@ class ClusterMonitor:
 
 
 def sum_of_nodes(nodes: Sequence[GpuConfig]) -> GpuConfig:
-    """Sum up the devices of several nodes.
-
-    Raises:
-        ZeusBSOConfigError: They are of different models.
-    """
+    """Sum up the devices of several nodes; raises `ZeusBSOConfigError` where they are of different models."""
     models = sorted({node.gpu_model for node in nodes})
     if len(models) > 1:
         raise ZeusBSOConfigError(

@@ -6,13 +6,12 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from zeus_plugins.energy.monitor import Measurement, OpenWindows
 from zeus_plugins.energy.sampling import Sampler
-
-__all__ = ["STANDSTILL_S", "CounterWindows", "EnergyCounter"]
+from zeus_plugins.protocol import GpuConfig
 
 STANDSTILL_S = 1.0
 """A counter that has not moved for so many seconds does not count: all that are known move several times a second."""
@@ -20,8 +19,6 @@ STANDSTILL_S = 1.0
 MICRO = 1_000_000
 
 logger = logging.getLogger("zeus_plugins.energy")
-
-Devices = TypeVar("Devices")
 
 
 class EnergyCounter(Protocol):
@@ -37,9 +34,7 @@ class EnergyCounter(Protocol):
         ...
 
     def energy_uj(self) -> int:
-        """Energy in microjoules since some instant of the past.
-
-        Whole numbers, so that sums and differences of them are exact.
+        """Energy in microjoules since some instant of the past: whole, so that sums and differences are exact.
 
         Raises:
             EnergyUnavailableError: The device does not answer.
@@ -47,8 +42,7 @@ class EnergyCounter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class _Reading:
+class _Reading(NamedTuple):
     """All counters at one instant."""
 
     time_s: float
@@ -59,19 +53,13 @@ class CounterWindows:
     """The windows of a monitor whose devices have counters.
 
     What a counter that stands still, or falls, does not tell is estimated as the device's maximum power × time, and the
-    measurement's source says so: 0 J would make the batch size that met with it look like the cheapest of all.
-
-    Args:
-        counters: Those of the devices that are measured together.
-        source: How the energy is obtained, while all goes well.
-        clock: Monotonic seconds.
-        sample_interval_s: Seconds between two readings while a window is open. None: only its ends are read.
+    measurement's source says so: 0 J would make the batch size that met with it look like the cheapest of all. Without
+    `sample_interval_s`, the seconds between two readings while a window is open, only the ends of windows are read.
     """
 
     def __init__(
         self,
         counters: Sequence[EnergyCounter],
-        *,
         source: str,
         clock: Callable[[], float],
         sample_interval_s: float | None = None,
@@ -84,7 +72,7 @@ class CounterWindows:
             for counter in counters:
                 counter.energy_uj()
 
-        self._sampler = None if sample_interval_s is None else Sampler(read_all, sample_interval_s)
+        self._sampler = Sampler(read_all, sample_interval_s)
         self._windows: OpenWindows[_Reading] = OpenWindows()
         # For each counter, what it read when it was last seen to move, and when that was.
         self._moved: list[tuple[int, float]] = []
@@ -92,11 +80,10 @@ class CounterWindows:
 
     def begin(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        if self._sampler is not None and self._sampler.is_inherited:
+        if self._sampler.is_inherited:
             self._windows = OpenWindows()  # Those of the process that this one is a fork of.
         self._windows.refuse_open(name)
-        if self._sampler is not None:
-            self._sampler.start()
+        self._sampler.start()
         try:
             self._windows.open(name, self._read())
         finally:
@@ -104,8 +91,7 @@ class CounterWindows:
 
     def end(self, name: str) -> Measurement:
         """See `EnergyMonitor.end_window`; a window that another process has opened is refused."""
-        if self._sampler is not None:
-            self._sampler.require_own_process()
+        self._sampler.require_own_process()
         begun = self._windows.close(name)
         try:
             return self._between(begun, self._read())
@@ -113,8 +99,7 @@ class CounterWindows:
             self._rest()
 
     def _read(self) -> _Reading:
-        lock = self._sampler.lock if self._sampler is not None else None
-        with lock or contextlib.nullcontext():
+        with self._sampler.lock or contextlib.nullcontext():
             energies_uj = tuple(counter.energy_uj() for counter in self._counters)
         now_s = self._clock()
         seen = self._moved or [(-1, now_s)] * len(energies_uj)
@@ -125,7 +110,7 @@ class CounterWindows:
         return _Reading(now_s, energies_uj)
 
     def _rest(self) -> None:
-        if self._sampler is not None and not self._windows:
+        if not self._windows:
             self._sampler.stop()
 
     def _between(self, begun: _Reading, ended: _Reading) -> Measurement:
@@ -155,47 +140,35 @@ class CounterWindows:
         self._suspected.add(str(counter))
         logger.warning(
             "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
-            counter,
-            what,
-            counter.max_power_w,
+            *(counter, what, counter.max_power_w),
         )
 
 
-class CounterMonitor(ABC, Generic[Devices]):
-    """The base of monitors over counters; each finds its own devices, once, and describes them.
-
-    Args:
-        source: See `EnergyMonitor.source`.
-        clock: Monotonic seconds.
-        sample_interval_s: As in `CounterWindows`.
-    """
+class CounterMonitor(ABC):
+    """The base of monitors over counters, as `CounterWindows`; each finds its own devices, once."""
 
     def __init__(self, source: str, clock: Callable[[], float], sample_interval_s: float | None = None) -> None:
         self.source = source
         self._clock = clock
         self._sample_interval_s = sample_interval_s
-        self._opened: tuple[Devices, CounterWindows] | None = None
+
+    def gpus(self) -> GpuConfig:
+        """Describe the devices; their maximum power is the sum of the highest limits that can be set, in watts."""
+        return self._opened[0]()
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        _, windows = self._open()
-        windows.begin(name)
+        self._opened[1].begin(name)
 
     def end_window(self, name: str) -> Measurement:
         """See `EnergyMonitor.end_window`; the energy is what the counters rose by, summed over all devices."""
-        _, windows = self._open()
-        return windows.end(name)
+        return self._opened[1].end(name)
 
-    def _open(self) -> tuple[Devices, CounterWindows]:
-        """The devices, and the windows over their counters; the same each time."""
-        if self._opened is None:
-            devices, counters = self._find()
-            windows = CounterWindows(
-                counters, source=self.source, clock=self._clock, sample_interval_s=self._sample_interval_s
-            )
-            self._opened = devices, windows
-        return self._opened
+    @cached_property
+    def _opened(self) -> tuple[Callable[[], GpuConfig], CounterWindows]:
+        counters, describe = self._find()
+        return describe, CounterWindows(counters, self.source, self._clock, self._sample_interval_s)
 
     @abstractmethod
-    def _find(self) -> tuple[Devices, Sequence[EnergyCounter]]:
-        """The devices, and their counters, of which each was seen to count."""
+    def _find(self) -> tuple[Sequence[EnergyCounter], Callable[[], GpuConfig]]:
+        """The devices' counters, of which each was seen to count, and what describes the devices."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,6 @@ from pathlib import Path
 from zeus_plugins.energy.monitor import Measurement, OpenWindows
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
-
-__all__ = ["EstimateMonitor", "cpu_model_name"]
 
 MAX_MODEL_LENGTH = 255
 
@@ -81,18 +80,12 @@ class EstimateMonitor:
 def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Name this machine's CPU, in the same 1 to 255 characters at every call.
 
-    Args:
-        cpuinfo: Where Linux describes its CPUs. Without a model name there (other systems, many Arm kernels) the
-            answer is the processor or machine type that `platform` gives.
+    Without a model name in `cpuinfo` (other systems than Linux, many Arm kernels) the answer is the processor or
+    machine type that `platform` gives.
     """
-    name = _model_in(cpuinfo) or platform.processor() or platform.machine() or "unknown CPU"
-    return name[:MAX_MODEL_LENGTH]
-
-
-def _model_in(cpuinfo: Path) -> str:
     try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+        model = re.search(r"^model name\s*:(.*\S)", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     except OSError:
-        return ""
-    models = (value.strip() for key, _, value in (line.partition(":") for line in lines) if key.strip() == "model name")
-    return next(models, "")
+        model = None
+    name = (model[1].strip() if model else "") or platform.processor() or platform.machine() or "unknown CPU"
+    return name[:MAX_MODEL_LENGTH]

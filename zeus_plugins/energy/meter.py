@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from zeus_plugins.energy.monitor import EnergyMonitor
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 
-__all__ = ["EpochMeter"]
-
 _WINDOW = "zeus_energy_epoch"
 
 logger = logging.getLogger("zeus_plugins.energy")
@@ -26,14 +24,12 @@ class EpochMeter:
     def __init__(self, monitor: EnergyMonitor | WindowMonitor, state: Mapping[str, float] | None = None) -> None:
         self._monitor = as_energy_monitor(monitor)
         self._source = self._monitor.source
-        before = state or {}
-        self._time_s, self._energy_j = before.get("time_s", 0.0), before.get("energy_j", 0.0)
-        self._epoch_time_s, self._epoch_energy_j = before.get("epoch_time_s", 0.0), before.get("epoch_energy_j", 0.0)
+        self._spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
 
     @property
     def totals(self) -> dict[str, float]:
         """Seconds and joules of all epochs that have ended, in plain types."""
-        return {"time_s": self._time_s, "energy_j": self._energy_j}
+        return {name: self._spent[name] for name in ("time_s", "energy_j")}
 
     def state(self) -> dict[str, float]:
         """The state for a checkpoint, in plain types: `totals`, and what the present epoch has cost so far.
@@ -41,7 +37,7 @@ class EpochMeter:
         Seconds and joules. Call it between `begin` and `end`.
         """
         self._measure()
-        return {**self.totals, "epoch_time_s": self._epoch_time_s, "epoch_energy_j": self._epoch_energy_j}
+        return dict(self._spent)
 
     def begin(self) -> None:
         """Begin the first epoch, or go on with that of a checkpoint, and log how its energy is obtained."""
@@ -58,15 +54,10 @@ class EpochMeter:
             all epochs so far.
         """
         self._measure()
-        self._time_s += self._epoch_time_s
-        self._energy_j += self._epoch_energy_j
-        metrics = {
-            "zeus/epoch_time_s": self._epoch_time_s,
-            "zeus/epoch_energy_j": self._epoch_energy_j,
-            "zeus/time_s": self._time_s,
-            "zeus/energy_j": self._energy_j,
-        }
-        self._epoch_time_s = self._epoch_energy_j = 0.0
+        self._spent["time_s"] += self._spent["epoch_time_s"]
+        self._spent["energy_j"] += self._spent["epoch_energy_j"]
+        metrics = {f"zeus/{name}": value for name, value in self._spent.items()}
+        self._spent |= {"epoch_time_s": 0.0, "epoch_energy_j": 0.0}
         return metrics
 
     def end(self) -> None:
@@ -83,5 +74,5 @@ class EpochMeter:
         if part.source != self._source:
             self._source = part.source
             logger.info("energy of the training: %s", self._source)
-        self._epoch_time_s += part.time_s
-        self._epoch_energy_j += part.energy_j
+        self._spent["epoch_time_s"] += part.time_s
+        self._spent["epoch_energy_j"] += part.energy_j

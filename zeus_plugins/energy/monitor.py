@@ -8,8 +8,6 @@ from typing import Generic, Protocol, TypeVar
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["EnergyMonitor", "EnergyUnavailableError", "Measurement", "NoGpuError", "OpenWindows"]
-
 Reading = TypeVar("Reading")
 
 
@@ -106,16 +104,12 @@ class OpenWindows(Generic[Reading]):
         return len(self._readings)
 
     def open(self, name: str, reading: Reading) -> None:
-        """Note that a window begins; one of that name that is open stays as it was, and `refuse_open` raises."""
+        """Note that a window begins, unless `refuse_open` raises."""
         self.refuse_open(name)
         self._readings[name] = reading
 
     def refuse_open(self, name: str) -> None:
-        """Make sure that a window can begin.
-
-        Raises:
-            ZeusBSOOperationOrderError: A window of that name is open.
-        """
+        """Make sure that no window of that name is open."""
         if name in self._readings:
             raise ZeusBSOOperationOrderError(
                 f"the energy window {name!r} is already open: end it with end_window({name!r}) before beginning it"
@@ -123,11 +117,7 @@ class OpenWindows(Generic[Reading]):
             )
 
     def close(self, name: str) -> Reading:
-        """Forget a window and return what was read when it began.
-
-        Raises:
-            ZeusBSOOperationOrderError: No window of that name is open.
-        """
+        """Forget a window, which must be open, and return what was read when it began."""
         if name not in self._readings:
             opened = ", ".join(repr(known) for known in self._readings) or "none"
             raise ZeusBSOOperationOrderError(

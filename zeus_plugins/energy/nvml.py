@@ -9,12 +9,10 @@ from typing import Any, Protocol, TypeVar
 
 from zeus_plugins.energy.counters import CounterMonitor
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
-from zeus_plugins.energy.visible import MIG_PREFIX, chosen_indices, shared_counter, visible_devices
+from zeus_plugins.energy.visible import MIG_PREFIX, check_one_model, chosen_indices, shared_counter, visible_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
-
-__all__ = ["Nvml", "NvmlGpu", "NvmlMonitor", "describe_gpus", "installed_nvml", "open_gpus"]
 
 MILLI = 1000
 
@@ -41,7 +39,7 @@ class Nvml(Protocol):
     def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: Any) -> Sequence[int]: ...  # noqa: D102, N802
 
 
-class NvmlMonitor(CounterMonitor["tuple[NvmlGpu, ...]"]):
+class NvmlMonitor(CounterMonitor):
     """An `EnergyMonitor` over the visible NVIDIA GPUs, by their energy counters.
 
     The driver is first asked when `gpus` or `begin_window` is called; ``CUDA_VISIBLE_DEVICES`` is read then, too. Its
@@ -71,16 +69,11 @@ class NvmlMonitor(CounterMonitor["tuple[NvmlGpu, ...]"]):
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._nvml = nvml
 
-    def gpus(self) -> GpuConfig:
-        """Describe the GPUs; their maximum power is the sum of the highest limits that can be set, in watts."""
-        gpus, _ = self._open()
-        return describe_gpus(gpus)
-
-    def _find(self) -> tuple[tuple[NvmlGpu, ...], tuple[NvmlGpu, ...]]:
+    def _find(self) -> tuple[Sequence[NvmlGpu], Callable[[], GpuConfig]]:
         gpus = open_gpus(self._nvml, self._device_indices)
         for gpu in gpus:
             gpu.energy_uj()  # It has a counter, or this raises.
-        return gpus, gpus
+        return gpus, lambda: describe_gpus(gpus)
 
 
 @dataclass(frozen=True)
@@ -117,24 +110,13 @@ class NvmlGpu:
 
 
 def describe_gpus(gpus: Sequence[NvmlGpu]) -> GpuConfig:
-    """Sum up GPUs of one model.
-
-    Raises:
-        EnergyUnavailableError: One of them states no power limits.
-    """
-    return GpuConfig(
-        max_power=sum(gpu.max_power_w for gpu in gpus),
-        number_of_gpus=len(gpus),
-        gpu_model=gpus[0].name,
-    )
+    """Sum up GPUs of one model."""
+    max_power_w = sum(gpu.max_power_w for gpu in gpus)
+    return GpuConfig(max_power=max_power_w, number_of_gpus=len(gpus), gpu_model=gpus[0].name)
 
 
 def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) -> tuple[NvmlGpu, ...]:
     """Start NVML, find the chosen GPUs, and make sure that they are alike and that the job has each to itself.
-
-    Args:
-        nvml: What to call instead of the installed `pynvml`.
-        indices: Which of the visible GPUs, counting from 0. None: all of them.
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
@@ -149,7 +131,7 @@ def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) ->
         raise NoGpuError(f"the NVIDIA driver does not answer: {error}") from error
     visible = visible_devices(CUDA_VISIBLE_DEVICES.text(), count)
     gpus = tuple(_open_gpu(nvml, index, visible[index]) for index in chosen_indices(indices, len(visible)))
-    _check_alike(gpus)
+    check_one_model([gpu.name for gpu in gpus], _listing(gpus), CUDA_VISIBLE_DEVICES)
     if any(isinstance(device, int) for device in visible):
         _check_numbering([_open_gpu(nvml, index, index) for index in range(count)])
     for gpu in gpus:
@@ -158,11 +140,7 @@ def open_gpus(nvml: Nvml | None = None, indices: Sequence[int] | None = None) ->
 
 
 def installed_nvml() -> Nvml:
-    """The package `pynvml`.
-
-    Raises:
-        NoGpuError: It cannot be imported.
-    """
+    """The package `pynvml`."""
     try:
         import pynvml
     except ImportError as error:
@@ -218,26 +196,14 @@ def _is_one_slice(gpu: NvmlGpu) -> bool:
     return False
 
 
-def _check_alike(gpus: Sequence[NvmlGpu]) -> None:
-    if _models(gpus) > 1:
-        raise ZeusBSOConfigError(
-            f"the GPUs are of several models ({_listing(gpus)}), and costs measured on them do not compare: choose"
-            f" those of one model by device_indices or {CUDA_VISIBLE_DEVICES}"
-        )
-
-
 def _check_numbering(machine: Sequence[NvmlGpu]) -> None:
     """Refuse to guess which GPU an index means: NVML counts by PCI bus, CUDA by speed unless told otherwise."""
-    if _models(machine) > 1 and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
+    if len({gpu.name for gpu in machine}) > 1 and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
         raise ZeusBSOConfigError(
             f"this machine's GPUs are of several models (by PCI bus: {_listing(machine)}), and CUDA may number them in"
             f" another order than their driver: set {CUDA_DEVICE_ORDER}=PCI_BUS_ID or list UUIDs in"
             f" {CUDA_VISIBLE_DEVICES}"
         )
-
-
-def _models(gpus: Sequence[NvmlGpu]) -> int:
-    return len({gpu.name for gpu in gpus})
 
 
 def _listing(gpus: Sequence[NvmlGpu]) -> str:

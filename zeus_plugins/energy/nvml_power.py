@@ -4,64 +4,43 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 from zeus_plugins.energy.counters import MICRO, CounterMonitor
 from zeus_plugins.energy.monitor import Measurement
-from zeus_plugins.energy.nvml import Nvml, NvmlGpu, describe_gpus, open_gpus
+from zeus_plugins.energy.nvml import Nvml, NvmlGpu, NvmlMonitor, describe_gpus, open_gpus
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
-
-__all__ = ["SAMPLE_INTERVAL_S", "IntegratedPower", "NvmlPowerMonitor"]
 
 SAMPLE_INTERVAL_S = 0.1
 
 LATE_S = 1.0
 
 
-class PowerMeter(Protocol):
-    """A device that tells its power. `str()` names it for people."""
-
-    @property
-    def max_power_w(self) -> float:
-        """The most that it draws, in watts."""
-        ...
-
-    def power_w(self) -> float:
-        """The power that it draws now, watts."""
-        ...
-
-
 class IntegratedPower:
     """An `EnergyCounter` made of power readings: the area below the straight lines between them (trapezoidal rule).
 
-    Args:
-        meter: Tells the power.
-        clock: Monotonic seconds.
-
-    Attributes:
-        late: How many readings came more than a second after the one before.
+    `late` counts the readings that came more than a second after the one before.
     """
 
-    def __init__(self, meter: PowerMeter, clock: Callable[[], float]) -> None:
+    def __init__(self, gpu: NvmlGpu, clock: Callable[[], float]) -> None:
         self.late = 0
-        self._meter = meter
+        self._gpu = gpu
         self._clock = clock
         self._energy_j = 0.0
         self._latest: tuple[float, float] | None = None
 
     def __str__(self) -> str:
-        return str(self._meter)
+        return str(self._gpu)
 
     @property
     def max_power_w(self) -> float:
         """The most that the device draws, in watts."""
-        return self._meter.max_power_w
+        return self._gpu.max_power_w
 
     def energy_uj(self) -> int:
         """Microjoules since the first reading, up to now: each call reads the power and adds what was used since."""
-        power_w = self._meter.power_w()
+        power_w = self._gpu.power_w()
         now_s = self._clock()
         if self._latest is not None:
             then_s, power_then_w = self._latest
@@ -71,10 +50,7 @@ class IntegratedPower:
         return round(self._energy_j * MICRO)
 
 
-_Devices = tuple[tuple[NvmlGpu, ...], list[IntegratedPower]]
-
-
-class NvmlPowerMonitor(CounterMonitor[_Devices]):
+class NvmlPowerMonitor(CounterMonitor):
     """An `EnergyMonitor` over the visible NVIDIA GPUs that reads their power every `interval_s` while a window is open.
 
     How wrong it may be: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, so a
@@ -108,11 +84,7 @@ class NvmlPowerMonitor(CounterMonitor[_Devices]):
         self._device_indices = None if device_indices is None else tuple(device_indices)
         self._nvml = nvml
         self._late: dict[str, int] = {}
-
-    def gpus(self) -> GpuConfig:
-        """Describe the GPUs as `NvmlMonitor.gpus` does."""
-        (gpus, _), _ = self._open()
-        return describe_gpus(gpus)
+        self._counters: list[IntegratedPower] = []
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
@@ -127,12 +99,67 @@ class NvmlPowerMonitor(CounterMonitor[_Devices]):
         return replace(measured, source=f"{measured.source}, with gaps above {LATE_S:g} s")
 
     def _late_readings(self) -> int:
-        (_, counters), _ = self._open()
-        return sum(counter.late for counter in counters)
+        return sum(counter.late for counter in self._counters)
 
-    def _find(self) -> tuple[_Devices, list[IntegratedPower]]:
+    def _find(self) -> tuple[Sequence[IntegratedPower], Callable[[], GpuConfig]]:
         gpus = open_gpus(self._nvml, self._device_indices)
         for gpu in gpus:
             gpu.power_w()  # It tells its power, or this raises.
-        counters = [IntegratedPower(gpu, self._clock) for gpu in gpus]
-        return (gpus, counters), counters
+        self._counters = [IntegratedPower(gpu, self._clock) for gpu in gpus]
+        return self._counters, lambda: describe_gpus(gpus)
+
+
+AGREEMENT = 0.2
+"""The difference that the two may have, as a part of the counter's value.
+
+Generous: within a few seconds the ends of the window matter, since a counter moves every few tens of milliseconds and
+newer GPUs tell the mean power of the last second. What this is to find is a counter in another unit, or of another GPU.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The energy of one span of time, in joules: by the counters, and by power readings, integrated.
+
+    The problem is what one of the two could not measure.
+    """
+
+    time_s: float
+    counter_j: float
+    integrated_j: float
+    problem: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """True when both measured, and about the same."""
+        difference_j = abs(self.integrated_j - self.counter_j)
+        return self.problem is None and self.counter_j > 0 and difference_j <= AGREEMENT * self.counter_j
+
+
+def compare_nvml(
+    meanwhile: Callable[[], None] = lambda: time.sleep(2.0),
+    *,
+    nvml: Nvml | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Measure all visible NVIDIA GPUs by their counters and by their power at the same time.
+
+    Raises:
+        EnergyUnavailableError: They have not both.
+        ZeusBSOConfigError: They cannot be measured together.
+    """
+    counted, integrated = NvmlMonitor(nvml=nvml, clock=clock), NvmlPowerMonitor(nvml=nvml, clock=clock)
+    counted.begin_window("check")
+    integrated.begin_window("check")
+    try:
+        meanwhile()
+    finally:
+        by_power = integrated.end_window("check")
+        by_counter = counted.end_window("check")
+    unusual = [each for each, usual in ((by_counter, counted), (by_power, integrated)) if each.source != usual.source]
+    return Comparison(
+        time_s=by_counter.time_s,
+        counter_j=by_counter.energy_j,
+        integrated_j=by_power.energy_j,
+        problem="; ".join(each.source for each in unusual) or None,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,19 +12,17 @@ from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.monitor import EnergyUnavailableError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["POWERCAP", "RaplMonitor"]
-
 POWERCAP = Path("/sys/class/powercap")
 
 SAMPLE_INTERVAL_S = 10.0
 
 
-class RaplMonitor(CounterMonitor["tuple[_Zone, ...]"]):
+class RaplMonitor(CounterMonitor):
     """An `EnergyMonitor` over this machine's CPU packages and, where it is counted, their memory.
 
-    Everything that runs on the machine counts, not this training alone. The domains ``core`` and ``uncore`` are parts
-    of a package and ``psys`` is the whole machine, so they are left out, and so are the same packages' twins at
-    ``intel-rapl-mmio``.
+    The packages are described in the place of GPUs. Everything that runs on the machine counts, not this training
+    alone. The domains ``core`` and ``uncore`` are parts of a package and ``psys`` is the whole machine, so they are
+    left out, and so are the same packages' twins at ``intel-rapl-mmio``.
 
     The counters wrap: at 300 W, one that ranges to 262 kJ does so every 15 minutes. A thread reads them every 10 s
     while a window is open, which misses nothing as long as a package draws less than its range / 10 s (6.5 kW where
@@ -37,7 +35,8 @@ class RaplMonitor(CounterMonitor["tuple[_Zone, ...]"]):
         clock: Monotonic seconds.
 
     Raises:
-        EnergyUnavailableError: On first use: no such counters, or this user may not read them.
+        EnergyUnavailableError: On first use: no such counters, or this user may not read them. From `gpus`: the
+            packages state no power limit, and nobody else does.
     """
 
     def __init__(
@@ -51,22 +50,13 @@ class RaplMonitor(CounterMonitor["tuple[_Zone, ...]"]):
         self._root = root
         self._max_power_w = max_power_w
 
-    def gpus(self) -> GpuConfig:
-        """Describe the packages in the place of GPUs.
-
-        Raises:
-            EnergyUnavailableError: As on first use; or they state no power limit, and nobody else does.
-        """
-        zones, _ = self._open()
-        return GpuConfig(
+    def _find(self) -> tuple[Sequence[_Zone], Callable[[], GpuConfig]]:
+        zones = _open_zones(self._root, self._max_power_w)
+        return zones, lambda: GpuConfig(
             max_power=sum(zone.max_power_w for zone in zones),
             number_of_gpus=sum(zone.is_package for zone in zones),
             gpu_model=cpu_model_name(),
         )
-
-    def _find(self) -> tuple[tuple[_Zone, ...], tuple[_Zone, ...]]:
-        zones = _open_zones(self._root, self._max_power_w)
-        return zones, zones
 
 
 @dataclass
@@ -108,7 +98,7 @@ class _Zone:
         try:
             reading_uj = _number(self.folder / "energy_uj")
         except (OSError, ValueError) as error:
-            raise EnergyUnavailableError(_unreadable(self.folder, error)) from error
+            raise _unreadable(self.folder, error) from error
         if self._latest_uj is not None:
             wrapped_uj = self.range_uj if reading_uj < self._latest_uj else 0
             self._total_uj += reading_uj - self._latest_uj + wrapped_uj
@@ -131,20 +121,20 @@ def _open_zones(root: Path, max_power_w: float | None) -> tuple[_Zone, ...]:
             zone = _Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
             counts = _number(folder / "energy_uj") > 0
         except (OSError, ValueError) as error:
-            raise EnergyUnavailableError(_unreadable(folder, error)) from error
+            raise _unreadable(folder, error) from error
         if not counts:  # as in virtual machines whose host keeps it to itself
             raise EnergyUnavailableError(f"{folder / 'energy_uj'} stands at 0")
         zones.append(zone)
     return tuple(zones)
 
 
-def _unreadable(folder: Path, error: Exception) -> str:
+def _unreadable(folder: Path, error: Exception) -> EnergyUnavailableError:
     if isinstance(error, PermissionError):
-        return (
+        return EnergyUnavailableError(
             f"only root may read {folder / 'energy_uj'} (RAPL); `sudo chmod a+r {folder.parent}/intel-rapl:*/energy_uj`"
             " lets everybody, until the next start of the machine"
         )
-    return f"{folder} (RAPL) cannot be read: {error}"
+    return EnergyUnavailableError(f"{folder} (RAPL) cannot be read: {error}")
 
 
 def _text(path: Path) -> str:

@@ -11,26 +11,19 @@ from collections.abc import Callable
 
 from zeus_plugins.errors import ZeusBSOOperationOrderError
 
-__all__ = ["Sampler"]
-
 logger = logging.getLogger("zeus_plugins.energy")
 
 
 class Sampler:
     """Calls a function in a daemon thread, every so many seconds between `start` and `stop`.
 
-    A thread does not survive a fork, and a lock that it held stays locked in the child for ever. So a forked process
-    has to ask `is_inherited` first, and `start` makes a thread and a lock of its own. An unused sampler can be pickled.
-
-    Args:
-        sample: What to call; never by two threads at once. What it raises is logged, and the next call tries again.
-        interval_s: Seconds from the end of one call to the beginning of the next.
-
-    Attributes:
-        lock: Held during each call; hold it to do what a call must not interrupt. None before the first `start`.
+    What the function raises is logged, and the next call tries again. `lock` is held during each call, and is None
+    before the first `start`. A thread does not survive a fork, and a lock that it held stays locked in the child for
+    ever. So a forked process has to ask `is_inherited` first, and `start` makes a thread and a lock of its own. An
+    unused sampler can be pickled.
     """
 
-    def __init__(self, sample: Callable[[], None], interval_s: float) -> None:
+    def __init__(self, sample: Callable[[], None], interval_s: float | None) -> None:
         self.interval_s = interval_s
         self.lock: threading.Lock | None = None
         self._sample = sample
@@ -39,21 +32,12 @@ class Sampler:
         self._process_id: int | None = None
 
     @property
-    def is_running(self) -> bool:
-        """True while a thread of this process samples."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @property
     def is_inherited(self) -> bool:
         """True when it was started by another process, of which this one is a fork: there is no thread here."""
         return self._process_id is not None and self._process_id != os.getpid()
 
     def require_own_process(self) -> None:
-        """Refuse to go on with what another process has begun.
-
-        Raises:
-            ZeusBSOOperationOrderError: `is_inherited`.
-        """
+        """Refuse to go on with what another process has begun (`ZeusBSOOperationOrderError` if `is_inherited`)."""
         if self.is_inherited:
             raise ZeusBSOOperationOrderError(
                 f"the measurement was begun by process {self._process_id}, and the thread that reads the device did "
@@ -61,17 +45,13 @@ class Sampler:
             )
 
     def start(self) -> None:
-        """Begin to sample; the first call comes after one interval. Nothing where it runs already."""
-        if self._process_id == os.getpid() and self._thread is not None:
+        """Begin to sample; the first call comes after one interval. Nothing without one, or where it runs already."""
+        if self.interval_s is None or (self._process_id == os.getpid() and self._thread is not None):
             return
         self._process_id = os.getpid()
         self.lock, self._stopped = threading.Lock(), threading.Event()
-        self._thread = threading.Thread(
-            target=_run,
-            args=(weakref.ref(self), self._stopped, self.interval_s),
-            name="zeus-energy-sampler",
-            daemon=True,
-        )
+        arguments = (weakref.ref(self), self._stopped, self.interval_s)
+        self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training.environment import CUDA_VISIBLE_DEVICES
-
-__all__ = ["MIG_PREFIX", "chosen_indices", "shared_counter", "visible_devices"]
+from zeus_plugins.training.environment import CUDA_VISIBLE_DEVICES, Variable
 
 MIG_PREFIX = "MIG-"
 
@@ -16,14 +14,8 @@ MIG_PREFIX = "MIG-"
 def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
     """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
 
-    That rule is what makes ``""``, ``-1`` and a scheduler's ``NoDevFiles`` hide every GPU.
-
-    Args:
-        setting: The variable's value; None: unset, all GPUs are visible.
-        count: How many GPUs the machine has.
-
-    Returns:
-        The index or UUID of each visible GPU, or the id of a MIG slice, at least one.
+    That rule is what makes ``""``, ``-1`` and a scheduler's ``NoDevFiles`` hide every GPU. Without a setting (None) all
+    GPUs are visible, as many as `count`. The answer has the index or UUID of each, or the id of a MIG slice.
 
     Raises:
         NoGpuError: No GPU is visible.
@@ -51,15 +43,7 @@ def _listed(setting: str, count: int) -> tuple[int | str, ...]:
 
 
 def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
-    """Choose among the visible GPUs, counted from 0.
-
-    Args:
-        wanted: The ones to choose; None: all.
-        visible: How many are visible.
-
-    Raises:
-        ZeusBSOConfigError: One that is wanted is not visible or is wanted twice, or none is wanted.
-    """
+    """The wanted ones of so many visible GPUs, counted from 0, each once and at least one; None: all."""
     if wanted is None:
         return range(visible)
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(visible)):
@@ -68,6 +52,15 @@ def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
             " once, or pass None for all"
         )
     return wanted
+
+
+def check_one_model(names: Sequence[str], listing: str, variable: Variable) -> None:
+    """Refuse GPUs of several models; the listing shows them, and the variable chooses among them."""
+    if len(set(names)) > 1:
+        raise ZeusBSOConfigError(
+            f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose those of"
+            f" one model by device_indices or {variable}"
+        )
 
 
 def shared_counter(device: str) -> EnergyUnavailableError:

@@ -13,8 +13,6 @@ from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor"]
-
 logger = logging.getLogger("zeus_plugins.energy")
 
 

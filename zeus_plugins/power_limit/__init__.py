@@ -28,19 +28,15 @@ chooses nothing. A device or monitor that fails later ends the profiling, with o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from zeus_plugins.power_limit.command import COMMAND_VARIABLE, CommandDevice
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
-from zeus_plugins.power_limit.find import find_devices
-from zeus_plugins.power_limit.nvml import NvmlDevice
-from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
+from zeus_plugins.power_limit.nvml import NvmlDevice, find_devices
+from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
+from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
 from zeus_plugins.power_limit.selectors import Energy, MaxSlowdown, OptimumSelector, Time, ZeusCost
 from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window
-
-if TYPE_CHECKING:
-    from zeus_plugins.testing import ReplayDevice, ReplayMachine, ReplayPoint
+from zeus_plugins.protocol import PowerLimitSample
 
 __all__ = [
     "COMMAND_VARIABLE",
@@ -68,12 +64,3 @@ __all__ = [
     "find_devices",
     "limits_between",
 ]
-
-
-# Their module needs this package.
-def __getattr__(name: str) -> Any:
-    if name in ("ReplayDevice", "ReplayMachine", "ReplayPoint"):
-        from zeus_plugins import testing
-
-        return getattr(testing, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,11 +10,8 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
 from zeus_plugins.training.environment import POWER_LIMIT_COMMAND
 
-__all__ = ["COMMAND_VARIABLE", "CommandDevice"]
-
 COMMAND_VARIABLE = POWER_LIMIT_COMMAND.name
 
-_FIELDS = ("index", "watts")
 _TIMEOUT_S = 30.0
 
 
@@ -42,7 +39,7 @@ class CommandDevice:
             fields = {name for part in self._arguments for _, name, *_ in string.Formatter().parse(part) if name}
         except ValueError as error:
             raise ZeusBSOConfigError(f"the command for power limits {template!r} cannot be read: {error}") from error
-        if fields != set(_FIELDS):
+        if fields != {"index", "watts"}:
             raise ZeusBSOConfigError(
                 f"the command for power limits {template!r} has the fields {sorted(fields)}: it needs {{index}} and "
                 "{watts}, and no others"

@@ -6,8 +6,6 @@ from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["STEP_W", "PowerLimitDevice", "PowerLimitUnavailableError", "limits_between"]
-
 STEP_W = 25.0
 """Watts between the power limits that are tried, as in the traces of Zeus (NSDI '23)."""
 
@@ -53,12 +51,6 @@ class PowerLimitDevice(Protocol):
 
 
 def limits_between(lowest_w: float, highest_w: float, step_w: float = STEP_W) -> tuple[float, ...]:
-    """The limits to try: from the highest downwards, so that a training starts at full speed; at least the highest.
-
-    Args:
-        lowest_w: Lowest limit, watts.
-        highest_w: Highest limit, watts.
-        step_w: Watts between two of them.
-    """
+    """The limits to try, watts: from the highest downwards, so that a training starts at full speed; at least that."""
     count = max(1, int((highest_w - lowest_w) / step_w) + 1)
     return tuple(highest_w - step_w * number for number in range(count))

@@ -28,16 +28,11 @@ from collections.abc import Callable, Sequence
 from zeus_plugins.power_limit.devices import PowerLimitDevice
 from zeus_plugins.training.signals import raise_at_sigterm
 
-__all__ = ["LimitGuard"]
-
 _logger = logging.getLogger("zeus_plugins")
 
 
 class LimitGuard:
-    """Remembers the limits of devices, and puts them back.
-
-    Args:
-        devices: Their limits are read here and now.
+    """Remembers the limits that devices have when it is made, and puts them back.
 
     Raises:
         PowerLimitUnavailableError: A device does not tell its limit.
@@ -60,17 +55,21 @@ class LimitGuard:
             return
         self._undo_signals = raise_at_sigterm()
         atexit.register(self.release)
-        self._restorer = _start_restorer(
-            [(device, limit) for device, limit in self._initial if device.outlives_process]
-        )
+        self._restorer = _start_restorer([found for found in self._initial if found[0].outlives_process])
 
     def restore(self) -> None:
         """Put the limits back. What cannot be is logged, with what to do: it never raises."""
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
         for device, limit_w in self._initial:
-            problem = _put_back(device, limit_w) and _put_back(device, limit_w)  # nobody comes after to try again
-            if problem is not None:
+            problem: Exception | None = None
+            for _ in range(2):  # nobody comes after to try again
+                try:
+                    device.set_limit_w(limit_w)
+                    break
+                except Exception as error:
+                    problem = error
+            else:
                 _logger.error(
                     "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi -pl %g",
                     *(device, limit_w, problem, limit_w),
@@ -89,15 +88,6 @@ class LimitGuard:
             self._restorer.kill()
             self._restorer.communicate()
             self._restorer = None
-
-
-def _put_back(device: PowerLimitDevice, limit_w: float) -> Exception | None:
-    """Set a limit, or return why not."""
-    try:
-        device.set_limit_w(limit_w)
-    except Exception as error:
-        return error
-    return None
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:

@@ -1,4 +1,4 @@
-"""Power limits of NVIDIA GPUs through NVML.
+"""Power limits of NVIDIA GPUs through NVML, and the GPUs of this machine with a way to set them.
 
 Reading a limit needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
 (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
@@ -7,13 +7,14 @@ Reading a limit needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a c
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
 from zeus_plugins.energy import EnergyUnavailableError
 from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlGpu, installed_nvml, open_gpus
-from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
-
-__all__ = ["NvmlDevice", "PowerNvml", "open_devices"]
+from zeus_plugins.power_limit.command import CommandDevice
+from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
+from zeus_plugins.training.environment import POWER_LIMIT_COMMAND
 
 Answer = TypeVar("Answer")
 
@@ -44,7 +45,6 @@ class NvmlDevice:
         self.index = index
         self._name = name
         self._nvml = nvml
-        self._opened: tuple[PowerNvml, Any] | None = None
 
     def __str__(self) -> str:
         return self._name
@@ -52,7 +52,8 @@ class NvmlDevice:
     # A handle is worth nothing in another process.
     def __getstate__(self) -> dict[str, Any]:
         is_module = getattr(self._nvml, "__name__", None) == "pynvml"
-        return {**vars(self), "_opened": None, "_nvml": None if is_module else self._nvml}
+        kept = {name: value for name, value in vars(self).items() if name != "_opened"}
+        return {**kept, "_nvml": None if is_module else self._nvml}
 
     def range_w(self) -> tuple[float, float]:
         """NVML's constraints; see `PowerLimitDevice.range_w`."""
@@ -74,29 +75,45 @@ class NvmlDevice:
         )
 
     def _ask(self, what: str, question: Callable[[PowerNvml, Any], Answer]) -> Answer:
-        nvml, handle = self._open()
+        nvml, handle = self._opened
         try:
             return question(nvml, handle)
         except nvml.NVMLError as error:
             raise PowerLimitUnavailableError(f"{self} takes or gives no {what}: {error}") from error
 
-    def _open(self) -> tuple[PowerNvml, Any]:
-        if self._opened is None:
-            nvml = cast("PowerNvml", self._nvml or installed_nvml())
-            try:
-                nvml.nvmlInit()
-                self._opened = nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
-            except nvml.NVMLError as error:
-                raise PowerLimitUnavailableError(f"{self} cannot be opened: {error}") from error
-        return self._opened
+    @cached_property
+    def _opened(self) -> tuple[PowerNvml, Any]:
+        nvml = cast("PowerNvml", self._nvml or installed_nvml())
+        try:
+            nvml.nvmlInit()
+            return nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        except nvml.NVMLError as error:
+            raise PowerLimitUnavailableError(f"{self} cannot be opened: {error}") from error
 
 
-def open_devices(indices: Sequence[int] | None = None, *, nvml: Nvml | None = None) -> tuple[NvmlDevice, ...]:
-    """Find the chosen GPUs, those that `NvmlMonitor` measures; arguments and errors are those of `find_devices`."""
+def find_devices(
+    device_indices: Sequence[int] | None = None, *, command: str | None = None, nvml: Nvml | None = None
+) -> tuple[PowerLimitDevice, ...]:
+    """The NVIDIA GPUs that train, each with a way to set its limit: by a command where one is configured, else by NVML.
+
+    Args:
+        device_indices: Which of the visible GPUs, counting from 0. None: all of them. Empty: the training uses none.
+        command: Sets a limit, as in `CommandDevice`. None: that of the environment variable
+            ``ZEUS_POWER_LIMIT_COMMAND``, if it is set.
+        nvml: What to call instead of the installed `pynvml`.
+
+    Raises:
+        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
+        ZeusBSOConfigError: The GPUs are of several models, one that was named does not exist, or the command is wrong.
+    """
+    command = command or POWER_LIMIT_COMMAND.text()
+    if device_indices is not None and not device_indices:
+        raise PowerLimitUnavailableError("the training runs on no NVIDIA GPU")
     try:
-        return tuple(_device(gpu, nvml) for gpu in open_gpus(nvml, indices))
+        devices = tuple(_device(gpu, nvml) for gpu in open_gpus(nvml, device_indices))
     except EnergyUnavailableError as error:
         raise PowerLimitUnavailableError(error.cause) from error
+    return tuple(CommandDevice(command, each) for each in devices) if command else devices
 
 
 def _device(gpu: NvmlGpu, nvml: Nvml | None) -> NvmlDevice:

@@ -14,8 +14,6 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import BatchSize, GpuConfig, PowerLimitSample, PowerProfile
 from zeus_plugins.train_result import write_atomically
 
-__all__ = ["PowerLimitProfile", "PowerLimitSample"]
-
 _logger = logging.getLogger("zeus_plugins")
 
 

@@ -14,12 +14,10 @@ from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
 from zeus_plugins.power_limit.guard import LimitGuard
-from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
+from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window, check_transition
-from zeus_plugins.protocol import GpuConfig
-
-__all__ = ["PowerLimitProfiler"]
+from zeus_plugins.protocol import GpuConfig, PowerLimitSample
 
 _WINDOW = "zeus_power_limit"
 # Limits of drivers are whole milliwatts.
@@ -197,12 +195,7 @@ class PowerLimitProfiler:
     # The transitions
 
     def _go(self, new: State, steps: int = 0) -> None:
-        """Make a transition, and do what follows from it.
-
-        Args:
-            new: The next state.
-            steps: How many have ended, if that is what made the transition.
-        """
+        """Make a transition, which so many steps have brought about if any, and do what follows from it."""
         old = self._state
         if _is_same(old, new):
             self._state = new
@@ -217,11 +210,7 @@ class PowerLimitProfiler:
             self._window_problem = self._attempt(self._begin_window)[1]
 
     def _enter(self, state: State) -> bool:
-        """Put the limit of a state in force.
-
-        Returns:
-            Whether that is so, on all ranks.
-        """
+        """Put the limit of a state in force; returns whether that is so, on all ranks."""
         match state:
             case Ready():
                 self._restore()  # on each rank for itself: it takes what comes
@@ -235,26 +224,23 @@ class PowerLimitProfiler:
         if not self._sets_limits or self._profile is None:
             self._release()
             return True
+        profile = self._profile.only(self._candidates_w)
         try:
-            self._chosen_w = self._selected(self._profile.only(self._candidates_w))
+            chosen_w = self._selector.select(profile)
+            if chosen_w not in profile.limits_w:
+                raise ZeusBSOBadOperationError(
+                    f"{self._selector} chose {chosen_w!r} W, none of the limits measured: {list(profile.limits_w)}"
+                )
         except Exception:
             self._release()
             raise
+        self._chosen_w = chosen_w
         if self._observe:
             self._release()
             return True
-        return self._set_everywhere(self._chosen_w)
-
-    def _selected(self, profile: PowerLimitProfile) -> float:
-        chosen_w = self._selector.select(profile)
-        if chosen_w not in profile.limits_w:
-            raise ZeusBSOBadOperationError(
-                f"{self._selector} chose {chosen_w!r} W, which is none of the limits measured: {list(profile.limits_w)}"
-            )
-        return chosen_w
+        return self._set_everywhere(chosen_w)
 
     def _give_up(self, problem: str) -> None:
-        """End the profiling without a choice."""
         self._warn(f"no power limit is chosen, and the training goes on without one: {problem}")
         if isinstance(self._state, Profiling):
             self._drop_window()
@@ -289,10 +275,8 @@ class PowerLimitProfiler:
         if self._find is not None:
             try:
                 range_w = self._take_charge(self._find() if callable(self._find) else self._find)
-            except ZeusBSOConfigError as error:
-                problem = str(error)
             except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
+                problem = str(error) if isinstance(error, ZeusBSOConfigError) else f"{type(error).__name__}: {error}"
         if self._monitor is not None:
             try:
                 gpus = self._monitor.gpus()
@@ -302,11 +286,7 @@ class PowerLimitProfiler:
         return _RankSetup(problem, range_w, initial_w, gpus, self._known)
 
     def _take_charge(self, devices: Sequence[PowerLimitDevice]) -> tuple[float, float]:
-        """Make sure that the devices' limits can be set, and remember those in force.
-
-        Returns:
-            The lowest and highest limit that all of them can have, watts.
-        """
+        """Make sure that limits can be set, and remember those in force; returns the range that all devices have."""
         if not devices:
             raise PowerLimitUnavailableError("there is no GPU whose power limit could be set")
         self._guard = LimitGuard(devices)
@@ -347,11 +327,7 @@ class PowerLimitProfiler:
     # Limits
 
     def _set_everywhere(self, limit_w: float) -> bool:
-        """Set a limit, or give up on all ranks.
-
-        Returns:
-            Whether it is in force on all of them.
-        """
+        """Set a limit, or give up on all ranks; returns whether it is in force on all of them."""
         if not self._sets_limits or self._set_w == limit_w:
             return True
         problem = self._attempt(lambda: self._set(limit_w))[1]

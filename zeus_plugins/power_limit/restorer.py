@@ -18,11 +18,7 @@ _STDIN = 0
 
 
 def main() -> int:
-    """Wait for the end of the training, then put back what it left.
-
-    Returns:
-        How many limits could not be put back.
-    """
+    """Wait for the end of the training, then put back what it left; returns how many limits could not be."""
     # Who wants to end a job often signals all its processes; this one ends by itself, after the training.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

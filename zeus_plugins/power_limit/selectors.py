@@ -11,21 +11,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.power_limit.profile import PowerLimitProfile, PowerLimitSample
-from zeus_plugins.protocol import cost
-
-__all__ = ["Energy", "MaxSlowdown", "OptimumSelector", "Time", "ZeusCost", "epoch_cost"]
+from zeus_plugins.power_limit.profile import PowerLimitProfile
+from zeus_plugins.protocol import PowerLimitSample, cost
 
 
 class OptimumSelector(Protocol):
     """Chooses a power limit. It must choose the same one on every rank: from the profile alone."""
 
     def select(self, profile: PowerLimitProfile) -> float:
-        """The best of the profile's limits, watts of each GPU.
-
-        Args:
-            profile: Has at least one sample.
-        """
+        """The best of the profile's limits, of which there is one at least; watts of each GPU."""
         ...
 
 
@@ -110,9 +104,8 @@ def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: fl
         max_power_w: Maximum power, summed over the GPUs, watts.
         eta: Weight of energy in [0, 1].
     """
-    return steps * cost(
-        energy_j=sample.energy_per_step_j, time_s=sample.time_per_step_s, max_power_w=max_power_w, eta=eta
-    )
+    step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j
+    return steps * cost(energy_j=step_j, time_s=step_s, max_power_w=max_power_w, eta=eta)
 
 
 def _cheapest(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> float:

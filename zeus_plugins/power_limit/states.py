@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["TRANSITIONS", "Done", "Profiling", "Ready", "State", "Warmup", "Window", "check_transition"]
-
 
 @dataclass(frozen=True)
 class Ready:
@@ -58,11 +56,7 @@ TRANSITIONS: Mapping[type[State], frozenset[type[State]]] = {
 
 
 def check_transition(old: State, new: State) -> None:
-    """Make sure that a transition is legal.
-
-    Raises:
-        ValueError: It is not.
-    """
+    """Make sure that a transition is legal, or raise `ValueError`."""
     if type(new) not in TRANSITIONS[type(old)]:
         raise ValueError(f"the profiler cannot go from {old} to {new}")
 

@@ -6,7 +6,7 @@ power limits, and train as a table of measurements says. docs/testing.md has an 
 
 from __future__ import annotations
 
-from zeus_plugins.testing.machine import ReplayDevice, ReplayMachine, ReplayPoint
-from zeus_plugins.testing.monitor import ReplayMonitor
+from zeus_plugins.energy.replay import ReplayMonitor
+from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
 
 __all__ = ["ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint"]

@@ -8,8 +8,6 @@ from zeus_plugins.energy.monitor import Measurement, OpenWindows
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["ReplayMonitor"]
-
 
 class ReplayMonitor:
     """An `EnergyMonitor` that measures nothing and returns listed measurements in order.

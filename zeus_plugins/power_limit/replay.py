@@ -10,8 +10,6 @@ from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
 from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["ReplayDevice", "ReplayMachine", "ReplayPoint"]
-
 
 @dataclass(frozen=True)
 class ReplayPoint:
@@ -91,11 +89,7 @@ class ReplayMachine:
         self.energy_j = 0.0
 
     def train(self, steps: int = 1) -> None:
-        """Train under the limits in force.
-
-        Args:
-            steps: Number of steps.
-        """
+        """Train so many steps under the limits in force."""
         time_s = steps * max(device.point.time_per_step_s for device in self.devices)
         self.time_s += time_s
         self.energy_j += time_s * sum(device.point.average_power_w for device in self.devices)
