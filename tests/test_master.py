@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import select
 import shlex
 import shutil
 import signal
@@ -23,6 +24,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support import warm
 from tests.support.master_training import MAX_POWER_W
 from tests.support.masters import (
     GPUS,
@@ -57,6 +59,8 @@ from zeus_plugins.master.history import MAX_TRIES, NextRun, best_size
 from zeus_plugins.protocol import TrialState
 
 LONG_S = 120.0
+# What a master imports.
+MASTER = ("zeus_plugins.cli", "zeus_plugins.master.policy", "zeus_plugins.client.local", "alembic.command", "rich.live")
 
 
 # What a job is.
@@ -594,27 +598,29 @@ class Bench:
         }
         self.environ.pop("ZEUS_SERVER_URL", None)
 
-    def start(self, recurrences: int, *arguments: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
-        return subprocess.Popen(
-            [*command, "--recurrences", str(recurrences), *arguments],
-            cwd=self.directory,
-            env=self.environ,
-            text=True,
-            **{"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **options},
-        )
+    def start(self, recurrences: int, *arguments: str, output: Path | None = None) -> warm.Process:
+        if output is None:
+            output = self.directory / "output"
+            output.unlink(missing_ok=True)
+        self.output = output
+        command = ["zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
+        command += ["--recurrences", str(recurrences), *arguments]
+        return warm.start(*command, modules=MASTER, output=self.output, environ=self.environ, folder=self.directory)
+
+    def end_of(self, process: warm.Process) -> tuple[int, str]:
+        """Its exit status, and what it said."""
+        return process.wait(LONG_S), self.output.read_text()
 
     def run(self, recurrences: int, *arguments: str) -> str:
-        process = self.start(recurrences, *arguments)
-        output, _ = process.communicate(timeout=LONG_S)
-        assert process.returncode == 0, output
+        status, output = self.end_of(self.start(recurrences, *arguments))
+        assert status == 0, output
         return output
 
-    def wait_for_script(self, process: subprocess.Popen[str]) -> int:
+    def wait_for_script(self, process: warm.Process) -> int:
         """Until a script waits for `go`; its pid."""
         waits = self.logs / "go.waits"
         while not (waits.exists() and waits.read_text()):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, self.output.read_text()
             time.sleep(0.02)
         pid = int(waits.read_text())
         waits.unlink()
@@ -661,7 +667,7 @@ def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Pat
     process = bench.start(3)
     bench.wait_for_script(process)
     process.kill()
-    process.communicate()
+    process.wait()
     (bench.logs / "go").touch()
     output = bench.run(3, "--resume")
     assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01", "rec03+try01"]
@@ -675,7 +681,7 @@ def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Pa
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.kill()
-    process.communicate()
+    process.wait()
     os.kill(script, signal.SIGKILL)
     (bench.logs / "go").touch()
     bench.run(2, "--resume")
@@ -693,17 +699,17 @@ def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(t
     undisturbed.run(3)
     (tmp_path / "killed").mkdir()
     bench = Bench(tmp_path / "killed", kind, *["train", "kill", "train", "memory", "train"])
-    kills, after_s = 0, 1.5
+    kills, after_s = 0, 0.5
     while True:
         process = bench.start(3, *(["--resume"] if list(bench.logs.glob("*/history.json")) else []))
         try:
-            output, _ = process.communicate(timeout=after_s)
+            status = process.wait(after_s)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.wait()
             kills, after_s = kills + 1, after_s + 0.37  # Each time at another moment.
         else:
-            assert process.returncode == 0, output
+            assert status == 0, bench.output.read_text()
             break
     assert kills >= 2
     history = [(run.job_id, run.bs, run.seed, run.reached) for run in bench.state.history]
@@ -724,14 +730,11 @@ def test_a_master_that_version_0_1_0_began_goes_on_as_that_version_would_have(tm
     if kind == "server":
         with contextlib.closing(sqlite3.connect(database)) as connection:
             connection.executescript((tmp_path / "server.sql").read_text())
-    finished = subprocess.run(
-        shlex.split(f"{sys.executable} -m zeus_plugins master run job.toml --log-base logs --resume --recurrences 8"),
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ZEUS_BSO_DATABASE_URL": f"sqlite:///{database}"},
-        text=True,
-        capture_output=True,
-        timeout=LONG_S,
-        check=False,
+    finished = warm.run(
+        *shlex.split("zeus_plugins master run job.toml --log-base logs --resume --recurrences 8"),
+        modules=MASTER,
+        environ={**os.environ, "PYTHONPATH": str(ROOT), "ZEUS_BSO_DATABASE_URL": f"sqlite:///{database}"},
+        folder=tmp_path,
     )
     assert finished.returncode == 0, finished.stderr
     (directory,) = {path.parent for path in tmp_path.glob("logs/*/history.json")}
@@ -754,8 +757,7 @@ def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
     process = bench.start(2)
     script = bench.wait_for_script(process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=LONG_S)
-    assert process.returncode == status, output
+    assert bench.end_of(process)[0] == status, bench.output.read_text()
     assert is_gone(script)
     with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
         assert client.show_job("tiny").trials[-1].state is TrialState.SUSPENDED
@@ -775,8 +777,7 @@ def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> N
     time.sleep(1)  # The master has time to ask the script, which does not listen.
     assert not is_gone(script)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=LONG_S)
-    assert process.returncode == 130, output
+    assert bench.end_of(process)[0] == 130, bench.output.read_text()
     assert is_gone(script)
 
 
@@ -786,16 +787,16 @@ def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path
     process = bench.start(1)
     script = bench.wait_for_script(process)
     process.kill()
-    process.communicate()
+    process.wait()
     resumed = bench.start(1, "--resume")
-    assert resumed.stdout is not None
-    while "rec01+try01" not in resumed.stdout.readline():
+    while not (bench.output.exists() and "rec01+try01" in bench.output.read_text()):
         assert resumed.poll() is None
+        time.sleep(0.02)
     time.sleep(0.5)  # It does not end by itself.
     assert resumed.poll() is None
     assert not is_gone(script)
     resumed.send_signal(signal.SIGINT)
-    resumed.communicate(timeout=LONG_S)
+    resumed.wait(LONG_S)
     assert is_gone(script)
     (bench.logs / "go").touch()
     bench.run(1, "--resume")
@@ -806,19 +807,14 @@ def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "policy")
     bench.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
     terminal, end = pty.openpty()
-    process = bench.start(1, stdout=end, stderr=end)
-    os.close(end)
+    process = bench.start(1, output=Path(os.ttyname(end)))
     shown = b""
-    while True:
-        try:
-            chunk = os.read(terminal, 65536)
-        except OSError:  # The other end is closed.
-            break
-        if not chunk:
-            break
-        shown += chunk
+    while (status := process.poll()) is None or select.select([terminal], [], [], 0)[0]:
+        if select.select([terminal], [], [], 0.02)[0]:
+            shown += os.read(terminal, 65536)
+    os.close(end)
     os.close(terminal)
-    assert process.wait() == 0
+    assert status == 0
     text = shown.decode()
     assert "learning rate" in text
     assert "┃" in text
@@ -843,9 +839,8 @@ def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str,
     bench = Bench(tmp_path, "policy")
     path = tmp_path / "job.toml"
     path.write_text(path.read_text().replace(before, after))
-    process = bench.start(1)
-    output, _ = process.communicate(timeout=LONG_S)
-    assert process.returncode == 1
+    status, output = bench.end_of(bench.start(1))
+    assert status == 1
     (line,) = [line for line in output.splitlines() if not line.startswith("logs: ")]
     assert says in line
 

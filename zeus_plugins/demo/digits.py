@@ -84,11 +84,7 @@ class Classifier(LightningModule):
 
 
 def train(server_url: str, seed: int, policy: PolicyName) -> None:
-    """Train once.
-
-    Raises:
-        ZeusBSOTrainFailError: The trial ended without reaching the target.
-    """
+    """Train once; raises `ZeusBSOTrainFailError` when the trial ends without reaching the target."""
     # So small a network gains nothing from more threads, which fight over the cores of a small machine.
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)

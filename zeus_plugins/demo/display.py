@@ -39,11 +39,7 @@ _WIDTH = 140
 class Display:
     """Shows trials as they come in, a row of a table each; in a terminal also the one under way.
 
-    Args:
-        job: The recurring job.
-        recurrences: Number of recurrences to come.
-        verbose: Show the numbers behind each decision, too.
-        console: The console to write to.
+    If it is verbose, it shows the numbers behind each decision, too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The findings of a demo, and their file."""
+"""The findings of a demo, their file, and a plot of the cost of each run beside that of the default batch size."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeus_plugins.protocol import JobView
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from zeus_plugins.protocol import JobView, TrialState, TrialView
+
+_BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
 
 _TRIAL_FIELDS = {
     "trial_number",
@@ -23,14 +29,9 @@ _TRIAL_FIELDS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """The findings of a demo.
+    """The findings of a demo, for its directory: the job with all its trials, as the server tells it.
 
-    Attributes:
-        job: The job with all its trials, as the server tells it.
-        recurrences: Number of recurrences.
-        wall_s: Seconds that all of it took, server start and process starts included.
-        database_url: The database, for `bso-server` to show the trials again.
-        directory: The directory of `summary.json` and `costs.png`.
+    The seconds include the starts of the server and of the processes. `bso-server` can show the database again.
     """
 
     job: JobView
@@ -64,3 +65,42 @@ class Outcome:
             "wall_s": round(self.wall_s, 1),
         }
         (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def plot_costs(outcome: Outcome, path: Path) -> None:
+    """Draw the cost of every trial with its batch size as a PNG, and the mean cost at the default size as a line."""
+    job = outcome.job
+    default = job.job.default_batch_size
+    measured = [trial for trial in job.trials if trial.cost_j is not None]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for reached, marker, colour, label in (
+        (True, "o", _BLUE, "reached the target"),
+        (False, "X", _ORANGE, "stopped before the target"),
+    ):
+        trials = [trial for trial in measured if (trial.state is TrialState.COMPLETED) == reached]
+        if trials:
+            numbers, costs = [trial.trial_number for trial in trials], [_cost_j(trial) for trial in trials]
+            axes.scatter(numbers, costs, color=colour, marker=marker, s=45, label=label, zorder=3)
+    for trial in measured:
+        place = (trial.trial_number, _cost_j(trial))
+        axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
+    default_j = outcome.mean_cost_j[default]
+    if default_j is not None:
+        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"default batch size, {default}: {default_j:.0f} J")
+    axes.set_xlabel("run (the number above each point is its batch size)")
+    axes.set_ylabel("cost of the run (J)")
+    axes.set_ylim(0, 1.15 * max([_cost_j(trial) for trial in measured], default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    title, best, ratio = "Cost of each run", job.best_batch_size, outcome.cost_ratio
+    if best is not None and ratio is not None:
+        title = f"Batch size {best} costs {1 - ratio:.0%} less than the default, {default}"
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def _cost_j(trial: TrialView) -> float:
+    return trial.cost_j or 0.0

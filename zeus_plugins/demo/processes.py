@@ -18,10 +18,7 @@ class Launcher:
 
     A fork server imports the module in the background, once; each process is a fork of it. The server itself has never
     computed anything, so that no thread pool of PyTorch is forked. Where no fork server can start, each process is a
-    new interpreter, which imports the module itself.
-
-    Args:
-        module: The module's name. It has a function ``main(arguments) -> status``.
+    new interpreter, which imports the module itself. The module has a function ``main(arguments) -> status``.
     """
 
     def __init__(self, module: str) -> None:
@@ -38,12 +35,7 @@ class Launcher:
         self._context = context
 
     def start(self, arguments: Sequence[str], log: Path) -> BaseProcess:
-        """Run the module's `main` in a new process, whose exit code is the status.
-
-        Args:
-            arguments: Arguments of `main`.
-            log: Its standard output and error are appended to this file.
-        """
+        """Run the module's `main` in a new process, whose exit code is the status and whose output goes to the log."""
         try:
             return self._started(arguments, log)
         except (OSError, EOFError):

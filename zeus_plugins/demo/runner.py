@@ -14,8 +14,7 @@ from pathlib import Path
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.display import Display
 from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
-from zeus_plugins.demo.outcome import Outcome
-from zeus_plugins.demo.plot import plot_costs
+from zeus_plugins.demo.outcome import Outcome, plot_costs
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
 from zeus_plugins.protocol import PolicyName, TrialView
@@ -27,13 +26,9 @@ _MAX_TRIES = len(JOB.batch_sizes) + 1
 
 
 def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, verbose: bool = False) -> Outcome:
-    """Let the job recur, shown on the terminal; leave the database, a summary and a plot in `directory`.
+    """Let the job recur, each time until its training reaches the target, shown on the terminal.
 
-    Args:
-        recurrences: Number of recurrences, each of which lasts until the training reaches its target.
-        directory: Made if need be. The database of an earlier demo in it is replaced.
-        policy: Chooses the batch sizes.
-        verbose: Show the numbers behind each decision, too.
+    The database, a summary and a plot are left in `directory`, where they replace those of an earlier demo.
 
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
@@ -53,13 +48,7 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, v
                 if _watch(launcher.start(arguments, log), recurrence, client, display, log):
                     break
         job = client.show_job(JOB.job_id or "")
-    outcome = Outcome(
-        job=job,
-        recurrences=recurrences,
-        wall_s=time.monotonic() - began,
-        database_url=database_url,
-        directory=directory,
-    )
+    outcome = Outcome(job, recurrences, time.monotonic() - began, database_url, directory)
     outcome.write_summary()
     plot_costs(outcome, directory / "costs.png")
     display.conclude(outcome)
@@ -75,7 +64,6 @@ def _fresh_database(directory: Path) -> str:
 
 @contextmanager
 def _server(database_url: str, log: Path) -> Iterator[str]:
-    """A server process; yields its URL once it answers."""
     port = _free_port()
     command = [sys.executable, "-m", "bso_server", "serve", "--port", str(port), "--database-url", database_url]
     with log.open("w") as output:
@@ -92,8 +80,7 @@ def _server(database_url: str, log: Path) -> Iterator[str]:
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path) -> None:
@@ -102,12 +89,11 @@ def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path)
         while True:
             try:
                 client.list_jobs()
+                return
             except ZeusBSOError:
                 if process.poll() is not None or time.monotonic() > deadline:
                     raise ZeusBSORuntimeError(f"the server did not start; {log} says why") from None
                 time.sleep(_POLL_S)
-            else:
-                return
 
 
 def _watch(training: BaseProcess, recurrence: int, client: BsoClient, display: Display, log: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,47 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import BatchSize, GpuConfig, PositiveInt, Seed
-from zeus_plugins.training.lr_scaling import LrScaling
-
-__all__ = ["MasterConfig", "read_config"]
 
 
 class _Table(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class JobTable(_Table):
-    """``[job]``: the fields of `zeus_plugins.master.Job`; `workdir` is relative to the file.
-
-    ``[job.fields]`` holds more values for the command.
-    """
-
-    name: str
-    dataset: str
-    network: str
-    optimizer: str
-    target_metric: float
-    max_epochs: PositiveInt
-    default_bs: BatchSize
-    default_lr: float
-    command: str | list[str]
-    workdir: Path = Path()
-    lr_scaling: LrScaling = LrScaling.LINEAR
-    higher_is_better_metric: bool = True
-    fields: dict[str, str | int | float] = {}  # pydantic copies defaults
-
-
 class MasterTable(_Table):
-    """``[master]``: what `ZeusMaster` and its `run` take.
-
-    Attributes:
-        batch_sizes: Sizes to choose from.
-        recurrences: Number of recurrences, unless the command line says otherwise.
-        eta_knob: η of the cost.
-        beta_knob: β of the cost bound; ``inf``: none.
-        seed: Seed of the first run.
-        observer_mode: As in `ZeusMaster`, and so are the others.
-    """
+    """``[master]``: what `ZeusMaster` and its `run` take; the command line may say another number of recurrences."""
 
     batch_sizes: Annotated[list[BatchSize], Field(min_length=1)]
     recurrences: PositiveInt = 10
@@ -71,13 +39,10 @@ class MasterTable(_Table):
 
 
 class OptimizerTable(_Table):
-    """``[optimizer]``: who chooses batch sizes.
+    """``[optimizer]``: the batch size optimization server chooses, or its policies in the master's process.
 
-    Attributes:
-        kind: ``"server"``: the batch size optimization server; ``"policy"``: its policies, in the master's
-            process.
-        server_url: The server. None: ``ZEUS_SERVER_URL``, and without that one the server in this process.
-        options: Fields of `JobSpec` for the server, or arguments of `PolicyOptimizer`.
+    Without a `server_url` it is that of ``ZEUS_SERVER_URL``, or else the server in this process. The options are fields
+    of `JobSpec` for the server, or arguments of `PolicyOptimizer`.
     """
 
     kind: Literal["server", "policy"] = "server"
@@ -86,21 +51,20 @@ class OptimizerTable(_Table):
 
 
 class ExecutorTable(_Table):
-    """``[executor]``: where the script runs.
-
-    Attributes:
-        kind: ``"local"``: on this machine; ``"slurm"``: as jobs of a Slurm cluster, by submitit.
-        parameters: Arguments of submitit's ``AutoExecutor.update_parameters``.
-    """
+    """``[executor]``: on this machine, or as jobs of a Slurm cluster by submitit's ``AutoExecutor`` (`parameters`)."""
 
     kind: Literal["local", "slurm"] = "local"
     parameters: dict[str, Any] = {}  # pydantic copies defaults
 
 
 class MasterConfig(_Table):
-    """The whole file; ``[gpus]`` states `GpuConfig` where the script runs on other devices than this machine's."""
+    """The whole file.
 
-    job: JobTable
+    ``[job]`` has the fields of `Job`, with `workdir` relative to the file, and ``[job.fields]`` more values for the
+    command. ``[gpus]`` states `GpuConfig` where the script runs on other devices than this machine's.
+    """
+
+    job: Job
     master: MasterTable
     optimizer: OptimizerTable = OptimizerTable()
     executor: ExecutorTable = ExecutorTable()
@@ -108,11 +72,7 @@ class MasterConfig(_Table):
 
 
 def read_config(path: Path) -> tuple[MasterConfig, Job]:
-    """Read the file; also the job that it describes.
-
-    Raises:
-        ZeusBSOConfigError: It cannot be read, or a field is wrong, missing or unknown.
-    """
+    """Read the file, and the job that it describes; what is wrong, missing or unknown is a `ZeusBSOConfigError`."""
     try:
         config = MasterConfig.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
@@ -125,5 +85,4 @@ def read_config(path: Path) -> tuple[MasterConfig, Job]:
             for each in error.errors(include_url=False, include_context=False)
         )
         raise ZeusBSOConfigError(f"{path}: {problems}") from None
-    job = Job(**{**config.job.model_dump(), "workdir": path.absolute().parent / config.job.workdir})
-    return config, job
+    return config, replace(config.job, workdir=path.absolute().parent / (config.job.workdir or ""))

@@ -1,4 +1,4 @@
-"""The lines of a master on the terminal: a table that grows with every run, or a line for each, and the sum."""
+"""Listeners of a master, and its lines on the terminal: a table that grows with every run, or a line for each."""
 
 from __future__ import annotations
 
@@ -6,19 +6,47 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, best_size, mean_costs
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Lines", "conclusion", "display"]
 
 _COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J", "cost J", "outcome")
 
 
-class Lines:
+class Listener:
+    """Hears what a master does; what it does not define says nothing."""
+
+    def began(self, state: MasterState) -> None:
+        """The master begins, or goes on after a resume."""
+
+    def launched(self, run: PlannedRun) -> None:
+        """A run begins."""
+
+    def printed(self, text: str) -> None:
+        """The run's script has printed whole lines; called from another thread."""
+
+    def ended(self, run: Run) -> None:
+        """The run has ended."""
+
+
+class PlainListener(Listener):
+    """A `Listener` that passes on what the scripts print, and says a line about each run that left no result."""
+
+    def printed(self, text: str) -> None:
+        """Passes it on."""
+        print(text, end="", flush=True)
+
+    def ended(self, run: Run) -> None:
+        """Says why a run failed."""
+        if not run.was_measured:
+            print(f"{run.job_id}: {run.outcome}: {run.reason}", file=sys.stderr, flush=True)
+
+
+class Lines(PlainListener):
     """A `Listener` that passes on what scripts print, and adds a line for each run."""
 
     def began(self, state: MasterState) -> None:
@@ -31,16 +59,12 @@ class Lines:
         bound = "" if math.isinf(run.cost_ub) else f", at most {run.cost_ub:.4g} J"
         print(f"{run.job_id}: batch size {run.bs}, learning rate {run.learning_rate:.4g}{bound}", flush=True)
 
-    def printed(self, text: str) -> None:
-        """Passes it on."""
-        print(text, end="", flush=True)
-
     def ended(self, run: Run) -> None:
         """Says what it came to."""
         print(f"{run.job_id}: {_outcome(run)}; {run.time:.1f} s, {run.energy:.4g} J, cost {run.cost:.4g} J", flush=True)
 
 
-class LiveTable:
+class LiveTable(Listener):
     """A `Listener` that keeps a table of all runs below what the scripts print; needs rich."""
 
     def __init__(self) -> None:
@@ -94,7 +118,7 @@ class LiveTable:
 
 
 @contextmanager
-def display() -> Iterator[Any]:
+def display() -> Iterator[Listener]:
     """A `Listener` for this terminal: a live table, or lines where there is no terminal or rich is not installed."""
     if not sys.stdout.isatty():
         yield Lines()

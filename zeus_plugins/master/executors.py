@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +20,6 @@ from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["Executor", "Launch", "LocalExecutor", "shown_live"]
-
 _POLL_S = 0.2
 
 Show = Callable[[str], None]
@@ -28,13 +27,9 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """A command to be executed.
+    """A command to be executed, with variables beside the master's own; its output is appended to the log.
 
-    Attributes:
-        command: Program and arguments.
-        workdir: Its working directory; None: the master's.
-        environ: Environment variables that it gets beside the master's own.
-        log: File to which its output is appended.
+    Without a `workdir`, it works in the master's.
     """
 
     command: Sequence[str]
@@ -92,8 +87,8 @@ class LocalExecutor:
 
     def run(self, launch: Launch, show: Show) -> int:
         """See `Executor.run`."""
-        with _lock_file(launch.marker) as lock:
-            if not _try_lock(lock):
+        with lock_file(launch.marker) as lock:
+            if not try_lock(lock):
                 raise ZeusBSOConfigError(f"the run of {launch.log} still goes on: resume its master to wait for it")
             offset = launch.log.stat().st_size if launch.log.exists() else 0
             process = _started(launch, lock)
@@ -108,7 +103,7 @@ class LocalExecutor:
             raise
         finally:
             if process.returncode is None:
-                _kill_group(process.pid)
+                _signal_group(process.pid, signal.SIGKILL)
                 process.wait()
             launch.marker.unlink(missing_ok=True)
         return process.returncode
@@ -117,8 +112,8 @@ class LocalExecutor:
         """See `Executor.adopt`."""
         if not launch.marker.exists():
             return False
-        with _lock_file(launch.marker) as lock:
-            if _try_lock(lock):
+        with lock_file(launch.marker) as lock:
+            if try_lock(lock):
                 return False
             try:
                 with shown_live(launch.log, show, offset=0):
@@ -140,7 +135,7 @@ class LocalExecutor:
                     return
         except KeyboardInterrupt:
             pass
-        _kill_group(pid)
+        _signal_group(pid, signal.SIGKILL)
         ended_within(self._grace_s)
 
 
@@ -168,12 +163,9 @@ def _started(launch: Launch, lock: int) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def shown_live(log: Path, show: Show, *, offset: int) -> Iterator[None]:
-    """Show what is appended to a log meanwhile, whole lines at a time.
+    """Show what is appended meanwhile to a log, which need not exist yet, from an offset in bytes on.
 
-    Args:
-        log: The file; it need not exist yet.
-        show: Gets the text, from another thread.
-        offset: Start within the log, bytes.
+    `show` gets whole lines, from another thread.
     """
     over = threading.Event()
 
@@ -207,10 +199,7 @@ def _show_new(log: Path, show: Show, position: int, *, to_the_end: bool) -> int:
 
 
 def _wait_unreaped(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process and leave it a zombie, so that its number names its group for sure.
-
-    Where the system cannot do that, it is reaped.
-    """
+    """Wait for a process and, where possible, leave it a zombie, so that its number names its group for sure."""
     if hasattr(os, "waitid"):
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     else:
@@ -230,12 +219,9 @@ def _signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _kill_group(pid: int) -> None:
-    _signal_group(pid, signal.SIGKILL)
-
-
 @contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
+def lock_file(path: Path) -> Iterator[int]:
+    """Open a file, made if need be, for `try_lock`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         yield descriptor
@@ -243,7 +229,8 @@ def _lock_file(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _try_lock(descriptor: int) -> bool:
+def try_lock(descriptor: int) -> bool:
+    """Lock a file for this process and those that inherit it, or return False: another one has it locked."""
     import fcntl
 
     try:
@@ -260,9 +247,8 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _lock_within(descriptor: int, timeout_s: float) -> bool:
-    pause = threading.Event()
     for _ in range(max(1, int(timeout_s / _POLL_S))):
-        if _try_lock(descriptor):
+        if try_lock(descriptor):
             return True
-        pause.wait(_POLL_S)
+        time.sleep(_POLL_S)
     return False

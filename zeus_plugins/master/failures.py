@@ -11,8 +11,6 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
 from zeus_plugins.training.outcomes import outcome_of
 
-__all__ = ["FailedTryError", "oom_kills", "why_failed"]
-
 _VMSTAT = Path("/proc/vmstat")
 _LOG_END_BYTES = 8192
 _LAST_LINES = 5
@@ -37,13 +35,8 @@ class FailedTryError(ZeusBSOTrainFailError):
 def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Literal["failed", "infeasible"], str]:
     """The outcome of a run without a result, and the reason in words.
 
-    Args:
-        status: Exit status; −n if signal n ended it.
-        log: Its output.
-        oom_kills: Processes that the kernel killed meanwhile for want of memory; None where it does not tell.
-
-    Returns:
-        ``infeasible`` when memory ran out, by the last lines of the log or by the kernel's word; else ``failed``.
+    It is infeasible when memory ran out, by the last lines of the log or by the kernel's word: `oom_kills` counts the
+    processes that it has killed meanwhile for want of memory. A status of −n says that signal n ended the run.
     """
     lines = _last_lines(log)
     said = lines[-1] if lines else "it printed nothing"

@@ -14,10 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import GpuConfig, TrialState
 from zeus_plugins.train_result import write_atomically
-
-__all__ = ["MAX_TRIES", "HistoryEntry", "MasterState", "NextRun", "PlannedRun", "Run", "best_size", "mean_costs"]
 
 MAX_TRIES = 20
 """Runs of one recurrence after which it is given up."""
@@ -53,12 +52,8 @@ class PlannedRun(_Kept):
     """A run that was decided on.
 
     Attributes:
-        recurrence: Counts from 1.
-        tries: Counts from 1 within the recurrence.
-        job_id: Names the run in the logs.
+        tries: Counts from 1 within the recurrence, and so do recurrences within the job.
         bs: Global batch size.
-        learning_rate: Its learning rate.
-        seed: Its seed.
         cost_ub: Joules of cost that it must not cross; infinite when there is no bound yet.
     """
 
@@ -110,17 +105,30 @@ class Run(PlannedRun):
         return HistoryEntry(self.bs, self.pl, self.energy, self.reached, self.time)
 
 
+def run_of_cost(job: Job, batch_size: int, cost_j: float, *, time_s: float, reached: bool) -> Run:
+    """A run of which a master has told no more than its cost, joules, as Zeus's do: all epochs at that energy."""
+    return Run(
+        recurrence=1,
+        tries=1,
+        job_id="",
+        bs=batch_size,
+        learning_rate=job.learning_rate(batch_size),
+        seed=0,
+        cost_ub=math.inf,
+        energy=cost_j,
+        time=time_s,
+        cost=cost_j,
+        reached=reached,
+        outcome="completed" if reached else "early_stopped",
+        reason="",
+        end_epoch=job.max_epochs,
+        energy_source="cost",
+    )
+
+
 @dataclass(frozen=True)
 class NextRun:
-    """The state of a history.
-
-    Attributes:
-        recurrence: Recurrence of the next run, from 1.
-        tries: Its try, from 1.
-        seed: Its seed.
-        cost_ub: Its cost bound in joules.
-        finished: Recurrences that are over: those that reached the target, and those given up.
-    """
+    """The consequences of a history for the next run; recurrences that reached the target or were given up are over."""
 
     recurrence: int
     tries: int
@@ -130,15 +138,10 @@ class NextRun:
 
     @classmethod
     def after(cls, history: Sequence[Run], *, seed: int, beta_knob: float | None) -> NextRun:
-        """Derive it.
+        """Derive it from all runs so far, and the seed of the first.
 
         The cost of a recurrence is that of all its tries; the bound is β times the cheapest recurrence that reached the
         target. Every run gets the seed after that of the run before.
-
-        Args:
-            history: All runs so far.
-            seed: Seed of the first run.
-            beta_knob: β; None: no bound.
         """
         cheapest = spent = math.inf
         tries = finished = 0
@@ -157,15 +160,9 @@ class MasterState(_Kept):
     """Everything that a master needs to go on; the content of ``history.json``.
 
     Attributes:
-        version: Version of the format.
         job: The job's name.
-        batch_sizes: Sizes to choose from.
         beta_knob: β of the cost bound; None: no bound.
-        eta_knob: η of the cost.
-        target_metric: The job's.
-        default_bs: The job's.
         seed: Seed of the first run.
-        gpus: The accelerators that the job runs on.
         history: The runs that have ended, in order.
         running: The run that was decided on and has not ended.
         observed: Number of runs of the history that the optimizer knows of.

@@ -10,15 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import ID_PATTERN
+from zeus_plugins.protocol import ID_PATTERN, BatchSize, PositiveInt
 from zeus_plugins.training.lr_scaling import LrScaling, lr_factor
 
-__all__ = ["Job"]
-
-# What each run brings, and what all runs share.
+# What each run brings for its command.
 _RUN_FIELDS = frozenset({"batch_size", "learning_rate", "seed"})
-_JOB_FIELDS = frozenset({"target_metric", "epochs", "name", "dataset", "network", "optimizer", "python"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +48,15 @@ class Job:
             is out of its range.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")  # for the file that describes it
+
     name: str
     dataset: str
     network: str
     optimizer: str
     target_metric: float
-    max_epochs: int
-    default_bs: int
+    max_epochs: PositiveInt
+    default_bs: BatchSize
     default_lr: float
     command: str | Sequence[str]
     workdir: str | Path | None = None
@@ -72,11 +73,12 @@ class Job:
             if not value > 0:
                 raise ZeusBSOConfigError(f"job {self.name}: {name} is {value!r} and must be above 0")
         lr_factor(self.lr_scaling, self.default_bs, self.default_bs)
-        shadowing = sorted(set(self.fields) & (_RUN_FIELDS | _JOB_FIELDS))
+        given = _RUN_FIELDS | set(self._values)
+        shadowing = sorted(given & set(self.fields))
         if shadowing:
             raise ZeusBSOConfigError(f"job {self.name}: fields {shadowing} have their values already: rename them")
         used = set().union(*(_fields_of(part) for part in self._parts))
-        missing = sorted(used - _RUN_FIELDS - _JOB_FIELDS - set(self.fields))
+        missing = sorted(used - given - set(self.fields))
         if missing:
             named = ", ".join(f"{{{name}}}" for name in missing)
             raise ZeusBSOConfigError(
@@ -98,20 +100,14 @@ class Job:
 
     def command_line(self, batch_size: int, learning_rate: float, seed: int) -> list[str]:
         """The command of one run: program and arguments."""
-        values: dict[str, object] = {
-            **self.fields,
-            "batch_size": batch_size,
-            "learning_rate": learning_rate,
-            "seed": seed,
-            "target_metric": self.target_metric,
-            "epochs": self.max_epochs,
-            "name": self.name,
-            "dataset": self.dataset,
-            "network": self.network,
-            "optimizer": self.optimizer,
-            "python": sys.executable,
-        }
+        values = {"batch_size": batch_size, "learning_rate": learning_rate, "seed": seed, **self._values, **self.fields}
         return [part.format_map(values) for part in self._parts]
+
+    @property
+    def _values(self) -> dict[str, object]:
+        """The values for the command that all runs share, beside `fields`."""
+        named = {name: getattr(self, name) for name in ("name", "dataset", "network", "optimizer", "target_metric")}
+        return {**named, "epochs": self.max_epochs, "python": sys.executable}
 
     @property
     def _parts(self) -> list[str]:

@@ -8,8 +8,6 @@ from typing import Any, Protocol, runtime_checkable
 from zeus_plugins.master.history import Run
 from zeus_plugins.master.job import Job
 
-__all__ = ["BatchSizeChooser", "Interruptible", "KeepsState", "RunObserver"]
-
 
 class BatchSizeChooser(Protocol):
     """Chooses the batch size of each run. Zeus's `BatchSizeOptimizer` classes fit."""

@@ -7,15 +7,14 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
-from zeus_plugins.master.history import Run
+from zeus_plugins.master.history import Run, run_of_cost
 from zeus_plugins.master.job import Job
-from zeus_plugins.protocol import Ending, EndReason, Origin, PolicyName, StopRule, TrialState
+from zeus_plugins.protocol import Ending, EndReason, JobRegistration, Origin, PolicyName, StopRule, TrialState
 
 if TYPE_CHECKING:
     from bso_server.core.job import InMemoryJob
     from bso_server.core.model import TrialRecord
 
-__all__ = ["PolicyOptimizer"]
 
 _CRASH_RETRIES = 3
 
@@ -85,21 +84,23 @@ class PolicyOptimizer:
         Raises:
             ZeusBSOConfigError: This optimizer holds another job already, or the default size is none of the sizes.
         """
-        from bso_server.core.model import JobConfig
-
         if self._known is not None and self._known.state.job_id != job.name:
             raise ZeusBSOConfigError(
                 f"this optimizer holds job {self._known.state.job_id}: make another one for {job.name}"
             )
         if job.default_bs not in batch_sizes:
             raise ZeusBSOConfigError(f"default_bs {job.default_bs} is not one of the batch sizes {batch_sizes}")
-        config = JobConfig(
+        # Not validated: any text names a job of a master.
+        registration = JobRegistration.model_construct(
+            job_id_prefix=job.name,
             job_id=job.name,
             batch_sizes=tuple(sorted(set(batch_sizes))),
             default_batch_size=job.default_bs,
             # With η = 1 the core's cost is what it takes for energy: here, the cost observed.
             eta_knob=1.0,
             max_power=1.0,
+            number_of_gpus=1,
+            gpu_model="",
             # The master bounds the costs of its runs itself.
             beta_knob=None,
             # What a run reached is told as 1 or 0.
@@ -108,7 +109,7 @@ class PolicyOptimizer:
             policy=self._policy,
             **self._options,
         )
-        self._known = self._core.InMemoryJob(config, self._trials, self._survivors)
+        self._known = self._core.InMemoryJob(registration, self._trials, self._survivors)
 
     def predict(self, job: Job) -> int:
         """The batch size of the next run.
@@ -135,28 +136,12 @@ class PolicyOptimizer:
 
         The epochs that it took are unknown here: they count as `max_epochs`. `observe_run` knows better.
         """
-        self._report(
-            job,
-            batch_size,
-            cost_j=cost,
-            time_s=0.0,
-            epochs=job.max_epochs,
-            reached=bool(converged),
-            early=not converged,
-        )
+        self._report(job, run_of_cost(job, batch_size, cost, time_s=0.0, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
         """Learn of a run; one without a result has its size tried again, up to a limit, or excluded."""
         if run.was_measured:
-            self._report(
-                job,
-                run.bs,
-                cost_j=run.cost,
-                time_s=run.time,
-                epochs=run.end_epoch or job.max_epochs,
-                reached=run.reached,
-                early=run.outcome == "early_stopped",
-            )
+            self._report(job, run)
             return
         ending = Ending(outcome=TrialState.INFEASIBLE if run.outcome == "infeasible" else TrialState.FAILED)
         number = self._running(job, run.bs).trial_number
@@ -197,22 +182,20 @@ class PolicyOptimizer:
             raise ZeusBSOOperationOrderError(f"batch size {batch_size} was not predicted: call predict before observe")
         return running[-1]
 
-    def _report(
-        self, job: Job, batch_size: int, *, cost_j: float, time_s: float, epochs: int, reached: bool, early: bool
-    ) -> None:
+    def _report(self, job: Job, run: Run) -> None:
         """Tell the policy how a run that was measured has ended, and by which rule."""
         from bso_server.core.model import Report
 
-        number = self._running(job, batch_size).trial_number
-        cost_j = max(cost_j, _LEAST_COST_J)
-        report = Report(time_s=time_s, energy_j=cost_j, epoch=float(epochs), metric=float(reached))
+        number = self._running(job, run.bs).trial_number
+        cost_j, epochs = max(run.cost, _LEAST_COST_J), float(run.end_epoch or job.max_epochs)
+        report = Report(time_s=run.time, energy_j=cost_j, epoch=epochs, metric=float(run.reached))
         # Its cost was bounded before an epoch that would have crossed the bound.
-        rule = StopRule(max_cost_j=0.0 if early else None, max_epochs=job.max_epochs)
+        is_bounded = run.outcome == "early_stopped"
+        rule = StopRule(max_cost_j=0.0 if is_bounded else None, max_epochs=job.max_epochs)
         self._trials[number - 1], _ = self._registered(job).report(number, report, judged_by=rule)
 
 
 def _trial_from(kept: Mapping[str, Any]) -> TrialRecord:
-    """A trial out of a state that was kept as JSON."""
     from bso_server.core.model import TrialRecord
 
     members = {"state": TrialState, "origin": Origin, "end_reason": EndReason}

@@ -7,24 +7,22 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
-from zeus_plugins.master.executors import Executor, Launch, LocalExecutor
+from zeus_plugins.master.display import Listener, PlainListener
+from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
 from zeus_plugins.master.failures import FailedTryError, oom_kills, why_failed
 from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.listeners import Listener, PlainListener
 from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
-from zeus_plugins.protocol import GpuConfig, cost
+from zeus_plugins.protocol import LEAST_TIME_S, GpuConfig, cost
 from zeus_plugins.train_result import TrainResult, Variables, result_path
 
-__all__ = ["ZeusMaster"]
-
 _LOCK_FILE = ".master.lock"
-_LEAST_TIME_S = 1e-6
 
 
 class ZeusMaster:
@@ -89,13 +87,6 @@ class ZeusMaster:
     ) -> str:
         """Make a directory for logs under `log_base`, named by the job, the knobs and the present time.
 
-        Args:
-            job: The job.
-            num_recurrence: Number of recurrences.
-            eta_knob: η of the cost.
-            beta_knob: β of the cost bound, or None.
-            exist_ok: Accept a directory that is there already.
-
         Returns:
             Its absolute path, ``{log_base}/{name}+x{recurrences}+eta{η}+beta{β}+{YYYYmmdd-HHMMSS}``.
 
@@ -122,18 +113,8 @@ class ZeusMaster:
         """Launch the script once and wait for it.
 
         Its output goes to ``{logdir}/{job id}.train.log`` and is shown live; its result is read from ``{logdir}/{job
-        id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``.
-
-        Args:
-            job: The job.
-            batch_size: Global batch size.
-            learning_rate: The learning rate that goes with it.
-            seed: Seed of the run.
-            logdir: Directory of logs.
-            rec_i: Recurrence, from 1.
-            tries: Try within the recurrence, from 1.
-            eta_knob: η of the cost.
-            cost_ub: Joules of cost that the run must not cross; infinite for no bound.
+        id}+bs{batch size}.train.json``. The job id is ``rec{rec_i:02d}+try{tries:02d}``; recurrences and their tries
+        count from 1. The run must not cross `cost_ub` joules of cost, which may be infinite.
 
         Returns:
             Energy in joules, time in seconds, and whether the target was reached.
@@ -151,7 +132,6 @@ class ZeusMaster:
             seed=seed,
             cost_ub=cost_ub,
         )
-        result_path(logdir, run.job_id, batch_size).unlink(missing_ok=True)
         result = self._result_of_launch(job, run, Path(logdir), eta_knob)
         return result.energy, result.time, result.reached
 
@@ -226,11 +206,9 @@ class ZeusMaster:
                     self._optimizer.interrupt()
             return [run.entry for run in recurring.state.history]
 
-    @property
+    @cached_property
     def _gpus(self) -> GpuConfig:
-        if self._known_gpus is None:
-            self._known_gpus = energy.auto().gpus()
-        return self._known_gpus
+        return self._known_gpus or energy.auto().gpus()
 
     def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
         """An optimizer that has knobs of its own must have the same ones."""
@@ -246,15 +224,7 @@ class ZeusMaster:
     def _result_of_launch(
         self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
     ) -> TrainResult:
-        """Launch a run, unless it is there already, and read its result; errors as in `run_job`.
-
-        Args:
-            job: The job.
-            run: The run.
-            logdir: Directory of logs.
-            eta_knob: η of the cost.
-            adopt: A killed master may have launched it already.
-        """
+        """Launch a run, unless a killed master has (`adopt`), and read its result; errors as in `run_job`."""
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),
             workdir=None if job.workdir is None else Path(job.workdir),
@@ -269,10 +239,10 @@ class ZeusMaster:
                 result = TrainResult.read(path)
                 if result is not None:
                     return result
-            path.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         killed_before, began = oom_kills(), time.monotonic()
         status = self._executor.run(launch, self._listener.printed)
-        time_s, killed_now = max(time.monotonic() - began, _LEAST_TIME_S), oom_kills()
+        time_s, killed_now = max(time.monotonic() - began, LEAST_TIME_S), oom_kills()
         try:
             result = TrainResult.read(path)
         except ZeusBSOConfigError as error:
@@ -352,8 +322,6 @@ class _Recurring:
 
     def _run(self, planned: PlannedRun) -> Run:
         adopt, self._may_be_running = self._may_be_running, False
-        if not adopt:
-            result_path(self._directory, planned.job_id, planned.bs).unlink(missing_ok=True)
         try:
             result = self._master._result_of_launch(
                 self._job, planned, self._directory, self.state.eta_knob, adopt=adopt
@@ -363,16 +331,11 @@ class _Recurring:
         outcome, reason = _outcome_of(result, self._job)
         return Run(
             **planned.model_dump(),
+            **result.model_dump(include={"energy", "time", "reached", "end_epoch", "metric", "energy_source"}),
             pl=result.power_limit_w,
-            energy=result.energy,
-            time=result.time,
             cost=self._cost_j(result.energy, result.time),
-            reached=result.reached,
             outcome=outcome,
             reason=reason,
-            end_epoch=result.end_epoch,
-            metric=result.metric,
-            energy_source=result.energy_source,
         )
 
     def _failed(self, planned: PlannedRun, failure: FailedTryError) -> Run:
@@ -394,7 +357,6 @@ class _Recurring:
         return cost(energy_j=energy_j, time_s=time_s, max_power_w=max_power_w, eta=eta)
 
     def _observe(self) -> None:
-        """Tell the optimizer of the runs that it does not know of yet."""
         for run in self.state.history[self.state.observed :]:
             self._tell(run)
             self._keep(observed=self.state.observed + 1)
@@ -424,11 +386,7 @@ def _job_id(recurrence: int, tries: int) -> str:
 
 
 def _check_default(state: MasterState, job: Job) -> None:
-    """Refuse to go on from a first recurrence whose default size does not reach the target.
-
-    Raises:
-        ZeusBSOTrainFailError: It does not.
-    """
+    """Refuse to go on from a first recurrence whose default size does not reach the target."""
     for run in state.history:
         if run.recurrence == 1 and run.bs == state.default_bs and run.was_measured and not run.reached:
             raise ZeusBSOTrainFailError(
@@ -452,11 +410,6 @@ def _check_last(state: MasterState, job: Job) -> None:
 
 
 def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterState:
-    """The state that is resumed, which must belong to the same job.
-
-    Raises:
-        ZeusBSOConfigError: It does not.
-    """
     for name in ("job", "batch_sizes", "beta_knob", "eta_knob", "target_metric", "default_bs", "seed"):
         before, after = getattr(kept, name), getattr(now, name)
         if before != after:
@@ -470,11 +423,7 @@ def _resumed(kept: MasterState, now: MasterState, directory: Path) -> MasterStat
 @contextmanager
 def _only_master_of(directory: Path) -> Iterator[None]:
     """Keep other masters off this directory."""
-    import fcntl
-
-    with (directory / _LOCK_FILE).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ZeusBSOConfigError(f"another master works in {directory}: end it first") from None
+    with lock_file(directory / _LOCK_FILE) as lock:
+        if not try_lock(lock):
+            raise ZeusBSOConfigError(f"another master works in {directory}: end it first")
         yield

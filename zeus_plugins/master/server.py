@@ -11,9 +11,10 @@ from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.master.history import Run
+from zeus_plugins.master.history import Run, run_of_cost
 from zeus_plugins.master.job import Job
 from zeus_plugins.protocol import (
+    LEAST_TIME_S,
     Ending,
     Evaluation,
     GpuConfig,
@@ -24,10 +25,6 @@ from zeus_plugins.protocol import (
     TrialId,
     TrialState,
 )
-
-__all__ = ["ServerOptimizer"]
-
-_LEAST_TIME_S = 1e-6
 
 
 class ServerOptimizer:
@@ -91,7 +88,7 @@ class ServerOptimizer:
         )
         self._registration = self._client.register(JobRegistration.of(spec, self._gpus))
         if self._trial is not None:
-            self._open_line(self._trial)
+            self._open_line(self._registration, self._trial)
 
     def predict(self, job: Job) -> int:
         """Start a trial; its batch size.
@@ -103,37 +100,20 @@ class ServerOptimizer:
         registration = self._registered(job)
         self._trial = self._client.suggest(registration.job_id or job.name, f"{self._key}-{self._asked}")
         self._asked += 1
-        self._open_line(self._trial)
+        self._open_line(registration, self._trial)
         return self._trial.batch_size
 
     def observe(self, job: Job, batch_size: int, cost: float, converged: bool | None = None) -> None:
         """End the trial by its cost alone, joules: told to the server as that energy at maximum power."""
-        self._report(
-            batch_size,
-            energy_j=cost,
-            time_s=cost / self._registered(job).max_power,
-            epochs=job.max_epochs,
-            reached=bool(converged),
-            metric=None,
-            bound_j=math.inf,
-            source="cost",
-        )
+        time_s = cost / self._registered(job).max_power
+        self._report(job, run_of_cost(job, batch_size, cost, time_s=time_s, reached=bool(converged)))
 
     def observe_run(self, job: Job, run: Run) -> None:
         """End the trial as the run ended."""
-        self._registered(job)
         if run.was_measured:
-            self._report(
-                run.bs,
-                energy_j=run.energy,
-                time_s=run.time,
-                epochs=run.end_epoch or job.max_epochs,
-                reached=run.reached,
-                metric=run.metric,
-                bound_j=run.cost_ub,
-                source=run.energy_source,
-            )
+            self._report(job, run)
         else:
+            self._registered(job)
             self._line().end(Ending(outcome=_ENDINGS[run.outcome], detail=run.reason))
             self._reporter = self._trial = None
 
@@ -158,10 +138,7 @@ class ServerOptimizer:
             raise ZeusBSOOperationOrderError(f"job {job.name} is not registered: call register_job first")
         return self._registration
 
-    def _open_line(self, trial: TrialDispatch) -> None:
-        registration = self._registration
-        if registration is None:
-            raise ZeusBSOOperationOrderError("no job is registered: call register_job first")
+    def _open_line(self, registration: JobRegistration, trial: TrialDispatch) -> None:
         self._reporter = TrialReporter(
             self._client,
             self._outbox,
@@ -169,7 +146,7 @@ class ServerOptimizer:
                 server_url=self._client.server_url,
                 registration=registration,
                 batch_size=trial.batch_size,
-                trial=TrialId(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number),
+                trial=TrialId(**trial.model_dump()),
             ),
             trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
             takes_heartbeats=trial.reason is not None,
@@ -181,34 +158,24 @@ class ServerOptimizer:
             raise ZeusBSOOperationOrderError("there is no trial: call predict before observe")
         return self._reporter
 
-    def _report(
-        self,
-        batch_size: int,
-        *,
-        energy_j: float,
-        time_s: float,
-        epochs: int,
-        reached: bool,
-        metric: float | None,
-        bound_j: float,
-        source: str | None,
-    ) -> None:
+    def _report(self, job: Job, run: Run) -> None:
         """Report the end of a run, with the rule by which it was ended."""
-        registration, line = self._registration, self._line()
-        if registration is None or self._trial is None or self._trial.batch_size != batch_size:
-            raise ZeusBSOConfigError(f"the trial under way is not one of batch size {batch_size}")
-        cost_j = registration.cost_j(time_s=time_s, energy_j=energy_j)
+        registration, line = self._registered(job), self._line()
+        if self._trial is None or self._trial.batch_size != run.bs:
+            raise ZeusBSOConfigError(f"the trial under way is not one of batch size {run.bs}")
+        epochs = run.end_epoch or job.max_epochs
+        cost_j = registration.cost_j(time_s=run.time, energy_j=run.energy)
         max_cost_j: float | None = None
-        if not reached and (cost_j > bound_j or epochs < registration.max_epochs):
+        if not run.reached and (cost_j > run.cost_ub or epochs < registration.max_epochs):
             # It was stopped before an epoch that would have crossed the bound, which its cost may not have reached.
-            max_cost_j = min(bound_j, math.nextafter(cost_j, 0))
+            max_cost_j = min(run.cost_ub, math.nextafter(cost_j, 0))
         verdict = line.report(
             Evaluation(
-                time=max(time_s, _LEAST_TIME_S),
-                energy=energy_j,
-                metric=_metric_of(registration, metric, reached=reached),
+                time=max(run.time, LEAST_TIME_S),
+                energy=run.energy,
+                metric=_metric_of(registration, run),
                 current_epoch=max(epochs, 1),
-                energy_source=source,
+                energy_source=run.energy_source,
                 judged_by=StopRule(max_cost_j=max_cost_j, max_epochs=registration.max_epochs),
             )
         )
@@ -222,10 +189,10 @@ _ENDINGS: Mapping[str, Literal[TrialState.FAILED, TrialState.INFEASIBLE]] = {
 }
 
 
-def _metric_of(job: JobRegistration, metric: float | None, *, reached: bool) -> float:
-    """The metric to report: the script's, or one that says as much as `reached` does."""
-    if metric is not None and job.is_reached_by(metric) == reached:
-        return metric
-    if reached:
+def _metric_of(job: JobRegistration, run: Run) -> float:
+    """The metric to report: the script's, or one that says as much as `run.reached` does."""
+    if run.metric is not None and job.is_reached_by(run.metric) == run.reached:
+        return run.metric
+    if run.reached:
         return job.target_metric
     return math.nextafter(job.target_metric, -math.inf if job.higher_is_better_metric else math.inf)

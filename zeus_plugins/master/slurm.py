@@ -12,8 +12,6 @@ from typing import Any
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.master.executors import Launch, Show, shown_live
 
-__all__ = ["SubmititExecutor"]
-
 _LOST = 1
 
 
@@ -81,7 +79,6 @@ class SubmititExecutor:
 
 
 def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:
-    """The work of a node; returns the command's exit status."""
     with Path(log).open("ab") as output:
         try:
             return subprocess.run(  # noqa: S603 - running what the user says is what this is for
