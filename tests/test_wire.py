@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.servers import Server
 from tests.support.wire import assert_refused, begin, reached, report
+from zeus_plugins import JobSpec
 
 
 @pytest.fixture
@@ -90,6 +91,48 @@ class TestRegistering:
     def test_unknown_fields_are_ignored(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         assert http.post("/jobs", json={**spec, "colour": "blue"}).status_code == 201
 
+    def test_a_fingerprint_is_optional_and_goes_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert "fingerprint" not in http.post("/jobs", json=spec).json()
+        told = {"model": "Net", "framework": "lightning", "optimizer": None}
+        for fingerprint in (told, {"model": "Other"}):
+            answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
+            assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)
+        export = http.get(f"/api/jobs/{spec['job_id']}/export").json()
+        export["job"]["job_id"] += "-moved"
+        assert http.post("/api/import", json=export).is_success
+        assert http.get(f"/api/jobs/{spec['job_id']}-moved").json()["job"]["fingerprint"] == told
+
+    @pytest.mark.parametrize("name", [".", ".."])
+    def test_no_id_is_a_folder(self, http: httpx.Client, spec: dict[str, Any], name: str) -> None:
+        assert_refused(http.post("/jobs", json={**spec, "job_id_prefix": ".", "job_id": name}), 422, "job_id_prefix")
+        longer = {**spec, "job_id_prefix": "..", "job_id": "..."}
+        assert_refused(http.post("/jobs", json=longer), 422, "job_id_prefix", "names a folder")
+
+    def test_no_id_ends_a_line(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        http.post("/jobs", json=spec)
+        ended = f"{spec['job_id']}\n"
+        assert_refused(http.post("/jobs", json={**spec, "job_id": ended}), 422, "job_id")
+        assert_refused(http.get("/jobs/batch_size", params={"job_id": ended}), 422, "job_id")
+        assert_refused(http.get(f"/api/jobs/{spec['job_id']}%0A"), 422, "job_id")
+
+    def test_a_window_holds_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        """A Zeus client, which does not say which policy, cannot be told what to change."""
+        short = {**spec, "window_size": 3, "mab_num_explorations": 5}
+        refused = http.post("/jobs", json={**short, "policy": "zeus"})
+        assert_refused(refused, 422, "window_size", "never holds the 5", "at least 5, or 0")
+        created, again = (http.post("/jobs", json=short) for _ in range(2))
+        assert (created.status_code, again.status_code) == (201, 200)
+        assert created.json()["window_size"] == again.json()["window_size"] == 5
+        gp_voi = {**short, "policy": "gp_voi", "job_id": spec["job_id"] + "-other"}
+        assert http.post("/jobs", json=gp_voi).json()["window_size"] == 3
+
+    def test_but_not_in_a_job_that_a_user_describes(self) -> None:
+        required = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}
+        with pytest.raises(ValueError, match="no 'max_epoch': did you mean 'max_epochs'"):
+            JobSpec(**required, max_epoch=3)
+        with pytest.raises(ValueError, match=r"no 'eta': did you mean 'eta_knob'\?; JobSpec has no 'colour' "):
+            JobSpec(**required, eta=1, colour="blue")
+
     def test_defaults(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         required = {"job_id", "job_id_prefix", "batch_sizes", "default_batch_size", "max_power", "number_of_gpus"}
         answer = http.post("/jobs", json={name: spec[name] for name in [*required, "gpu_model"]})
@@ -164,6 +207,35 @@ class TestTrials:
         body = report(http, begin(http, job_id), time=1, energy=1, metric=0.5, current_epoch=10).json()
         assert (body["stop_train"], body["converged"], body["reason"]) == (True, False, "max_epochs_reached")
         assert trials_of(http, job_id)[0]["state"] == "exhausted"
+
+    def test_reports_of_all_ranks_of_an_epoch_are_one_evaluation(self, http: httpx.Client, job_id: str) -> None:
+        """Zeus's distributed example lets every rank report; windows and metrics of ranks differ a little."""
+        reached(http, begin(http, job_id), cost_j=500)
+        trial = begin(http, job_id)
+        ranks = [(5, 500, 0.5), (4.9, 510, 0.95), (20, 490, 0.5), (4.8, 480, 0.5)]
+        firsts = [
+            report(http, trial, time=time, energy=energy, metric=metric, current_epoch=1)
+            for time, energy, metric in ranks
+        ]
+        # Neither another metric nor a crossed bound gives a rank another verdict than the first one had.
+        assert [(each.status_code, each.json()["stop_train"]) for each in firsts] == [(200, False)] * 4
+        (_, shown) = trials_of(http, job_id)
+        assert (shown["time_s"], shown["energy_j"], shown["metric"]) == (20, 510, 0.5)
+        kept = http.get(f"/api/jobs/{job_id}/export").json()["trials"][1]
+        assert (kept["report_count"], kept["epoch"], kept["first_cost_j"]) == (1, 1, 0.5 * 510 + 50 * 20)
+
+        # The first rank of the next epoch has used less than another had before; that is the bound, crossed.
+        lasts = [
+            report(http, trial, time=10 + rank / 10, energy=600, metric=0.95, current_epoch=2) for rank in range(4)
+        ]
+        late = report(http, trial, time=4.8, energy=480, metric=0.5, current_epoch=1)
+        assert {(each.status_code, each.json()["stop_train"], each.json()["reason"]) for each in [*lasts, late]} == {
+            (200, True, "cost_bound_crossed")
+        }
+        message = lasts[0].json()["message"]
+        assert [each.json()["message"] for each in lasts[1:]] == [f"already reported: {message}"] * 3
+        (_, shown) = trials_of(http, job_id)
+        assert (shown["state"], shown["time_s"], shown["cost_j"]) == ("early_stopped", 20, 0.5 * 600 + 50 * 20)
 
     def test_only_completed_trials_set_the_lowest_cost(self, http: httpx.Client, job_id: str) -> None:
         report(http, begin(http, job_id), time=0.01, energy=1, metric=0.5, current_epoch=10)

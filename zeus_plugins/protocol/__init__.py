@@ -4,145 +4,75 @@ The five routes under "wire contract", their statuses and their fields are those
 a Zeus client works against our server and our client against Zeus's server. Everything beyond that is optional on the
 wire. Fields fixed by Zeus keep its names (``time``, ``energy``, ``max_power``); fields of our own carry their unit.
 
-This package is the only one that both packages import; its modules are private, and what it lists is public.
+This package is the only one that both packages import; its modules are private, and each name that it imports as itself
+is public.
 """
 
 from __future__ import annotations
 
-from zeus_plugins.protocol._jobs import (
-    Goal,
-    GpuConfig,
-    JobRegistration,
-    JobSpec,
-    TrialId,
-    is_reached,
-)
-from zeus_plugins.protocol._power_limits import (
-    PowerLimitChoice,
-    PowerLimitSample,
-    PowerLimitSamples,
-    PowerProfile,
-    TrialPowerProfile,
-)
-from zeus_plugins.protocol._trials import (
-    Ending,
-    Evaluation,
-    Heartbeat,
-    HeartbeatResponse,
-    OfflineTrial,
-    ReportResponse,
-    StopRule,
-    TrainingResult,
-    TrialDispatch,
-    TrialEnd,
-    Verdict,
-)
-from zeus_plugins.protocol._values import (
-    ALIVE,
-    FINAL,
-    ID_PATTERN,
-    MAX_BATCH_SIZE,
-    MAX_BATCH_SIZES,
-    MAX_DETAIL_LENGTH,
-    MAX_ID_LENGTH,
-    MAX_POWER_LIMITS,
-    BatchSize,
-    EndReason,
-    Epochs,
-    Finite,
-    Identifier,
-    Joules,
-    NonNegativeFinite,
-    NonNegativeInt,
-    Origin,
-    Paths,
-    PolicyName,
-    PositiveFinite,
-    PositiveInt,
-    Seconds,
-    Seed,
-    Stage,
-    Text,
-    TrialState,
-    Watts,
-    WireMessage,
-    cost,
-)
-from zeus_plugins.protocol._views import (
-    ArmView,
-    ErrorBody,
-    FieldError,
-    Instant,
-    JobList,
-    JobSummary,
-    JobView,
-    LongText,
-    TrialFacts,
-    TrialPage,
-    TrialView,
-)
-
-__all__ = [
-    "ALIVE",
-    "FINAL",
-    "ID_PATTERN",
-    "MAX_BATCH_SIZE",
-    "MAX_BATCH_SIZES",
-    "MAX_DETAIL_LENGTH",
-    "MAX_ID_LENGTH",
-    "MAX_POWER_LIMITS",
-    "ArmView",
-    "BatchSize",
-    "EndReason",
-    "Ending",
-    "Epochs",
-    "ErrorBody",
-    "Evaluation",
-    "FieldError",
-    "Finite",
-    "Goal",
-    "GpuConfig",
-    "Heartbeat",
-    "HeartbeatResponse",
-    "Identifier",
-    "Instant",
-    "JobList",
-    "JobRegistration",
-    "JobSpec",
-    "JobSummary",
-    "JobView",
-    "Joules",
-    "LongText",
-    "NonNegativeFinite",
-    "NonNegativeInt",
-    "OfflineTrial",
-    "Origin",
-    "Paths",
-    "PolicyName",
-    "PositiveFinite",
-    "PositiveInt",
-    "PowerLimitChoice",
-    "PowerLimitSample",
-    "PowerLimitSamples",
-    "PowerProfile",
-    "ReportResponse",
-    "Seconds",
-    "Seed",
-    "Stage",
-    "StopRule",
-    "Text",
-    "TrainingResult",
-    "TrialDispatch",
-    "TrialEnd",
-    "TrialFacts",
-    "TrialId",
-    "TrialPage",
-    "TrialPowerProfile",
-    "TrialState",
-    "TrialView",
-    "Verdict",
-    "Watts",
-    "WireMessage",
-    "cost",
-    "is_reached",
-]
+from zeus_plugins.protocol._jobs import Fingerprint as Fingerprint
+from zeus_plugins.protocol._jobs import Goal as Goal
+from zeus_plugins.protocol._jobs import GpuConfig as GpuConfig
+from zeus_plugins.protocol._jobs import JobRegistration as JobRegistration
+from zeus_plugins.protocol._jobs import JobSpec as JobSpec
+from zeus_plugins.protocol._jobs import TrialId as TrialId
+from zeus_plugins.protocol._jobs import is_reached as is_reached
+from zeus_plugins.protocol._power_limits import PowerLimitChoice as PowerLimitChoice
+from zeus_plugins.protocol._power_limits import PowerLimitSample as PowerLimitSample
+from zeus_plugins.protocol._power_limits import PowerLimitSamples as PowerLimitSamples
+from zeus_plugins.protocol._power_limits import PowerProfile as PowerProfile
+from zeus_plugins.protocol._power_limits import TrialPowerProfile as TrialPowerProfile
+from zeus_plugins.protocol._trials import Ending as Ending
+from zeus_plugins.protocol._trials import EndingState as EndingState
+from zeus_plugins.protocol._trials import Evaluation as Evaluation
+from zeus_plugins.protocol._trials import Heartbeat as Heartbeat
+from zeus_plugins.protocol._trials import HeartbeatResponse as HeartbeatResponse
+from zeus_plugins.protocol._trials import OfflineTrial as OfflineTrial
+from zeus_plugins.protocol._trials import ReportResponse as ReportResponse
+from zeus_plugins.protocol._trials import StopRule as StopRule
+from zeus_plugins.protocol._trials import TrainingResult as TrainingResult
+from zeus_plugins.protocol._trials import TrialDispatch as TrialDispatch
+from zeus_plugins.protocol._trials import TrialEnd as TrialEnd
+from zeus_plugins.protocol._trials import Verdict as Verdict
+from zeus_plugins.protocol._values import ALIVE as ALIVE
+from zeus_plugins.protocol._values import FINAL as FINAL
+from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN
+from zeus_plugins.protocol._values import LEAST_TIME_S as LEAST_TIME_S
+from zeus_plugins.protocol._values import MAX_BATCH_SIZE as MAX_BATCH_SIZE
+from zeus_plugins.protocol._values import MAX_BATCH_SIZES as MAX_BATCH_SIZES
+from zeus_plugins.protocol._values import MAX_DETAIL_LENGTH as MAX_DETAIL_LENGTH
+from zeus_plugins.protocol._values import MAX_ID_LENGTH as MAX_ID_LENGTH
+from zeus_plugins.protocol._values import MAX_POWER_LIMITS as MAX_POWER_LIMITS
+from zeus_plugins.protocol._values import BatchSize as BatchSize
+from zeus_plugins.protocol._values import EndReason as EndReason
+from zeus_plugins.protocol._values import Epochs as Epochs
+from zeus_plugins.protocol._values import Finite as Finite
+from zeus_plugins.protocol._values import Identifier as Identifier
+from zeus_plugins.protocol._values import Joules as Joules
+from zeus_plugins.protocol._values import NonNegativeFinite as NonNegativeFinite
+from zeus_plugins.protocol._values import NonNegativeInt as NonNegativeInt
+from zeus_plugins.protocol._values import Origin as Origin
+from zeus_plugins.protocol._values import Paths as Paths
+from zeus_plugins.protocol._values import PolicyName as PolicyName
+from zeus_plugins.protocol._values import PositiveFinite as PositiveFinite
+from zeus_plugins.protocol._values import PositiveInt as PositiveInt
+from zeus_plugins.protocol._values import Seconds as Seconds
+from zeus_plugins.protocol._values import Seed as Seed
+from zeus_plugins.protocol._values import Stage as Stage
+from zeus_plugins.protocol._values import Text as Text
+from zeus_plugins.protocol._values import TrialState as TrialState
+from zeus_plugins.protocol._values import Watts as Watts
+from zeus_plugins.protocol._values import WireMessage as WireMessage
+from zeus_plugins.protocol._values import cost as cost
+from zeus_plugins.protocol._views import ArmView as ArmView
+from zeus_plugins.protocol._views import ErrorBody as ErrorBody
+from zeus_plugins.protocol._views import FieldError as FieldError
+from zeus_plugins.protocol._views import Instant as Instant
+from zeus_plugins.protocol._views import JobList as JobList
+from zeus_plugins.protocol._views import JobSummary as JobSummary
+from zeus_plugins.protocol._views import JobView as JobView
+from zeus_plugins.protocol._views import LongText as LongText
+from zeus_plugins.protocol._views import TrialFacts as TrialFacts
+from zeus_plugins.protocol._views import TrialPage as TrialPage
+from zeus_plugins.protocol._views import TrialView as TrialView
+from zeus_plugins.protocol._views import reason_in_words as reason_in_words

@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Annotated, Protocol
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Annotated, Any, Protocol
 
-from pydantic import AfterValidator, FailFast, Field, StringConstraints, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from zeus_plugins.protocol._values import (
     MAX_BATCH_SIZES,
@@ -30,6 +42,12 @@ def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if repeated:
         raise ValueError(f"must be unique; given more than once: {repeated}")
     return tuple(sorted(sizes))
+
+
+class _FirstErrorOnly(FailFast):
+    """`FailFast`, but hashable: command-line parsers that read types (jsonargparse) look them up by their hash."""
+
+    __hash__ = object.__hash__
 
 
 class Goal(Protocol):
@@ -76,7 +94,8 @@ class JobSpec(WireMessage):
             the ``mab_…`` fields matter to policy `zeus` alone.
 
     Raises:
-        pydantic.ValidationError: A field is out of its range, or two fields contradict each other.
+        pydantic.ValidationError: There is no field of a given name, a field is out of its range, or two fields
+            contradict each other.
     """
 
     # Validators see the fields above their own only: the order matters.
@@ -85,7 +104,7 @@ class JobSpec(WireMessage):
     batch_sizes: Annotated[
         tuple[BatchSize, ...],
         # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
-        FailFast(),
+        _FirstErrorOnly(),
         Field(min_length=1, max_length=MAX_BATCH_SIZES),
         AfterValidator(_ascending_and_unique),
     ]
@@ -102,6 +121,15 @@ class JobSpec(WireMessage):
     mab_num_explorations: NonNegativeInt = 2
     mab_seed: Seed | None = None
     policy: PolicyName = PolicyName.GP_VOI
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_names(cls, given: Any) -> Any:
+        if isinstance(given, Mapping):
+            unknown = [_not_a_field(str(name), cls.model_fields) for name in given if name not in cls.model_fields]
+            if unknown:
+                raise ValueError("; ".join(unknown))
+        return given
 
     @field_validator("job_id")
     @classmethod
@@ -120,6 +148,11 @@ class JobSpec(WireMessage):
         return default
 
 
+def _not_a_field(name: str, fields: Mapping[str, Any]) -> str:
+    near = get_close_matches(name, fields, n=1) or [field for field in fields if field.startswith(f"{name}_")][:1]
+    return f"JobSpec has no {name!r}" + (f": did you mean {near[0]!r}?" if near else "")
+
+
 class GpuConfig(WireMessage):
     """The accelerators one run of the job uses.
 
@@ -134,13 +167,63 @@ class GpuConfig(WireMessage):
     gpu_model: Annotated[Text, StringConstraints(min_length=1)]
 
 
+class Fingerprint(WireMessage):
+    """The making of a training, as far as it has told: trainings that differ in it hardly share a best batch size.
+
+    Attributes:
+        model: The model's class.
+        framework: ``lightning`` or ``transformers``.
+        optimizer: The optimizer's class or name.
+    """
+
+    model: Text | None = None
+    framework: Text | None = None
+    optimizer: Text | None = None
+
+    def completed_by(self, other: Fingerprint) -> Fingerprint:
+        """The same with what only the other one tells."""
+        return Fingerprint(**{**dict(other), **self.model_dump(exclude_none=True)})
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """The parts that the other one has in place of this, in words."""
+        return [
+            f"{name} {mine} before, {theirs} now"
+            for (name, mine), (_, theirs) in zip(self, other, strict=True)
+            if mine != theirs and None not in (mine, theirs)
+        ]
+
+
 class JobRegistration(JobSpec, GpuConfig):
     """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
 
     Who does not say which policy, as Zeus's clients do not, gets Zeus's.
+
+    Attributes:
+        fingerprint: What its trainings are made of. Two registrations that differ in it alone are the same: the server
+            keeps what was told first. Left out where nobody has told, as by Zeus's clients.
     """
 
     policy: PolicyName = PolicyName.ZEUS
+    fingerprint: Fingerprint | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_an_untold_fingerprint(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialized(self)
+        if values.get("fingerprint", self) is None:
+            del values["fingerprint"]
+        return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_names(cls, given: Any) -> Any:
+        # On the wire, unknown fields are ignored.
+        return given
+
+    def with_fingerprint(self, told: Fingerprint | None) -> JobRegistration:
+        """The job with what is told of its trainings, as far as it was not told before."""
+        if told is None:
+            return self
+        return self.model_copy(update={"fingerprint": (self.fingerprint or told).completed_by(told)})
 
     def cost_j(self, *, time_s: float, energy_j: float) -> float:
         """The cost of a run of the job, joules; see `cost`."""
@@ -157,13 +240,7 @@ class JobRegistration(JobSpec, GpuConfig):
 
 
 class TrialId(WireMessage):
-    """One trial of a job.
-
-    Attributes:
-        job_id: The job.
-        batch_size: Its global batch size.
-        trial_number: Counts from 1 within the job.
-    """
+    """One trial of a job, with its global batch size; trials are counted from 1 within the job."""
 
     job_id: Identifier
     batch_size: BatchSize

@@ -26,6 +26,9 @@ from zeus_plugins.protocol._values import (
     WireMessage,
 )
 
+EndingState = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED, TrialState.WITHDRAWN]
+"""The states in which a training may end its trial itself."""
+
 
 class StopRule(WireMessage):
     """The rule by which a trial is stopped that has not reached its target.
@@ -123,12 +126,7 @@ class TrialDispatch(TrialId):
 
 
 class OfflineTrial(WireMessage):
-    """Body of ``POST /trials``: a training began without the server, which was away, and wants its trial recorded.
-
-    Attributes:
-        job_id: The job.
-        batch_size: The global batch size that it took.
-    """
+    """Body of ``POST /trials``: a training began without the server, which was away, and wants its trial recorded."""
 
     job_id: Identifier
     batch_size: BatchSize
@@ -139,12 +137,16 @@ class Ending(WireMessage):
 
     Attributes:
         outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
-            ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware), or
-            ``suspended`` (preempted: the trial may go on later).
+            ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware),
+            ``suspended`` (preempted: the trial may go on later), or ``withdrawn`` (the training could not be done as it
+            was configured, which says nothing about the size: it counts neither as a try nor as a crash).
+        ended_early: Whether a ``failed`` training ended by a rule of its own, such as early stopping or a limit on its
+            steps, and not by an error.
         detail: What happened, in words.
     """
 
-    outcome: Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED] = TrialState.FAILED
+    outcome: EndingState = TrialState.FAILED
+    ended_early: bool = False
     detail: Annotated[str, StringConstraints(max_length=MAX_DETAIL_LENGTH, pattern=r"^[^\x00]*$")] | None = None
 
 
@@ -210,6 +212,11 @@ class Evaluation(WireMessage):
 
 class TrainingResult(Evaluation, TrialId):
     """Body of ``POST /report``: an evaluation of a trial."""
+
+    @property
+    def is_zeus(self) -> bool:
+        """Whether a client of Zeus sent it, where every rank reports; ours sends each field, even without a value."""
+        return self.model_fields_set.isdisjoint(("energy_source", "judged_by"))
 
 
 class ReportResponse(WireMessage):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Annotated
+from enum import EnumType, StrEnum
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
@@ -33,7 +33,15 @@ class Paths:
     VERSION = "/version"
 
 
-class PolicyName(StrEnum):
+class _FoundByValue(EnumType):
+    """Finds members by name or value: command-line parsers such as jsonargparse ask by name, and users write values."""
+
+    def __getitem__(cls, name: str) -> Any:
+        members: dict[str, Any] = dict(cls.__members__)
+        return {member.value: member for member in members.values()}.get(name) or super().__getitem__(name)
+
+
+class PolicyName(StrEnum, metaclass=_FoundByValue):
     """A way of choosing batch sizes."""
 
     ZEUS = "zeus"
@@ -68,6 +76,7 @@ class TrialState(StrEnum):
     INFEASIBLE = "infeasible"
     SUSPENDED = "suspended"
     ABANDONED = "abandoned"
+    WITHDRAWN = "withdrawn"
 
 
 ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
@@ -89,6 +98,9 @@ class EndReason(StrEnum):
     OUT_OF_MEMORY = "out_of_memory"
     PREEMPTED = "preempted"
     LEASE_EXPIRED = "lease_expired"
+    ENDED_EARLY = "ended_early"
+    REFUSED = "refused"
+    DISCARDED = "discarded"
 
 
 def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
@@ -118,6 +130,7 @@ PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 # Far beyond anything real, and small enough that costs, their sums and their squares stay finite.
+LEAST_TIME_S = 1e-6  # of what may have taken no time
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Joules = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Watts = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]

@@ -40,6 +40,11 @@ Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
 
 
+def reason_in_words(reason: str) -> str:
+    """The reason for a batch size without the numbers behind it."""
+    return _NUMBERS.sub("", reason)
+
+
 class TrialFacts(WireMessage):
     """The facts of a trial that views and exports share. Measured fields are None until the first report.
 
@@ -99,7 +104,7 @@ class TrialView(TrialFacts):
     @property
     def reason_in_words(self) -> str:
         """The reason without the numbers."""
-        return _NUMBERS.sub("", self.reason)
+        return reason_in_words(self.reason)
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:
@@ -151,12 +156,7 @@ class JobSummary(WireMessage):
 
 
 class JobList(WireMessage):
-    """Answer of ``GET /api/jobs``: a page of jobs, ordered by id.
-
-    Attributes:
-        jobs: The page.
-        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
-    """
+    """Answer of ``GET /api/jobs``: a page of jobs, ordered by id, and the ``cursor`` of the next page or None."""
 
     jobs: tuple[JobSummary, ...]
     next_cursor: str | None = None
@@ -187,12 +187,7 @@ class JobView(WireMessage):
 
 
 class TrialPage(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/trials``: a page of trials, in order of dispatch.
-
-    Attributes:
-        trials: The page.
-        next_cursor: What to ask for as ``cursor`` to get the next page, or None after the last one.
-    """
+    """Answer of ``GET /api/jobs/{job_id}/trials``: trials in order of dispatch, and the next page's ``cursor``."""
 
     trials: tuple[TrialView, ...]
     next_cursor: int | None
