@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from bso_server.core.history import History
 from bso_server.core.job import TRANSITIONS, check_transition
-from bso_server.core.model import JobConfig, Report, TrialRecord
+from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge, stop_rule
 from bso_server.errors import IllegalTransitionError, InvalidReportError
+from tests.support.histories import make_job
 from zeus_plugins.protocol import ALIVE, FINAL, EndReason, Origin, Stage, TrialState, cost
 
-JOB = JobConfig(
-    job_id="job", batch_sizes=(8, 16), default_batch_size=16, max_power=100.0, target_metric=0.9, max_epochs=10
-)
+JOB = make_job((8, 16), 16, eta_knob=0.5, target_metric=0.9)
 RUNNING = TrialRecord(
     trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
 )
@@ -33,8 +32,10 @@ def test_cost_weighs_energy_against_time_at_maximum_power() -> None:
 def test_bound_needs_both_beta_and_a_cheapest_run() -> None:
     assert stop_rule(JOB, RUNNING, 50.0).max_cost_j == 100.0
     assert stop_rule(JOB, RUNNING, None).max_cost_j is None
-    assert stop_rule(replace(JOB, beta_knob=None), RUNNING, 50.0).max_cost_j is None
-    assert stop_rule(replace(JOB, beta_knob=1e308), RUNNING, 50.0).max_cost_j is None  # JSON has no infinity
+    assert stop_rule(JOB.model_copy(update={"beta_knob": None}), RUNNING, 50.0).max_cost_j is None
+    assert (
+        stop_rule(JOB.model_copy(update={"beta_knob": 1e308}), RUNNING, 50.0).max_cost_j is None
+    )  # JSON has no infinity
 
 
 # With η = 0.5 and 100 W, a report of (time, energy) = (10, 1000) costs 1000 J.
@@ -61,20 +62,13 @@ def test_judge(metric: float, epoch: float, min_cost_j: float | None, state: Tri
 
 
 def test_judge_of_a_metric_that_falls() -> None:
-    job = JobConfig(
-        job_id="job",
-        batch_sizes=(8,),
-        default_batch_size=8,
-        max_power=100.0,
-        target_metric=0.9,
-        higher_is_better_metric=False,
-    )
+    job = make_job((8,), 8, eta_knob=0.5, target_metric=0.9, higher_is_better_metric=False)
     assert judge(job, RUNNING, Report(1, 1, 1, metric=0.9), None).converged
     assert not judge(job, RUNNING, Report(1, 1, 1, metric=0.91), None).stop
 
 
 def test_without_beta_no_cost_is_too_high() -> None:
-    job = JobConfig(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, beta_knob=None)
+    job = make_job((8,), 8, eta_knob=0.5, beta_knob=None)
     assert not judge(job, RUNNING, Report(1e9, 1e9, 1, metric=0.1), 1.0).stop
 
 
@@ -131,7 +125,7 @@ def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: i
 
 
 def test_a_target_reached_for_nothing_is_refused() -> None:
-    energy_only = JobConfig(job_id="job", batch_sizes=(8,), default_batch_size=8, max_power=100.0, eta_knob=1.0)
+    energy_only = make_job((8,), 8)
     with pytest.raises(InvalidReportError, match="cost of 0 J"):
         judge(energy_only, RUNNING, Report(time_s=10, energy_j=0, epoch=1, metric=1.0), None)
 

@@ -206,7 +206,7 @@ def test_the_default_may_be_another_in_a_new_registration() -> None:
     life = new_life()
     recur(life, 8, {8: 30, 16: 12, 32: 10, 64: 14, 128: 30}.__getitem__, lambda _: 10)
     before = suggest(life.history, life.rng)
-    life.job = replace(life.job, default_batch_size=8)
+    life.job = life.job.model_copy(update={"default_batch_size": 8})
     assert suggest(life.history, life.rng) == before
 
 
@@ -551,3 +551,17 @@ def test_whatever_happens_beliefs_stay_finite(history: list[Outcome]) -> None:
         posterior = posterior_of(SIZES, beliefs)
         assert np.isfinite(posterior.expected.mean).all()
         assert (np.diag(posterior.expected.covariance) > -1e-6).all()
+
+
+@given(
+    costs=st.lists(st.floats(1e-300, 1e15), min_size=1, max_size=6),
+    epochs=st.lists(st.floats(1e-300, 10), min_size=6, max_size=6),
+    metrics=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_absurd_numbers_raise_nothing(costs: list[float], epochs: list[float], metrics: list[float]) -> None:
+    """In databases that took them before they were told from others."""
+    life = new_life((8, 16, 32), 16)
+    for cost_j, epoch, metric in zip(costs, epochs, metrics, strict=False):
+        life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
+    assert life.ask().batch_size in (8, 16, 32)

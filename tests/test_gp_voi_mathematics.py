@@ -263,8 +263,10 @@ def first_hopeless_epoch(log_epochs: float, sd: float, epoch_j: float, epoch_j_s
             return k
         alive = epochs.sf(k)
         chance = max(1 - epochs.sf(100 / least_j) / alive, 0)
+        if chance >= 0.15:
+            continue
         remaining = integrate.quad(lambda t: t * epochs.pdf(t), k, np.inf)[0] / alive - k
-        if chance < 0.15 and least_j * remaining > 100:
+        if least_j * remaining > 100:
             return k
     return 100
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bso_server.core import job as life
 from bso_server.core.history import Cheapest, History
 from bso_server.core.job import TRANSITIONS, InMemoryJob, JobState, LeasePolicy, Moment
-from bso_server.core.model import JobConfig, Report, Suggestion, TrialRecord
+from bso_server.core.model import Report, Suggestion, TrialRecord
 from bso_server.errors import IllegalTransitionError, NoSurvivorError
 from bso_server.service.messages import TrialExport
 from bso_server.storage.database import open_database
@@ -29,8 +29,7 @@ from zeus_plugins.protocol import ALIVE, Ending, EndReason, JobRegistration, Ori
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MOMENT = Moment(NOW, LeasePolicy())
-CONFIG = JobConfig(job_id="job", batch_sizes=(8, 16), default_batch_size=16, max_power=100.0, target_metric=0.9)
-JOB = JobState(config=CONFIG)
+JOB = JobState(registration=make_job((8, 16), 16, eta_knob=0.5, target_metric=0.9, max_epochs=100))
 
 
 def begun() -> tuple[JobState, TrialRecord]:
@@ -83,6 +82,7 @@ def test_a_trial_that_is_given_up_comes_back_and_its_end_never_was() -> None:
 @pytest.mark.parametrize(
     ("outcome", "crashes", "observed", "state", "reason", "says"),
     [
+        (TrialState.WITHDRAWN, 2, False, TrialState.WITHDRAWN, EndReason.REFUSED, "says nothing about 16"),
         (TrialState.FAILED, 0, False, TrialState.FAILED, EndReason.CRASHED, "failed: the training ended before"),
         (TrialState.FAILED, 2, False, TrialState.INFEASIBLE, EndReason.CRASHED, "16 crashed 3 times and is not tried"),
         (TrialState.FAILED, 9, True, TrialState.FAILED, EndReason.CRASHED, "failed: the training ended before"),
@@ -98,6 +98,36 @@ def test_a_training_that_ends_its_trial(
     assert (trial.state, trial.end_reason, trial.ended_event) == (state, reason, 2)
     assert says in (trial.message or "")
     assert (trial.message or "").endswith(" (OOM)")
+
+
+@pytest.mark.parametrize(
+    ("crashes", "reason", "says"),
+    [
+        (0, EndReason.ENDED_EARLY, "by a rule of its own, before its target and its last epoch (EarlyStopping)"),
+        (2, EndReason.CRASHED, "16 ended early or crashed 3 times and is not tried again (EarlyStopping)"),
+    ],
+)
+def test_a_training_that_ends_by_a_rule_of_its_own(crashes: int, reason: EndReason, says: str) -> None:
+    job, trial = begun()
+    ending = Ending(ended_early=True, detail="EarlyStopping")
+    _, trial = life.ended_by_training(job, trial, ending, MOMENT, crashes=crashes, retries=3)
+    assert trial.end_reason is reason
+    assert says in (trial.message or "")
+
+
+def test_a_withdrawn_exploration_is_owed_again() -> None:
+    job = InMemoryJob(JOB.registration)
+    rng = np.random.default_rng(1)
+    first = job.suggest(rng)
+    for _ in range(5):
+        job.end(first.trial_number, Ending(outcome=TrialState.WITHDRAWN), retries=3)
+        again = job.suggest(rng)
+        assert (again.batch_size, again.origin, again.trial_number) == (
+            first.batch_size,
+            first.origin,
+            first.trial_number + 1,
+        )
+        first = again
 
 
 def test_a_preempted_trial_has_a_day_to_come_back() -> None:

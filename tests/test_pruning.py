@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.model import UNCOUNTED, JobConfig, TrialRecord
+from bso_server.core.model import UNCOUNTED, TrialRecord
 from bso_server.core.zeus.pruning import Explore, Survivors, Wait, explore
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, make_job
-from zeus_plugins.protocol import Origin, TrialState
+from zeus_plugins.protocol import JobRegistration, Origin, TrialState
 
 # A run's outcome: its cost in joules if it reached the target, else the state in which it ended.
 Outcome = float | TrialState
@@ -28,7 +28,7 @@ def end(life: Life, trial: TrialRecord, outcome: Outcome) -> None:
         life.complete(trial, outcome)
 
 
-def walk(job: JobConfig, outcomes: Mapping[int, list[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
+def walk(job: JobRegistration, outcomes: Mapping[int, list[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
     """The sizes explored in each round when the n-th trial of a size has its n-th outcome, and the survivors."""
     life, remaining = Life(job), {size: iter(of_size) for size, of_size in outcomes.items()}
     rounds: list[list[int]] = [[] for _ in range(job.num_pruning_rounds)]
@@ -171,7 +171,7 @@ Plan = Mapping[tuple[int, int], float | None]
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[JobConfig, Plan]:
+def plans(draw: st.DrawFn) -> tuple[JobRegistration, Plan]:
     sizes = tuple(sorted(draw(st.sets(st.integers(1, 512), min_size=1, max_size=6))))
     rounds = draw(st.integers(0, 3))
     # Few distinct costs, so that ties for the cheapest happen; failures rarer than successes, so that rounds get long.
@@ -180,7 +180,7 @@ def plans(draw: st.DrawFn) -> tuple[JobConfig, Plan]:
     return make_job(sizes, draw(st.sampled_from(sizes)), num_pruning_rounds=rounds), plan
 
 
-def played(job: JobConfig, plan: Plan) -> tuple[list[int], tuple[int, ...] | None]:
+def played(job: JobRegistration, plan: Plan) -> tuple[list[int], tuple[int, ...] | None]:
     """The whole stage as nested loops over positions: the sizes in order, and the survivors, None if a round has none.
 
     It never looks at a history: every trial runs to its end the moment that it is asked for.
@@ -209,7 +209,7 @@ def counted(life: Life) -> list[TrialRecord]:
     return [t for t in life.trials if t.origin is Origin.EXPLORATION and t.state not in UNCOUNTED]
 
 
-def lived(job: JobConfig, plan: Plan, random: Random) -> tuple[Life, tuple[int, ...] | None]:
+def lived(job: JobRegistration, plan: Plan, random: Random) -> tuple[Life, tuple[int, ...] | None]:
     """The same stage through the policy: requests and endings in random order, and some crashes."""
     life, running, crashes_left = Life(job), list[TrialRecord](), 8
     while True:
@@ -239,7 +239,7 @@ def lived(job: JobConfig, plan: Plan, random: Random) -> tuple[Life, tuple[int, 
 
 @given(plans(), st.randoms(use_true_random=False))
 def test_crashes_and_concurrent_trials_change_nothing_in_what_is_explored(
-    case: tuple[JobConfig, Plan], random: Random
+    case: tuple[JobRegistration, Plan], random: Random
 ) -> None:
     job, plan = case
     life, survivors = lived(job, plan, random)
@@ -248,7 +248,7 @@ def test_crashes_and_concurrent_trials_change_nothing_in_what_is_explored(
 
 @given(plans(), st.randoms(use_true_random=False))
 def test_a_size_is_explored_while_it_survives_and_survives_by_reaching_every_time(
-    case: tuple[JobConfig, Plan], random: Random
+    case: tuple[JobRegistration, Plan], random: Random
 ) -> None:
     job, plan = case
     life, survivors = lived(job, plan, random)

@@ -18,7 +18,7 @@ from bso_server.cli import main
 from bso_server.cli.simulate_tables import savings_text
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
-from bso_server.simulate.play import Conditions, job_of, play
+from bso_server.simulate.play import Conditions, Simulation, job_of
 from bso_server.simulate.recorded import recorded_savings, recorded_workload
 from bso_server.simulate.results import Setting, compare, geometric_means, played
 from bso_server.simulate.savings import Consumption, Savings
@@ -137,11 +137,11 @@ def test_recurrences_without_an_end_are_given_up() -> None:
 
     conditions = BreakingConditions(first)
     fields = {"max_power": 200.0, "max_epochs": 20}
-    gp_voi = play(job_of(first, PolicyName.GP_VOI, seed=0, **fields), conditions, recurrences=4)
+    gp_voi = Simulation(job_of(first, PolicyName.GP_VOI, seed=0, **fields), conditions, recurrences=4).play()
     assert gp_voi.unfinished == 3
     assert [trial.recurrence for trial in gp_voi.trials].count(3) == 20
     # Zeus has no size left after a round without any.
-    zeus = play(job_of(first, PolicyName.ZEUS, seed=0, **fields), conditions, recurrences=4)
+    zeus = Simulation(job_of(first, PolicyName.ZEUS, seed=0, **fields), conditions, recurrences=4).play()
     assert zeus.unfinished == 3
 
 
@@ -156,7 +156,7 @@ def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
     workload = replace(WORKLOAD, sizes=tuple(sizes))
     at = landscape(workload, eta=0.5, optimal_power_limits=True)
     job = job_of(at, policy, seed=seed, max_power=200.0, max_epochs=20)
-    found = play(job, Conditions(at), recurrences=12, concurrency=concurrency, seed=seed)
+    found = Simulation(job, Conditions(at), recurrences=12, concurrency=concurrency, seed=seed).play()
     records = sorted((trial.record for trial in found.trials), key=lambda record: record.trial_number)
     assert_numbered(records)
     survivors = (8,) if any(record.origin == "bandit" for record in records) else None

@@ -26,22 +26,13 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request.
-
-    Attributes:
-        token_id: The token that was shown, or None where the server asks for none.
-        scopes: What the caller may do; wider scopes stand there with those that they imply.
-    """
+    """The sender of a request: the token that was shown, or None where the server asks for none, and all it allows."""
 
     token_id: str | None
     scopes: frozenset[Scope]
 
     def require(self, scope: Scope) -> None:
-        """Let the caller through or not.
-
-        Raises:
-            ForbiddenError: The caller's token lacks this scope.
-        """
+        """Raise `ForbiddenError` if the caller's token lacks this scope."""
         if scope not in self.scopes:
             raise ForbiddenError(
                 f"token {self.token_id} has no scope {scope}, which this request needs; "
@@ -62,8 +53,7 @@ class TokenRecord:
         name: What or whom it is for, in words.
         scopes: What it allows, as given when it was made.
         token_hash: SHA-256 of the whole token, in hex digits.
-        created_at: When it was made (UTC).
-        revoked_at: When it was revoked (UTC), or None.
+        created_at: When it was made (UTC); `revoked_at` likewise.
     """
 
     token_id: str

@@ -8,35 +8,22 @@ ten thousand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
 
 from bso_server.core.gp_voi.beliefs import Belief, Outcome, after_crash, after_outcome
-from bso_server.core.model import OBSERVED, UNCOUNTED, JobConfig, Report, TrialRecord
+from bso_server.core.model import OBSERVED, UNCOUNTED, Report, TrialRecord
 from bso_server.core.statistics import Statistics
-from zeus_plugins.protocol import ALIVE, EndReason, Origin, PolicyName, Stage, TrialState, cost
+from zeus_plugins.protocol import ALIVE, EndReason, JobRegistration, Origin, PolicyName, Stage, TrialState
 
 
-class Totals(Protocol):
-    """The consumption since a trial began."""
-
-    @property
-    def time_s(self) -> float:
-        """Seconds."""
-
-    @property
-    def energy_j(self) -> float:
-        """Joules."""
-
-
-def cost_of(job: JobConfig, totals: Totals) -> float:
+def cost_of(job: JobRegistration, totals: Report | TrialRecord) -> float:
     """Cost in joules of what a trial has used by a report, or by its last one."""
-    return cost(energy_j=totals.energy_j, time_s=totals.time_s, max_power_w=job.max_power, eta=job.eta_knob)
+    return job.cost_j(time_s=totals.time_s, energy_j=totals.energy_j)
 
 
-def after_report(job: JobConfig, trial: TrialRecord, report: Report) -> TrialRecord:
+def after_report(job: JobRegistration, trial: TrialRecord, report: Report) -> TrialRecord:
     """The trial once it has sent one more report."""
     reported = replace(
         trial,
@@ -52,12 +39,19 @@ def after_report(job: JobConfig, trial: TrialRecord, report: Report) -> TrialRec
     return replace(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported))
 
 
+def after_other_rank(job: JobRegistration, trial: TrialRecord, report: Report) -> TrialRecord:
+    """The trial once another rank has reported its last evaluation, or an earlier one: the largest totals count."""
+    reported = replace(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
+    if trial.report_count > 1:
+        return reported
+    return replace(reported, first_cost_j=cost_of(job, reported))
+
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     """The memory of one batch size.
 
     Attributes:
-        batch_size: The size.
         trials: Trials dispatched with it.
         infeasible: Why it cannot run on this hardware, or None.
         explored: Costs (J) of its exploration trials that were measured to their end.
@@ -85,14 +79,8 @@ class Arm:
         """The arm once one more trial was dispatched with it."""
         return replace(self, trials=self.trials + 1)
 
-    def after_end(self, job: JobConfig, trial: TrialRecord, *, in_bandit: bool) -> Arm:
-        """The arm once `trial` has ended.
-
-        Args:
-            job: The job.
-            trial: One of this arm's, in the state in which it ended.
-            in_bandit: Whether the job was in its bandit stage by then.
-        """
+    def after_end(self, job: JobRegistration, trial: TrialRecord, *, in_bandit: bool) -> Arm:
+        """The arm once `trial`, one of its own, has ended; `in_bandit`: the job was in its bandit stage by then."""
         if trial.state is TrialState.INFEASIBLE:
             # Running out of memory speaks of larger sizes too, so nothing replaces it.
             known = self.infeasible is EndReason.OUT_OF_MEMORY
@@ -139,7 +127,7 @@ class Cheapest:
     cost_j: float
 
     @staticmethod
-    def of_both(known: Cheapest | None, job: JobConfig, trial: TrialRecord) -> Cheapest | None:
+    def of_both(known: Cheapest | None, job: JobRegistration, trial: TrialRecord) -> Cheapest | None:
         """The cheaper of the one known so far (kept on ties) and `trial`, which has just ended."""
         if trial.state is not TrialState.COMPLETED:
             return known
@@ -165,7 +153,7 @@ class History:
         in_flight: Trials that are running or may go on, in order of dispatch. Policy `gp_voi` alone needs them.
     """
 
-    job: JobConfig
+    job: JobRegistration
     arms: Mapping[int, Arm]
     explorations: tuple[TrialRecord, ...] = ()
     cheapest: Cheapest | None = None
@@ -174,13 +162,12 @@ class History:
     in_flight: tuple[TrialRecord, ...] = ()
 
     @classmethod
-    def of(cls, job: JobConfig, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
-        """Replay `trials`, in order of dispatch: the summary that the job must have.
+    def of(
+        cls, job: JobRegistration, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None
+    ) -> History:
+        """Replay all trials of a job, in order of dispatch: the summary that it must have.
 
-        Args:
-            job: The job.
-            trials: All of its trials.
-            survivors: The sizes with which the bandit stage was entered, a decision that is kept and not replayed.
+        The sizes with which the bandit stage was entered are a decision that is kept and not replayed.
         """
         trials = tuple(trials)
         arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
@@ -196,12 +183,9 @@ class History:
         for trial in ended:
             cheapest = Cheapest.of_both(cheapest, job, trial)
         arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
-        explorations: tuple[TrialRecord, ...] = ()
-        in_flight: tuple[TrialRecord, ...] = ()
-        if job.policy is PolicyName.ZEUS:
-            explorations = tuple(trial for trial in trials if is_counted_exploration(trial))
-        else:
-            in_flight = tuple(trial for trial in trials if trial.state in ALIVE)
+        is_zeus = job.policy is PolicyName.ZEUS
+        explorations = tuple(trial for trial in trials if is_zeus and is_counted_exploration(trial))
+        in_flight = tuple(trial for trial in trials if not is_zeus and trial.state in ALIVE)
         return cls(job, arms, explorations, cheapest, entered_at, survivors, in_flight)
 
     @property
@@ -220,6 +204,11 @@ class History:
         too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
         return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
 
+    @cached_property
+    def runnable_sizes(self) -> frozenset[int]:
+        """Those of them that were not given up after crashes."""
+        return frozenset(size for size in self.fitting_sizes if self.arms[size].infeasible is None)
+
     @property
     def start_size(self) -> int | None:
         """The first size of exploration: the default, or the largest size that fits below it; None when none fits."""
@@ -227,29 +216,11 @@ class History:
             return self.job.default_batch_size
         return max(self.fitting_sizes, default=None)
 
-    def explorations_of(self, batch_size: int) -> Sequence[TrialRecord]:
-        """Counted explorations of one batch size, in order of dispatch."""
-        return self._explorations_by_size.get(batch_size, ())
-
-    @cached_property
-    def _explorations_by_size(self) -> Mapping[int, Sequence[TrialRecord]]:
-        by_size: dict[int, list[TrialRecord]] = {}
-        for trial in self.explorations:
-            by_size.setdefault(trial.batch_size, []).append(trial)
-        return by_size
-
 
 def arms_after(
-    job: JobConfig, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
+    job: JobRegistration, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
 ) -> dict[int, Arm]:
-    """Arms that change when these trials have ended.
-
-    Args:
-        job: The job.
-        arms: The arms before.
-        ended: The trials, in order of their ends.
-        bandit_entered_at: As in `History`.
-    """
+    """Arms that change when these trials have ended, in this order; `bandit_entered_at` as in `History`."""
     changed: dict[int, Arm] = {}
     for trial in ended:
         arm = changed.get(trial.batch_size, arms[trial.batch_size])
@@ -260,7 +231,7 @@ def arms_after(
     return changed
 
 
-def _arms_believing(job: JobConfig, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
+def _arms_believing(job: JobRegistration, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
     """Arms whose beliefs change when this trial has ended."""
     before = tuple(arms[size].belief for size in job.batch_sizes)
     index = job.batch_sizes.index(trial.batch_size)
@@ -285,7 +256,7 @@ def _arms_believing(job: JobConfig, arms: Mapping[int, Arm], trial: TrialRecord)
     return {size: replace(arms[size], belief=new) for size, old, new in beliefs if new is not old}
 
 
-def log_costs_per_epoch(job: JobConfig, trial: TrialRecord) -> tuple[float | None, float | None]:
+def log_costs_per_epoch(job: JobRegistration, trial: TrialRecord) -> tuple[float | None, float | None]:
     """Log of what an epoch of the trial cost (J) until its first report, and since then; None where that is nothing.
 
     Until their first report trainings also start up and try power limits.
@@ -293,12 +264,16 @@ def log_costs_per_epoch(job: JobConfig, trial: TrialRecord) -> tuple[float | Non
     first_j, first_epochs = trial.first_cost_j, trial.first_epoch
     later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
     return (
-        math.log(first_j / first_epochs) if first_j > 0 else None,
-        math.log(later_j / later_epochs) if later_j > 0 and later_epochs > 0 else None,
+        _log(first_j / first_epochs) if first_j > 0 else None,
+        _log(later_j / later_epochs) if later_j > 0 and later_epochs > 0 else None,
     )
 
 
-def bandit_entered_from_the_start(job: JobConfig) -> int | None:
+def _log(ratio: float) -> float:
+    return math.log(min(max(ratio, 1e-300), 1e300))
+
+
+def bandit_entered_from_the_start(job: JobRegistration) -> int | None:
     """The event at which a new job is in its bandit stage: 0 without a pruning stage, else None."""
     return 0 if job.policy is PolicyName.GP_VOI else None
 

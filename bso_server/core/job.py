@@ -8,14 +8,13 @@ records are kept.
 
 Everything is a value. A step takes a job's state and a trial's record as they are and returns them as they become; it
 reads no clock (the present is passed in, as a `Moment`), draws from the generator that it is given, and writes nothing.
-A step that is illegal raises `IllegalTransitionError` before anything has changed, because nothing ever changes: the
-caller still holds what it held. Work that a database breaks off can therefore be done again from the start.
+After an illegal step, which raises `IllegalTransitionError`, the caller still holds what it held, and work that a
+database breaks off can be done again from the start.
 
 `TRANSITIONS` is the table of legal moves between the states of a trial; a step that changes a state looks it up, and no
-other code compares states to decide whether a move is allowed. Three sets say what a state means to others:
-`zeus_plugins.protocol.ALIVE` (running, or preempted and expected back: such trials have leases), `FINAL` (ended for
-good), and between the two ABANDONED: nobody has heard of the training for too long, its batch size is owed another
-trial, but its next report or heartbeat revives it, since nothing that was measured is thrown away.
+other code compares states to decide whether a move is allowed. `zeus_plugins.protocol.ALIVE` and `FINAL` say what a
+state means to others. Between the two is ABANDONED: the trial's batch size is owed another one, but its next report or
+heartbeat revives it, since nothing that was measured is thrown away.
 
 The job's own clock is `JobState.event_count`: one tick for each dispatch and each end. It orders what happened without
 trusting the clocks of many machines, and it says how far the arms have come: an end with a later event than
@@ -26,28 +25,38 @@ when it ends again. An abandoned trial changes no arm, so that nothing has to be
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, Self, TypeVar
+
+import numpy as np
 
 from bso_server.core import policy
 from bso_server.core.history import (
+    Arm,
     Cheapest,
     History,
+    after_other_rank,
     after_report,
     arms_after,
     is_counted_exploration,
 )
-from bso_server.core.model import JobConfig, Report, Suggestion, TrialRecord
+from bso_server.core.model import Report, Suggestion, TrialRecord
 from bso_server.errors import IllegalTransitionError
-from zeus_plugins.protocol import ALIVE, Ending, EndReason, Origin, PolicyName, StopRule, TrialState, Verdict
+from zeus_plugins.protocol import (
+    ALIVE,
+    FINAL,
+    Ending,
+    EndReason,
+    JobRegistration,
+    Origin,
+    PolicyName,
+    StopRule,
+    TrialState,
+    Verdict,
+)
 
-if TYPE_CHECKING:
-    import numpy as np
-
-# Every legal move between the states of a trial. RUNNING ends in any way; ABANDONED and SUSPENDED trials come back to
-# life when their training does.
 TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
     TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
     TrialState.SUSPENDED: frozenset({TrialState.RUNNING, TrialState.FAILED, TrialState.ABANDONED}),
@@ -57,6 +66,7 @@ TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
     TrialState.EXHAUSTED: frozenset(),
     TrialState.FAILED: frozenset(),
     TrialState.INFEASIBLE: frozenset(),
+    TrialState.WITHDRAWN: frozenset(),
 }
 
 
@@ -85,25 +95,18 @@ class LeasePolicy:
     suspended_lease_s: float = 86400.0
 
     def lease_s(self, *, heartbeats: bool, longest_gap_s: float) -> float:
-        """Seconds that a running trial may be silent.
+        """Seconds that a running trial may be silent; fields as in `TrialRecord`."""
+        return self.heartbeat_lease_s if heartbeats else max(self.silent_lease_s, self.gaps * longest_gap_s)
 
-        Args:
-            heartbeats: Whether its training has ever sent a heartbeat.
-            longest_gap_s: Longest time between two of its reports so far, seconds.
-        """
-        if heartbeats:
-            return self.heartbeat_lease_s
-        return max(self.silent_lease_s, self.gaps * longest_gap_s)
+    @property
+    def longest_s(self) -> float:
+        """Seconds that no lease exceeds, but for those of trainings that report still more seldom."""
+        return max(self.heartbeat_lease_s, self.silent_lease_s, self.suspended_lease_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The present, for jobs that live in real time. Those without one (None) have neither instants nor leases.
-
-    Attributes:
-        now: The instant (UTC).
-        leases: How long trials may be silent from then on.
-    """
+    """The present (UTC), for jobs that live in real time. Those without one (None) have neither instants nor leases."""
 
     now: datetime
     leases: LeasePolicy
@@ -115,20 +118,31 @@ class Moment:
         lease_s = self.leases.lease_s(heartbeats=trial.heartbeats, longest_gap_s=trial.longest_gap_s)
         return self.now + timedelta(seconds=lease_s)
 
+    @property
+    def longest_lease_end(self) -> datetime:
+        """The end of the longest lease that is granted now, by `LeasePolicy.longest_s`."""
+        return self.now + timedelta(seconds=self.leases.longest_s)
+
+    def bounded_lease(self, trial: TrialRecord) -> datetime | None:
+        """The end of a lease granted while the clock was ahead, as if its trial was heard of now; of others None."""
+        lease_end = self.lease_end(trial)
+        latest = max(self.longest_lease_end, lease_end)
+        return lease_end if trial.lease_expires_at is not None and trial.lease_expires_at > latest else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
     """The standing of a job, beside its trials and arms.
 
     Attributes:
-        config: What never changes.
+        registration: The job; it never changes.
         event_count: The job's logical clock: one tick per dispatch and per end.
         trial_count: Trials dispatched so far.
         cheapest: As in `History`; likewise `bandit_entered_at` and `survivors`.
         folded_event: Event up to which ends of trials are in the arms.
     """
 
-    config: JobConfig
+    registration: JobRegistration
     event_count: int = 0
     trial_count: int = 0
     cheapest: Cheapest | None = None
@@ -138,13 +152,47 @@ class JobState:
 
     @property
     def job_id(self) -> str:
-        """The job's id."""
-        return self.config.job_id
+        """Its id."""
+        return self.registration.job_id or ""
 
     @property
     def min_cost_j(self) -> float | None:
         """Lowest cost of a trial that reached the target, joules, or None."""
         return None if self.cheapest is None else self.cheapest.cost_j
+
+    @classmethod
+    def after(cls, trials: Sequence[TrialRecord], history: History, **kept: Any) -> Self:
+        """The state that follows from all trials of a job; further fields beside."""
+        events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
+        return cls(
+            registration=history.job,
+            event_count=events,
+            trial_count=len(trials),
+            cheapest=history.cheapest,
+            bandit_entered_at=history.bandit_entered_at,
+            folded_event=events,
+            survivors=history.survivors,
+            **kept,
+        )
+
+    def history(
+        self,
+        arms: Mapping[int, Arm],
+        explorations: Callable[[], Iterable[TrialRecord]],
+        in_flight: Callable[[], Iterable[TrialRecord]],
+    ) -> History:
+        """The basis of decisions, with arms that hold every end up to now; asks for those trials that it needs."""
+        gp_voi = self.registration.policy is PolicyName.GP_VOI
+        return History(
+            self.registration,
+            arms,
+            # The bandit stage needs them no more.
+            () if gp_voi or self.survivors is not None else tuple(explorations()),
+            self.cheapest,
+            self.bandit_entered_at,
+            self.survivors,
+            tuple(in_flight()) if gp_voi else (),
+        )
 
 
 AnyJob = TypeVar("AnyJob", bound=JobState)
@@ -159,28 +207,18 @@ def dispatched(
     owner: str | None = None,
     idempotency_key: str | None = None,
 ) -> tuple[AnyJob, TrialRecord]:
-    """The job with one more trial, and that trial, running.
-
-    Args:
-        job: The job.
-        suggestion: The trial's batch size, and why.
-        moment: The present.
-        owner: Id of the token that asked for the trial, if any.
-        idempotency_key: Made by the client for this trial, if any.
-    """
+    """The job with one more trial, and that trial, running."""
     trial = TrialRecord(
-        job_id=job.config.job_id,
+        job_id=job.job_id,
         trial_number=job.trial_count + 1,
         batch_size=suggestion.batch_size,
         state=TrialState.RUNNING,
         origin=suggestion.origin,
         reason=suggestion.reason,
         started_event=job.event_count + 1,
-        epoch_bound=None if suggestion.bound is None else suggestion.bound.epochs,
-        epoch_bound_reason=None if suggestion.bound is None else suggestion.bound.reason,
         idempotency_key=idempotency_key,
         owner=owner,
-    )
+    ).bounded_by(suggestion.bound)
     if moment is not None:
         trial = replace(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
     return replace(job, event_count=trial.started_event, trial_count=trial.trial_number), trial
@@ -197,16 +235,7 @@ def suggested(
 ) -> tuple[AnyJob, TrialRecord]:
     """The job with the trial that its policy wants next, and that trial; its size's arm is to count it.
 
-    Args:
-        job: The job.
-        history: What decisions rest on, with every end up to now folded into its arms.
-        rng: The job's generator; advanced by draws of the bandit stage alone.
-        moment: As in `dispatched`.
-        owner: As in `dispatched`.
-        idempotency_key: As in `dispatched`.
-
-    Raises:
-        NoSurvivorError: The policy has no batch size left.
+    Every end up to now is in the arms of `history`; `rng` and errors as in `policy.suggest`.
     """
     suggestion = policy.suggest(history, rng)
     after, trial = dispatched(job, suggestion, moment, owner=owner, idempotency_key=idempotency_key)
@@ -259,7 +288,7 @@ def ended(
         ended_at=None if moment is None else moment.now,
         lease_expires_at=None,
     )
-    return replace(job, event_count=event, cheapest=Cheapest.of_both(job.cheapest, job.config, trial)), trial
+    return replace(job, event_count=event, cheapest=Cheapest.of_both(job.cheapest, job.registration, trial)), trial
 
 
 def ended_by_training(
@@ -274,25 +303,25 @@ def ended_by_training(
 ) -> tuple[AnyJob, TrialRecord]:
     """A trial that its own training ends, before the policy does; a preempted one may come back.
 
-    Args:
-        job: The job.
-        trial: Its trial, which has not ended for good.
-        ending: How it ended.
-        moment: The present.
-        crashes: Trials of its batch size that crashed before.
-        observed: Whether a trial of that size was ever measured to its end. Such a size can run: its crashes have other
-            causes and never exclude it.
-        retries: Crashes after which a size counts as infeasible.
+    A batch size counts as infeasible after so many crashes as `retries` says, of which there were `crashes` before.
+    If a trial of it was ever measured to its end (`observed`), it can run: its crashes have other causes.
     """
     trial, size = revived(trial), trial.batch_size
     if ending.outcome is TrialState.SUSPENDED:
         return job, _suspended(trial, _with_detail("suspended: the training was preempted", ending), moment)
-    if ending.outcome is TrialState.INFEASIBLE:
+    if ending.outcome is TrialState.WITHDRAWN:
+        state, reason = TrialState.WITHDRAWN, EndReason.REFUSED
+        message = f"withdrawn: the training could not be done as configured, which says nothing about {size}"
+    elif ending.outcome is TrialState.INFEASIBLE:
         state, reason = TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY
         message = f"infeasible: {size} ran out of memory; neither it nor a larger size is tried again"
     elif crashes + 1 >= retries and not observed:
         state, reason = TrialState.INFEASIBLE, EndReason.CRASHED
-        message = f"infeasible: {size} crashed {crashes + 1} times and is not tried again"
+        happened = "ended early or crashed" if ending.ended_early else "crashed"
+        message = f"infeasible: {size} {happened} {crashes + 1} times and is not tried again"
+    elif ending.ended_early:
+        state, reason = TrialState.FAILED, EndReason.ENDED_EARLY
+        message = "failed: the training ended by a rule of its own, before its target and its last epoch"
     else:
         state, reason = TrialState.FAILED, EndReason.CRASHED
         message = "failed: the training ended before the server said so"
@@ -321,23 +350,21 @@ def reported(
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
     """A trial that has reported, running again if it was given up, and goes on or ends as the verdict says.
 
-    Args:
-        job: The job.
-        trial: Its trial.
-        report: The trial's totals and metric.
-        moment: The present.
-        history: What decisions rest on; a trial that `policy.needs_bound` needs it.
-        judged_by: The rule by which the training has judged itself, as in `policy.judge`.
-        energy_source: How the energy was measured.
-
-    Raises:
-        InvalidReportError: The report contradicts those before it, or reached the target at no cost.
+    One whose cost cannot be (`policy.doubt`) ends as withdrawn, whatever its verdict, so that no decision rests on it.
+    A trial that `policy.needs_bound` needs the `history`; `judged_by` and errors as in `policy.judge`.
     """
-    config, trial = job.config, revived(trial)
-    if history is not None and policy.needs_bound(config, trial):
+    trial = revived(trial)
+    if history is not None and policy.needs_bound(job.registration, trial):
         trial = policy.bounded(history, trial, report)
-    verdict = policy.judge(config, trial, report, job.min_cost_j, judged_by=judged_by)
-    trial = after_report(config, trial, report)
+    verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)
+    state, reason = verdict.state, verdict.reason
+    if verdict.stop and reason is not EndReason.COST_BOUND_CROSSED:
+        doubt = policy.doubt(job.registration, report, job.min_cost_j)
+        if doubt is not None:
+            # The training has had its run, and its report is kept; what it says must not become the measure of others.
+            state, reason = TrialState.WITHDRAWN, EndReason.DISCARDED
+            verdict = replace(verdict, message=f"{verdict.message}; not counted, as {doubt}")
+    trial = after_report(job.registration, trial, report)
     trial = replace(
         trial,
         message=verdict.message,
@@ -346,34 +373,55 @@ def reported(
         lease_expires_at=None if moment is None else moment.lease_end(trial),
     )
     if verdict.stop:
-        job, trial = ended(job, trial, verdict.state, verdict.reason, verdict.message, moment)
+        job, trial = ended(job, trial, state, reason, verdict.message, moment)
     return job, trial, verdict
+
+
+def discarded(trial: TrialRecord) -> TrialRecord:
+    """A trial that has ended and that an administrator sets aside: it counts as little as a withdrawn one.
+
+    No training moves a trial so, which is why `TRANSITIONS` does not hold it. Its end did happen: it keeps its event.
+
+    Raises:
+        IllegalTransitionError: It may still go on.
+    """
+    if trial.state not in FINAL:
+        raise IllegalTransitionError(
+            f"trial {trial.trial_number} is {trial.state}, and only one that has ended can be set aside"
+        )
+    if trial.state is TrialState.WITHDRAWN:
+        return trial
+    message = f"withdrawn: an administrator has set it aside; it was {trial.state} ({trial.message})"
+    return replace(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
+
+
+def reported_by_other_rank(
+    job: JobState, trial: TrialRecord, report: Report, moment: Moment | None = None
+) -> TrialRecord:
+    """A trial that goes on, whose evaluation was judged when its first rank reported it: no rank hears another verdict.
+
+    It runs again if it was given up.
+    """
+    if trial.state is not TrialState.RUNNING:
+        trial = replace(revived(trial), message="go on: another rank has reported this evaluation")
+    trial = after_other_rank(job.registration, trial, report)
+    if moment is None:
+        return trial
+    return replace(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
 
 
 class InMemoryJob:
     """A job that lives in memory, without instants: the simulator's, and the training master's.
 
-    Args:
-        config: The job.
-        trials: All of its trials so far, in order of dispatch.
-        survivors: Batch sizes with which the bandit stage was entered, if it was.
+    Arguments as in `History.of`.
     """
 
     def __init__(
-        self, config: JobConfig, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
+        self, job: JobRegistration, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
     ) -> None:
         trials = tuple(trials)
-        history = History.of(config, trials, survivors)
-        events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
-        self.state = JobState(
-            config=config,
-            event_count=events,
-            trial_count=len(trials),
-            cheapest=history.cheapest,
-            bandit_entered_at=history.bandit_entered_at,
-            folded_event=events,
-            survivors=survivors,
-        )
+        history = History.of(job, trials, survivors)
+        self.state = JobState.after(trials, history)
         self._arms = dict(history.arms)
         self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
         self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
@@ -382,24 +430,10 @@ class InMemoryJob:
     @property
     def history(self) -> History:
         """The basis of the next decision."""
-        state = self.state
-        gp_voi = state.config.policy is PolicyName.GP_VOI
-        return History(
-            state.config,
-            self._arms,
-            () if gp_voi or state.survivors is not None else tuple(self._explorations.values()),
-            state.cheapest,
-            state.bandit_entered_at,
-            state.survivors,
-            tuple(self._in_flight.values()) if gp_voi else (),
-        )
+        return self.state.history(self._arms, self._explorations.values, self._in_flight.values)
 
     def suggest(self, rng: np.random.Generator) -> TrialRecord:
-        """Start the trial that the policy wants next.
-
-        Raises:
-            NoSurvivorError: The policy has no batch size left.
-        """
+        """Start the trial that the policy wants next; errors as in `policy.suggest`."""
         self.state, trial = suggested(self.state, self.history, rng)
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
@@ -407,7 +441,7 @@ class InMemoryJob:
 
     def stop_rule(self, trial_number: int) -> StopRule:
         """The stop rule of a trial in flight, as far as is known by now."""
-        return policy.stop_rule(self.state.config, self._in_flight[trial_number], self.state.min_cost_j)
+        return policy.stop_rule(self.state.registration, self._in_flight[trial_number], self.state.min_cost_j)
 
     def report(
         self,
@@ -417,30 +451,20 @@ class InMemoryJob:
         report_count: int | None = None,
         judged_by: StopRule | None = None,
     ) -> tuple[TrialRecord, Verdict]:
-        """Judge where a trial in flight stands, and end it if the verdict says so.
+        """Judge where a trial in flight stands, and end it if the verdict says so; `judged_by` as in `policy.judge`.
 
-        Args:
-            trial_number: The trial.
-            report: Its totals and metric.
-            report_count: How many it has sent, this one included, where those between were left out here.
-            judged_by: The rule by which the training has judged itself, as in `policy.judge`.
+        `report_count`: how many it has sent, this one included, where those between were left out here.
         """
         trial = self._in_flight[trial_number]
         if report_count is not None:
             trial = replace(trial, report_count=report_count - 1)
-        history = self.history if policy.needs_bound(self.state.config, trial) else None
+        history = self.history if policy.needs_bound(self.state.registration, trial) else None
         self.state, trial, verdict = reported(self.state, trial, report, history=history, judged_by=judged_by)
         self._keep(trial)
         return trial, verdict
 
     def end(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
-        """End a trial in flight that the policy has not ended.
-
-        Args:
-            trial_number: The trial.
-            ending: How its training ended.
-            retries: Crashes after which a size that was never measured to the end counts as infeasible.
-        """
+        """End a trial in flight that the policy has not ended; `retries` as in `ended_by_training`."""
         trial = self._in_flight[trial_number]
         crashes, observed = self._crashes[trial.batch_size], self._arms[trial.batch_size].observed.count > 0
         self.state, trial = ended_by_training(
@@ -457,7 +481,7 @@ class InMemoryJob:
             self._in_flight[trial.trial_number] = trial
         else:
             del self._in_flight[trial.trial_number]
-            self._arms |= arms_after(state.config, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
+            self._arms |= arms_after(state.registration, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
             self.state = replace(state, folded_event=state.event_count)
         if is_counted_exploration(trial):
             self._explorations[trial.trial_number] = trial

@@ -4,35 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bso_server.core.gp_voi import decisions as gp_voi
 from bso_server.core.history import History, after_report, cost_of
-from bso_server.core.model import JobConfig, Report, Suggestion, TrialRecord
+from bso_server.core.model import Report, Suggestion, TrialRecord
 from bso_server.core.zeus import bandit, pruning
 from bso_server.errors import InvalidReportError, NoSurvivorError
-from zeus_plugins.protocol import Origin, PolicyName, StopRule, Verdict
+from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, StopRule, Verdict
 
-if TYPE_CHECKING:
-    import numpy as np
+LEAST_COST_J = 1e-6
+"""The finest meters count tens of microjoules."""
+
+LEAST_SHARE = 1e-5
+"""The least part of the full power, or of another run's cost, that a run may have cost."""
 
 
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:
     """Choose the next trial's batch size by the job's policy.
 
-    Args:
-        history: The job's trials.
-        rng: The job's generator; advanced only by decisions of the bandit stage of policy `zeus`.
+    Only decisions of the bandit stage of policy `zeus` advance the job's generator, `rng`.
 
     Raises:
         NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
     """
     if history.job.policy is PolicyName.GP_VOI:
         return gp_voi.suggest(history)
-    return _suggested_by_zeus(history, rng)
-
-
-def _suggested_by_zeus(history: History, rng: np.random.Generator) -> Suggestion:
     if history.survivors is not None:
         return _drawn(history, history.survivors, rng)
     match pruning.explore(history):
@@ -44,7 +42,7 @@ def _suggested_by_zeus(history: History, rng: np.random.Generator) -> Suggestion
             return _drawn(history, batch_sizes, rng)
 
 
-def _explored(step: pruning.Explore, job: JobConfig) -> Suggestion:
+def _explored(step: pruning.Explore, job: JobRegistration) -> Suggestion:
     if step.round_number > 1:
         start = "the cheapest of the round before"
     elif step.start == job.default_batch_size:
@@ -73,11 +71,7 @@ def _concurrent(history: History, running: TrialRecord) -> Suggestion:
 
 
 def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
-    batch_sizes = [
-        batch_size
-        for batch_size in survivors
-        if batch_size in history.fitting_sizes and history.arms[batch_size].infeasible is None
-    ]
+    batch_sizes = [size for size in survivors if size in history.runnable_sizes]
     if not batch_sizes:
         raise NoSurvivorError(
             f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "
@@ -105,7 +99,7 @@ def _times(count: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def needs_bound(job: JobConfig, trial: TrialRecord) -> bool:
+def needs_bound(job: JobRegistration, trial: TrialRecord) -> bool:
     """Whether the trial's next report needs `bounded` first.
 
     Policy `gp_voi` decides once when to stop a trial: with the dispatch if it knows by then what an epoch costs, else
@@ -115,25 +109,15 @@ def needs_bound(job: JobConfig, trial: TrialRecord) -> bool:
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
-    """A trial that `needs_bound`, with the bound that its next report gives it, if that tells enough.
-
-    Args:
-        history: The job's trials.
-        trial: The trial as of its report before this one.
-        report: The report that is about to be judged.
-    """
+    """A trial that `needs_bound`, with the bound that its next report gives it, if that tells enough."""
     return trial.bounded_by(gp_voi.bound_of(history, after_report(history.job, trial, report)))
 
 
-def stop_rule(job: JobConfig, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
+def stop_rule(job: JobRegistration, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
     """The rule by which a trial that has not reached the target is stopped.
 
     By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
-
-    Args:
-        job: The job.
-        trial: The trial.
-        min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
+    `min_cost_j` is the lowest cost of a trial of the job that reached the target, joules, or None.
     """
     if job.policy is PolicyName.GP_VOI:
         return StopRule(max_epochs=job.max_epochs if trial.epoch_bound is None else trial.epoch_bound)
@@ -142,7 +126,12 @@ def stop_rule(job: JobConfig, trial: TrialRecord, min_cost_j: float | None) -> S
 
 
 def judge(
-    job: JobConfig, trial: TrialRecord, report: Report, min_cost_j: float | None, *, judged_by: StopRule | None = None
+    job: JobRegistration,
+    trial: TrialRecord,
+    report: Report,
+    min_cost_j: float | None,
+    *,
+    judged_by: StopRule | None = None,
 ) -> Verdict:
     """Decide whether a running trial goes on.
 
@@ -157,7 +146,7 @@ def judge(
         job: The job.
         trial: The trial as of its report before this one, `bounded` if it needed to be.
         report: The report to judge.
-        min_cost_j: Lowest cost of a trial of the job that reached the target, joules, or None.
+        min_cost_j: As in `stop_rule`.
         judged_by: The rule by which the training has judged the report already, while the server was away. What it
             then did cannot be undone: measured by today's bound, a run to the target might count as stopped before.
 
@@ -183,6 +172,25 @@ def judge(
             field="energy",
         )
     return replace(verdict, rule=rule)
+
+
+def doubt(job: JobRegistration, report: Report, min_cost_j: float | None) -> str | None:
+    """The reason for which a trial cannot have cost as little as it reports at its end; None if it can.
+
+    A cost that no run has would stop every later run of policy `zeus` as too costly. What honest meters and estimates
+    tell lies far above these limits: a chip at rest takes a hundredth of its power and more, and a size that suits a
+    job better than another saves a part of its cost. `min_cost_j` as in `stop_rule`.
+    """
+    cost_j = cost_of(job, report)
+    limits = [
+        (LEAST_COST_J, "less than any meter counts"),
+        (LEAST_SHARE * job.max_power * report.time_s, f"in {report.time_s:.4g} s on {job.max_power:g} W"),
+        (0.0 if min_cost_j is None else LEAST_SHARE * min_cost_j, f"and the cheapest run {min_cost_j or 0:.4g} J"),
+    ]
+    told = next((why for least_j, why in limits if cost_j < least_j), None)
+    if told is None:
+        return None
+    return f"a run cannot cost {cost_j:.4g} J, {told}: check how energy is measured, and that it is in joules"
 
 
 def _check_against_earlier(trial: TrialRecord, report: Report) -> None:

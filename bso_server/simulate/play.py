@@ -10,11 +10,11 @@ import numpy as np
 
 from bso_server.core.history import History, cost_of
 from bso_server.core.job import InMemoryJob
-from bso_server.core.model import JobConfig, Report, TrialRecord
+from bso_server.core.model import Report, TrialRecord
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.savings import Consumption
 from bso_server.simulate.workload import Landscape, Profile
-from zeus_plugins.protocol import PolicyName, StopRule, TrialState
+from zeus_plugins.protocol import JobRegistration, PolicyName, StopRule, TrialState
 
 # A recurrence whose trials are stopped so often in a row is given up.
 _PATIENCE = 20
@@ -49,13 +49,9 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class PlayedTrial:
-    """One trial of a simulated job.
+    """One trial of a simulated job, as it ended; recurrences count from 0.
 
-    Attributes:
-        recurrence: The recurrence that it belongs to, from 0.
-        record: The trial as it ended.
-        cost_j: Its cost, joules.
-        epochs_to_target: Epochs that it would have needed; infinite if it would never have reached the target.
+    It would have needed so many `epochs_to_target`, infinite if it would never have reached the target.
     """
 
     recurrence: int
@@ -83,44 +79,24 @@ class Played:
     trials: list[PlayedTrial] = field(default_factory=list)
 
 
-def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> JobConfig:
-    """The job that a landscape is of.
+def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> JobRegistration:
+    """The job that a landscape is of; `seed` is that of its draws.
 
-    Args:
-        landscape: Every batch size.
-        policy: The policy that chooses batch sizes.
-        seed: Of the job's draws.
-        fields: Others of `JobConfig`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
+    `fields` are others of `JobRegistration`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
     """
-    return JobConfig(
+    # Not validated: of traces only the numbers matter.
+    return JobRegistration.model_construct(
+        job_id_prefix="simulated",
         job_id=f"simulated-{policy}",
+        number_of_gpus=1,
+        gpu_model="recorded",
         batch_sizes=tuple(landscape.profiles),
         default_batch_size=landscape.default.batch_size,
         target_metric=_TARGET,
         policy=policy,
         mab_seed=seed,
-        **fields,  # type: ignore[arg-type]  # the keywords are JobConfig's
+        **fields,  # type: ignore[arg-type]  # the keywords are its fields
     )
-
-
-def play(
-    job: JobConfig,
-    conditions: Conditions,
-    *,
-    recurrences: int,
-    concurrency: int = 1,
-    seed: int = 0,
-) -> Played:
-    """Let a job recur.
-
-    Args:
-        job: The job, whose `mab_seed` seeds its own draws.
-        conditions: The conditions under which it does.
-        recurrences: Number of recurrences.
-        concurrency: Number of them that are always under way.
-        seed: Seeds the choice of the recorded run that each trial follows, and the draws of the conditions.
-    """
-    return _Player(job, conditions, recurrences, concurrency, seed).play()
 
 
 @dataclass
@@ -154,8 +130,16 @@ class _Run:
         )
 
 
-class _Player:
-    def __init__(self, job: JobConfig, conditions: Conditions, recurrences: int, concurrency: int, seed: int) -> None:
+class Simulation:
+    """A job that recurs so many times, of which as many as `concurrency` says are always under way.
+
+    The job's `mab_seed` seeds its own draws; `seed` the choice of the recorded run that each trial follows, and the
+    draws of the conditions.
+    """
+
+    def __init__(
+        self, job: JobRegistration, conditions: Conditions, *, recurrences: int, concurrency: int = 1, seed: int = 0
+    ) -> None:
         self._job, self._conditions = job, conditions
         self._recurrences, self._concurrency = recurrences, concurrency
         self._rng = np.random.default_rng(job.mab_seed)
@@ -168,6 +152,7 @@ class _Player:
         self._pushed = 0
 
     def play(self) -> Played:
+        """Let the job recur, once."""
         started = 0
         while started < min(self._concurrency, self._recurrences):
             self._begin(started, attempts=0, now_s=0.0)

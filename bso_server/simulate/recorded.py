@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from bso_server.core.model import OBSERVED
 from bso_server.simulate.savings import Consumption, Savings
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload, landscape
 from zeus_plugins.protocol import JobView, TrialState, TrialView
@@ -23,7 +24,7 @@ def recorded_workload(view: JobView) -> Workload:
     """
     by_size: dict[int, list[TrialView]] = {}
     for trial in view.trials:
-        if trial.state in _MEASURED and trial.epochs and trial.time_s:
+        if trial.state in OBSERVED and trial.epochs and trial.time_s:
             by_size.setdefault(trial.batch_size, []).append(trial)
     if not any(trial.state is TrialState.COMPLETED for trials in by_size.values() for trial in trials):
         raise ValueError(
@@ -44,11 +45,9 @@ def recorded_workload(view: JobView) -> Workload:
 
 
 def recorded_savings(view: JobView, workload: Workload) -> Savings:
-    """Savings of all trials of a job until now, however they ended, over as many runs of the default size.
+    """Savings of all trials of a job until now, however they ended, over as many runs of the workload's default size.
 
-    Args:
-        view: The job; a trial that reached the target is a recurrence of it.
-        workload: That of its trials, whose default size counts.
+    A trial that reached the target is a recurrence.
 
     Raises:
         ValueError: No trial has reached the target within `max_epochs`.
@@ -60,21 +59,18 @@ def recorded_savings(view: JobView, workload: Workload) -> Savings:
     return Savings(recurrences, consumed, None if expected is None else expected * recurrences)
 
 
-_MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
-
-
 def _epochs_to_target(trials: Sequence[TrialView]) -> tuple[float, ...]:
     reached = sorted(math.ceil(trial.epochs or 0) for trial in trials if trial.state is TrialState.COMPLETED)
-    return tuple(_completed_epochs(trial, reached) for trial in trials)
 
+    def needed(trial: TrialView) -> float:
+        epochs = math.ceil(trial.epochs or 0)
+        if trial.state is TrialState.COMPLETED:
+            return epochs
+        if trial.state is TrialState.EXHAUSTED:
+            return math.inf
+        return next((each for each in reached if each > epochs), math.inf)
 
-def _completed_epochs(trial: TrialView, reached: Iterable[int]) -> float:
-    epochs = math.ceil(trial.epochs or 0)
-    if trial.state is TrialState.COMPLETED:
-        return epochs
-    if trial.state is TrialState.EXHAUSTED:
-        return math.inf
-    return next((each for each in reached if each > epochs), math.inf)
+    return tuple(map(needed, trials))
 
 
 def _mean_epoch(trials: Sequence[TrialView]) -> Epoch:

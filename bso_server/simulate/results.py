@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from bso_server.simulate.play import Conditions, Played, job_of, play
+from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.savings import Consumption, Savings
 from bso_server.simulate.workload import Landscape, Workload, landscape
 from zeus_plugins.protocol import PolicyName
@@ -71,16 +71,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Policies on one workload.
-
-    Attributes:
-        workload: The workload.
-        eta: η of the cost.
-        recurrences: Of each simulated job.
-        conditions: The conditions under which it recurs.
-        results: By policy.
-        costs_j: By policy the cost of each recurrence of each job; shape (seeds, recurrences).
-    """
+    """Policies on one workload: results by policy, and costs of each recurrence of each job, (seeds, recurrences)."""
 
     workload: Workload
     eta: float
@@ -111,12 +102,7 @@ class Comparison:
         return Savings(self.recurrences, self.results[policy].consumed, self.default_consumption)
 
     def as_json(self, price_per_kwh: float | None = None, recorded: Savings | None = None) -> dict[str, Any]:
-        """The same in JSON's types, without the costs of single recurrences.
-
-        Args:
-            price_per_kwh: In any currency; None leaves money out.
-            recorded: Savings of the recorded job.
-        """
+        """The same in JSON's types, without the costs of single recurrences; without a price, money is left out."""
         oracle, default = self.conditions.landscape.oracle, self.conditions.landscape.default
         consumed = self.default_consumption
         return {
@@ -152,16 +138,9 @@ def _finite(number: float) -> float | None:
 def compare(
     workload: Workload, policies: Iterable[PolicyName], setting: Setting, conditions: Conditions | None = None
 ) -> Comparison:
-    """Simulate a workload with each of these policies.
+    """Simulate a workload with each of these policies, always as it is if no conditions are given.
 
-    Args:
-        workload: The job.
-        policies: The policies.
-        setting: The extent and the parameters.
-        conditions: The conditions under which the job recurs; None: always the workload as it is.
-
-    Raises:
-        ValueError: No recorded run reaches the target.
+    Errors as in `landscape`.
     """
     conditions = conditions or Conditions(landscape_of(workload, setting))
     oracle_j = oracle_costs_j(conditions, setting.recurrences)
@@ -188,11 +167,7 @@ def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, fl
 
 
 def landscape_of(workload: Workload, setting: Setting) -> Landscape:
-    """Every batch size of a workload in a setting.
-
-    Raises:
-        ValueError: No recorded run reaches the target.
-    """
+    """Every batch size of a workload in a setting; errors as in `landscape`."""
     return landscape(workload, eta=setting.eta, optimal_power_limits=setting.optimal_power_limits)
 
 
@@ -207,7 +182,8 @@ def played(workload: Workload, conditions: Conditions, policy: PolicyName, setti
         beta_knob=setting.beta,
         max_epochs=workload.max_epochs,
     )
-    return play(job, conditions, recurrences=setting.recurrences, concurrency=setting.concurrency, seed=seed)
+    extent = {"recurrences": setting.recurrences, "concurrency": setting.concurrency}
+    return Simulation(job, conditions, **extent, seed=seed).play()
 
 
 def oracle_costs_j(conditions: Conditions, recurrences: int) -> list[float]:

@@ -11,12 +11,7 @@ _SECONDS_PER_HOUR = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Consumption:
-    """Energy and time of trainings.
-
-    Attributes:
-        energy_j: Joules.
-        time_s: Seconds, of all trainings one after another.
-    """
+    """Energy (J) of trainings, and time (s), of all of them one after another."""
 
     energy_j: float = 0.0
     time_s: float = 0.0

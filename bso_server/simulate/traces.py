@@ -26,8 +26,6 @@ class Selection:
 
     Attributes:
         dataset: As in the traces; likewise `network` and `optimizer`.
-        network: See `dataset`.
-        optimizer: See `dataset`.
         target_metric: One of the train trace's.
         max_epochs: A run that has not reached the target by then has failed.
         default_batch_size: Where the traces have no such size, the largest they have below it.
@@ -59,23 +57,14 @@ PAPER_WORKLOADS = (
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """Both tables.
-
-    Attributes:
-        train: Rows of the train trace.
-        power: Rows of the power trace.
-    """
+    """The rows of both tables."""
 
     train: tuple[Row, ...]
     power: tuple[Row, ...]
 
     @classmethod
     def read(cls, train: Path, power: Path) -> Traces:
-        """Read both from CSV files.
-
-        Raises:
-            ValueError: A file lacks a column.
-        """
+        """Read both from CSV files; `ValueError` if a file lacks a column."""
         return cls(_read(train, _TRAIN_COLUMNS), _read(power, _POWER_COLUMNS))
 
     def workload(self, selection: Selection) -> Workload:

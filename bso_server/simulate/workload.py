@@ -12,19 +12,10 @@ from zeus_plugins.protocol import cost
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """Time and energy of one epoch.
-
-    Attributes:
-        time_s: Seconds.
-        energy_j: Joules.
-    """
+    """Time (s) and energy (J) of one epoch."""
 
     time_s: float
     energy_j: float
-
-    def cost_j(self, *, max_power_w: float, eta: float) -> float:
-        """Its cost in joules."""
-        return cost(energy_j=self.energy_j, time_s=self.time_s, max_power_w=max_power_w, eta=eta)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +23,6 @@ class SizeTrace:
     """The recorded runs of one batch size.
 
     Attributes:
-        batch_size: The size.
         epochs_to_target: Of each recorded run the epoch at which it reached the target; infinite if it never did.
         epochs: An epoch by power limit (W).
     """
@@ -47,7 +37,6 @@ class Workload:
     """A training job on one kind of GPU.
 
     Attributes:
-        name: For people.
         sizes: Its batch sizes, ascending.
         default_batch_size: Its owner's choice.
         max_epochs: A run that has not reached the target by then has failed.
@@ -66,7 +55,6 @@ class Profile:
     """A run at one batch size, power limits being decided.
 
     Attributes:
-        batch_size: The size.
         epochs_to_target: As in `SizeTrace`, infinite if more than `max_epochs`.
         epoch: An epoch at the power limit that the run has.
         profiling: The first epoch of the size's first run, during which all power limits are tried; None if none are.
@@ -128,7 +116,7 @@ def landscape(workload: Workload, *, eta: float, optimal_power_limits: bool) -> 
 
 def _profile(size: SizeTrace, workload: Workload, *, eta: float, optimal: bool) -> Profile:
     def cost_of(epoch: Epoch) -> float:
-        return epoch.cost_j(max_power_w=workload.max_power_w, eta=eta)
+        return cost(energy_j=epoch.energy_j, time_s=epoch.time_s, max_power_w=workload.max_power_w, eta=eta)
 
     epoch = min(size.epochs.values(), key=cost_of) if optimal else size.epochs[max(size.epochs)]
     paths = tuple(epochs if epochs <= workload.max_epochs else math.inf for epochs in size.epochs_to_target)

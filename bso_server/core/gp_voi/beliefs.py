@@ -24,12 +24,7 @@ _LEAST_WEIGHT = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """Runs in a row that failed at one size.
-
-    Attributes:
-        length: How many.
-        chance: Probability of a failure, as it was believed to be before the first of them.
-    """
+    """Runs in a row that failed at one size, and the chance of a failure as it was believed to be before them."""
 
     length: int = 0
     chance: float = 0.0
@@ -94,10 +89,6 @@ class Belief:
 
         The mean of n reports has the variance ``s² + r·s²/n`` around the size's, so that the trial weighs ``n/(n + r)``
         of one that was reported on for ever.
-
-        Args:
-            log_cost: Its mean since the first report.
-            reports: n, how many reports that is of.
         """
         costs = WeightedStatistics() if self.are_costs_guessed else self.costs
         weight = reports / (reports + CONSTANTS.report_variance)
@@ -108,11 +99,9 @@ class Belief:
         return replace(self, costs=WeightedStatistics().including(log_cost), are_costs_guessed=False)
 
     def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
-        """The same after a trial of which only the first epoch is known (log of joules).
+        """The same after a trial of which only the first epoch's cost is known (log of joules).
 
-        Args:
-            log_first_cost: What that cost.
-            log_startup: What of it was start-up; None if no size knows, and first epochs are all there is.
+        Of that, `log_startup` was start-up; None if no size knows, and first epochs are all there is.
         """
         if not self.are_costs_guessed:
             return self
@@ -137,16 +126,14 @@ Beliefs: TypeAlias = tuple[Belief, ...]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a trial that was measured to its end.
+    """The result of a trial of the batch size with this index that was measured to its end.
 
     Attributes:
-        index: Index of its batch size.
         epochs: Epochs that it ran.
         log_first_cost: Log of what an epoch of it cost (J) until its first report; None if that was nothing.
         log_cost: The same since then.
         later_reports: How many reports it has sent since then.
         epoch_step: Epochs between two of its validations.
-        reached: Whether it reached the target.
         conclusive: Whether it had all the epochs that it may have needed: a run that misses the target then has failed;
             else it was stopped, and what it would have needed is only known to be more.
     """
@@ -175,25 +162,21 @@ def after_outcome(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outco
     """The beliefs after a trial has ended.
 
     A run that reached the target ends a recurrence of the job: all observations fade a little.
-
-    Args:
-        batch_sizes: The job's, ascending.
-        beliefs: The beliefs before.
-        outcome: How the trial ended.
     """
-    before = beliefs[outcome.index]
-    log_epochs = math.log(outcome.epochs)
-    deviation = _deviation(batch_sizes, beliefs, outcome.index, log_epochs) if before.is_observed else 0.0
+    index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
+    if beliefs[index].is_observed:
+        # By how many σ it differs from what was expected.
+        mean, variance = posterior_of(batch_sizes, beliefs).of_run(index)
+        surprise = abs((log_epochs - mean) / math.sqrt(variance))
     beliefs = _with_cost(batch_sizes, beliefs, outcome)
     if outcome.reached:
-        return _after_success(beliefs, outcome.index, log_epochs, abs(deviation))
+        return _after_success(beliefs, index, log_epochs, surprise)
     if outcome.conclusive and any(belief.converged for belief in beliefs):
-        beliefs = _after_failure(batch_sizes, beliefs, outcome.index, log_epochs)
+        beliefs = _after_failure(batch_sizes, beliefs, index, log_epochs)
     else:
-        beliefs = beliefs_with(beliefs, replace(beliefs[outcome.index], streak=Streak()), outcome.index)
-        beliefs = _after_stop(batch_sizes, beliefs, outcome.index, log_epochs)
-    belief = beliefs[outcome.index]
-    return beliefs_with(beliefs, replace(belief, missed=belief.missed + 1), outcome.index)
+        beliefs = beliefs_with(beliefs, replace(beliefs[index], streak=Streak()), index)
+        beliefs = _after_stop(batch_sizes, beliefs, index, log_epochs)
+    return beliefs_with(beliefs, replace(beliefs[index], missed=beliefs[index].missed + 1), index)
 
 
 def expected_startup(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int) -> float | None:
@@ -220,12 +203,6 @@ def after_crash(beliefs: Beliefs, index: int, log_cost: float, later_reports: in
     """The beliefs after a trial crashed that had reported: it tells what an epoch costs, if nothing else does."""
     belief = beliefs[index]
     return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost, later_reports), index)
-
-
-def _deviation(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> float:
-    """The distance of a run's log epochs above their expectation, in σ."""
-    mean, variance = posterior_of(batch_sizes, beliefs).of_run(index)
-    return (log_epochs - mean) / math.sqrt(variance)
 
 
 def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:

@@ -1,9 +1,9 @@
 """Policy `gp_voi`: play the batch size whose try is worth most, and end a try when it is worth no more.
 
-A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `gp` says what is believed of
-both, `beliefs` how trials change that, `forecast` what follows for the cost of runs, `voi` what a try is worth, and
-`stopping` when it is given up. The incumbent is the size with the lowest expected cost among those known to reach the
-target. docs/policy.md tells the whole story.
+A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `gaussian_process` says what
+is believed of both, `beliefs` how trials change that, `forecast` what follows for the cost of runs, `value` what a try
+is worth, and `stopping` when it is given up. The incumbent is the size with the lowest expected cost among those known
+to reach the target. docs/policy.md tells the whole story.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from zeus_plugins.protocol import Origin
 
 
 def suggest(history: History) -> Suggestion:
-    """Choose the next trial's batch size, and its bound where it is known what an epoch costs.
-
-    Raises:
-        NoSurvivorError: No batch size can run any more.
-    """
+    """Choose the next trial's batch size, and its bound where it is known what an epoch costs."""
     job = history.job
     available = available_of(history)
     if not available:
@@ -41,12 +37,8 @@ def suggest(history: History) -> Suggestion:
     forecast = Forecast.of(history, beliefs, history.in_flight)
     index, origin, reason = _chosen(history, forecast)
     is_bounded = not beliefs[index].are_costs_guessed
-    return Suggestion(
-        job.batch_sizes[index],
-        origin,
-        reason,
-        bound=bound(job, forecast, index, origin) if is_bounded else None,
-    )
+    found = bound(job, forecast, index, origin) if is_bounded else None
+    return Suggestion(job.batch_sizes[index], origin, reason, bound=found)
 
 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
@@ -54,16 +46,12 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
 
     The first report holds what it cost to start up and to try power limits, too. What epochs cost without that is
     guessed from other sizes' first runs, and the guess is good enough only if even less would end the trial at once.
-
-    Args:
-        history: The job's trials.
-        trial: The trial as of its first report or of a later one.
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
     beliefs = beliefs_of(history, others)
     if not any(belief.is_observed for belief in beliefs):
-        return unbounded(job)
+        return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
     log_first_j, log_later_j = log_costs_per_epoch(job, trial)
     belief, is_guess = beliefs[index], False
@@ -71,7 +59,7 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         belief = belief.costing(log_later_j, trial.report_count - 1)
     elif belief.are_costs_guessed:
         if trial.report_count > 1:
-            return unbounded(job)
+            return unbounded(job.max_epochs)
         startup = expected_startup(job.batch_sizes, beliefs, index)
         if startup is None or log_first_j is None:
             return None

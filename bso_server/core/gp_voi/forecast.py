@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, posterior_of
 from bso_server.core.gp_voi.gaussian_process import Array, Normal, Posterior, cost_posterior
+from bso_server.core.gp_voi.normal import bounded_exp
 from bso_server.core.history import History, log_costs_per_epoch
 from bso_server.core.model import TrialRecord
 
@@ -39,20 +41,13 @@ class Forecast:
         """The forecast with these beliefs, while these trials are under way.
 
         A run of failure chance p takes ``1/(1 − p)`` runs until one succeeds: the expected log cost is
-        ``E[log T] + E[log c] + log 1/(1 − p)``, and its covariance that of log T and that of log c together.
-
-        Args:
-            history: The job's trials; of them only what may run is asked here.
-            beliefs: What is remembered of each size; at least one has an observation.
-            in_flight: Trials that are believed to end as expected.
+        ``E[log T] + E[log c] + log 1/(1 − p)``, and its covariance that of log T and that of log c together. At least
+        one belief has an observation; trials under way are believed to end as expected.
         """
         sizes = history.job.batch_sizes
-        epochs = posterior_of(sizes, beliefs)
-        epoch_costs = cost_posterior(sizes, tuple(belief.costs for belief in beliefs))
-        runs = _counts(sizes, in_flight)
-        if runs:
-            epochs = epochs.believing(runs)
-            epoch_costs = epoch_costs.believing(runs)
+        runs = Counter(sizes.index(trial.batch_size) for trial in in_flight)
+        epochs = posterior_of(sizes, beliefs).believing(runs)
+        epoch_costs = cost_posterior(sizes, tuple(belief.costs for belief in beliefs)).believing(runs)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
         mean = epochs.expected.mean + epoch_costs.expected.mean + retries
         costs = Normal(mean, epochs.expected.covariance + epoch_costs.expected.covariance)
@@ -66,7 +61,7 @@ class Forecast:
         """
         run_variance = self.epochs.run_variance + self.epoch_costs.run_variance
         variance = float(self.costs.covariance[index, index]) + run_variance
-        return math.exp(float(self.costs.mean[index]) + variance / 2)
+        return bounded_exp(float(self.costs.mean[index]) + variance / 2)
 
     @property
     def incumbent_converges(self) -> bool:
@@ -76,9 +71,7 @@ class Forecast:
 
 def available_of(history: History) -> tuple[int, ...]:
     """Indices of the sizes that may run, ascending."""
-    fitting = set(history.fitting_sizes)
-    sizes = enumerate(history.job.batch_sizes)
-    return tuple(index for index, size in sizes if size in fitting and history.arms[size].infeasible is None)
+    return tuple(index for index, size in enumerate(history.job.batch_sizes) if size in history.runnable_sizes)
 
 
 def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
@@ -99,12 +92,3 @@ def _incumbent(log_costs: Array, beliefs: Beliefs, available: Sequence[int]) -> 
         least = min((beliefs[index].missed for index in available), default=0)
         candidates = [index for index in available if beliefs[index].missed == least] or list(range(len(beliefs)))
     return min(candidates, key=log_costs.__getitem__)
-
-
-def _counts(batch_sizes: tuple[int, ...], trials: Iterable[TrialRecord]) -> Mapping[int, int]:
-    """Number of these trials by the index of their size."""
-    counts: dict[int, int] = {}
-    for trial in trials:
-        index = batch_sizes.index(trial.batch_size)
-        counts[index] = counts.get(index, 0) + 1
-    return counts

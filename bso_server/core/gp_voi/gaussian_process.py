@@ -7,7 +7,6 @@ machine of one's own, and more where others work beside it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.normal import bounded_exp
 from bso_server.core.statistics import WeightedStatistics
 
 Array: TypeAlias = NDArray[np.float64]
@@ -52,9 +52,7 @@ class Normal:
 class Posterior:
     """Belief about what runs take: log epochs to the target, or the log cost of an epoch.
 
-    Attributes:
-        expected: Joint distribution of what is expected of each size.
-        run_variance: Variance of one run around that.
+    What is expected of each size, in a joint distribution, and the variance of one run around that.
     """
 
     expected: Normal
@@ -69,10 +67,8 @@ class Posterior:
         """The belief as it will be when runs in flight have ended, each as expected.
 
         k runs at one size, of variance s², leave the mean where it is and take ``Y_b Y_bᵀ · k / (s² + k·Y_bb)`` off the
-        covariance Y (a rank-one update; "kriging believer", Ginsbourger, Le Riche, Carraro 2010).
-
-        Args:
-            in_flight: Number of runs by the index of their size.
+        covariance Y (a rank-one update; "kriging believer", Ginsbourger, Le Riche, Carraro 2010). `in_flight` holds
+        their number by the index of their size.
         """
         covariance = self.expected.covariance
         for index, runs in sorted(in_flight.items()):
@@ -92,34 +88,24 @@ def prior(batch_sizes: tuple[int, ...]) -> Prior:
     x = np.log2(np.asarray(batch_sizes, dtype=float))
     octaves = np.abs(x[:, None] - x[None, :])
     return Prior(
-        octaves=octaves,
-        epochs=_smooth(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length)
-        + CONSTANTS.arm_sd**2 * np.eye(len(batch_sizes)),
-        costs=_smooth(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length)
-        + CONSTANTS.cost_arm_sd**2 * np.eye(len(batch_sizes)),
+        octaves,
+        epochs=_kernel(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd),
+        costs=_kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd),
     )
 
 
-def _smooth(octaves: Array, sd: float, length: float) -> Array:
-    kernel: Array = sd**2 * np.exp(-0.5 * (octaves / length) ** 2) + CONSTANTS.level_variance
-    return kernel
+def _kernel(octaves: Array, sd: float, length: float, arm_sd: float) -> Array:
+    smooth: Array = sd**2 * np.exp(-0.5 * (octaves / length) ** 2) + CONSTANTS.level_variance
+    return smooth + arm_sd**2 * np.eye(len(octaves))
 
 
 def run_variance(exact: Sequence[WeightedStatistics]) -> float:
-    """Variance of log epochs from run to run.
-
-    Args:
-        exact: Log epochs of runs that reached the target, per size.
-    """
+    """Variance of log epochs from run to run, by those of runs that reached the target, per size."""
     return _pooled_variance(exact, CONSTANTS.run_sd, CONSTANTS.run_sd_strength, CONSTANTS.least_run_sd)
 
 
 def cost_run_variance(costs: Sequence[WeightedStatistics]) -> float:
-    """Variance of the log cost of an epoch from run to run.
-
-    Args:
-        costs: Log costs of an epoch, per size.
-    """
+    """Variance of the log cost of an epoch from run to run, by log costs per size."""
     return _pooled_variance(costs, CONSTANTS.cost_run_sd, CONSTANTS.cost_run_sd_strength, CONSTANTS.least_cost_run_sd)
 
 
@@ -131,13 +117,7 @@ def _pooled_variance(sizes: Sequence[WeightedStatistics], guess_sd: float, stren
 
         s² = (a·s₀² + Σ squared deviations / 2) / (a + degrees of freedom / 2)
 
-    (Murphy, Machine Learning, 2012, §4.6.2.2.)
-
-    Args:
-        sizes: What was seen of each size.
-        guess_sd: s₀.
-        strength: a.
-        least_sd: s is never taken to be smaller.
+    (Murphy, Machine Learning, 2012, §4.6.2.2.) Here s₀ is the guess, a its strength, and s never below `least_sd`.
     """
     deviations = sum(size.squared_deviations for size in sizes)
     freedom = sum(max(size.weight - 1, 0.0) for size in sizes)
@@ -174,7 +154,7 @@ def epochs_posterior(
     """
     known = _known(observed)
     level = float(np.mean([observed[index].mean for index in known]))
-    variance = max(run_variance(exact), (epoch_step * math.exp(-level)) ** 2 / 12)
+    variance = max(run_variance(exact), (epoch_step * bounded_exp(-level)) ** 2 / 12)
     expected, misfit = _conditioned(prior(batch_sizes).epochs, observed, known, level, variance)
     nu = CONSTANTS.scale_dof
     scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
@@ -183,12 +163,7 @@ def epochs_posterior(
 
 @lru_cache(maxsize=256)
 def cost_posterior(batch_sizes: tuple[int, ...], costs: tuple[WeightedStatistics, ...]) -> Posterior:
-    """Posterior of the log cost (J) of an epoch at every size, as in `epochs_posterior` without q and the step.
-
-    Args:
-        batch_sizes: The B sizes, ascending.
-        costs: Their log costs of an epoch, a value for each run; at least one has weight.
-    """
+    """Posterior of the log cost (J) of an epoch at every size, as in `epochs_posterior` without q and the step."""
     known = _known(costs)
     level = float(np.mean([costs[index].mean for index in known]))
     variance = cost_run_variance(costs)

@@ -5,10 +5,18 @@ from __future__ import annotations
 import math
 
 _SQRT_HALF = math.sqrt(0.5)
+# Far beyond all costs and epochs, and small enough that their products and ratios stay finite.
+_LARGEST_LOG = 300.0
+
 _LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
 
 # Below this Φ itself comes close to what a double can hold.
 _FAR_TAIL = -36.0
+
+
+def bounded_exp(log: float) -> float:
+    """``e^x``, finite and above 0 whatever absurd numbers were reported."""
+    return math.exp(min(max(log, -_LARGEST_LOG), _LARGEST_LOG))
 
 
 def cdf(z: float) -> float:
@@ -40,13 +48,7 @@ def moments_given_larger(mean: float, variance: float, noise_variance: float, bo
         E[f | y > b] = m + v/t · λ        Var[f | y > b] = v − v²/t² · λ·(λ − a)
 
     (Moments of a truncated normal: Johnson, Kotz, Balakrishnan, Continuous Univariate Distributions 1, 1994, §13.10.1;
-    f given y is linear in y.)
-
-    Args:
-        mean: m.
-        variance: v > 0.
-        noise_variance: s² ≥ 0.
-        bound: b.
+    f given y is linear in y.) Here v > 0 and s² ≥ 0.
     """
     total = variance + noise_variance
     z = (bound - mean) / math.sqrt(total)

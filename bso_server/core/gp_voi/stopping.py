@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from bso_server.core.gp_voi.beliefs import trials_missed
 from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.forecast import Forecast
-from bso_server.core.gp_voi.normal import log_cdf
-from bso_server.core.model import EpochBound, JobConfig
-from zeus_plugins.protocol import Origin
+from bso_server.core.gp_voi.normal import bounded_exp, log_cdf
+from bso_server.core.model import EpochBound
+from zeus_plugins.protocol import JobRegistration, Origin
 
 # Up to so many epochs a bound is set to the epoch; beyond, to a part in so many.
 _EXACT_EPOCHS = 128
@@ -19,26 +19,20 @@ _EXACT_EPOCHS = 128
 _ROUNDING = 1 - 1e-9
 
 
-def unbounded(job: JobConfig) -> EpochBound:
+def unbounded(max_epochs: int) -> EpochBound:
     """The bound of a trial that is not stopped early."""
-    return EpochBound(job.max_epochs, "all that max_epochs allows")
+    return EpochBound(max_epochs, "all that max_epochs allows")
 
 
-def bound(job: JobConfig, forecast: Forecast, index: int, origin: Origin) -> EpochBound:
+def bound(job: JobRegistration, forecast: Forecast, index: int, origin: Origin) -> EpochBound:
     """The bound of a trial at a size of which it is known, more or less, what an epoch costs.
 
     The incumbent is not meant to be stopped: its bound only ends runs that do not converge. A try is stopped as soon as
     going on is no more worth it. Without `beta_knob`, and until a size is known to reach the target, nothing is
-    stopped early.
-
-    Args:
-        job: The job.
-        forecast: What is believed while all other trials are under way.
-        index: Index of the trial's size.
-        origin: Why the trial was dispatched.
+    stopped early. `forecast` is made while all other trials are under way; `index` is that of the trial's size.
     """
     if job.beta_knob is None or not forecast.incumbent_converges:
-        return unbounded(job)
+        return unbounded(job.max_epochs)
     log_epochs, variance = forecast.epochs.of_run(index)
     epoch_costs = forecast.epoch_costs.expected
     if index == forecast.incumbent or origin is Origin.INCUMBENT:
@@ -46,7 +40,7 @@ def bound(job: JobConfig, forecast: Forecast, index: int, origin: Origin) -> Epo
     return bound_of_try(
         log_epochs,
         math.sqrt(variance),
-        epoch_j=math.exp(epoch_costs.mean[index]),
+        epoch_j=bounded_exp(float(epoch_costs.mean[index])),
         epoch_j_sd=math.sqrt(max(epoch_costs.covariance[index, index], 0.0)),
         incumbent_j=forecast.expected_cost_j(forecast.incumbent),
         beta=job.beta_knob,
@@ -54,15 +48,16 @@ def bound(job: JobConfig, forecast: Forecast, index: int, origin: Origin) -> Epo
     )
 
 
-def _bound_of_incumbent(job: JobConfig, log_epochs: float, sd: float, missed: int) -> EpochBound:
+def _bound_of_incumbent(job: JobRegistration, log_epochs: float, sd: float, missed: int) -> EpochBound:
     """``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, twice as many at each further retry."""
     spread = math.exp(min(CONSTANTS.incumbent_sds * sd, 20.0))
     times = max(CONSTANTS.incumbent_allowance, spread) * 2.0 ** min(max(missed - 1, 0), 32)
-    allowed = math.exp(log_epochs) * times
+    allowed = bounded_exp(log_epochs) * times
     if allowed >= job.max_epochs:
-        return unbounded(job)
+        return unbounded(job.max_epochs)
     return EpochBound(
-        math.ceil(allowed * _ROUNDING), f"{times:.3g} times the epochs that it should need [{math.exp(log_epochs):.4g}]"
+        math.ceil(allowed * _ROUNDING),
+        f"{times:.3g} times the epochs that it should need [{bounded_exp(log_epochs):.4g}]",
     )
 
 
@@ -100,7 +95,7 @@ def bound_of_try(
         beta: β.
         max_epochs: The bound is no larger than this.
     """
-    least_j = epoch_j * math.exp(-epoch_j_sd)
+    least_j = epoch_j * bounded_exp(-epoch_j_sd)
     log_never_beats = log_cdf((log_epochs - math.log(incumbent_j / least_j)) / sd)
     for epochs in _epochs_until(max_epochs):
         if epoch_j * (epochs + 1) > beta * incumbent_j:
@@ -112,14 +107,14 @@ def bound_of_try(
         hopeless = epochs * least_j >= incumbent_j
         chance = 0.0 if hopeless else 0.0 - math.expm1(min(log_never_beats - log_survival, 0.0))
         if chance < CONSTANTS.least_chance:
-            remaining = math.exp(log_epochs + sd * sd / 2 + log_cdf(z + sd) - log_survival) - epochs
+            remaining = bounded_exp(log_epochs + sd * sd / 2 + log_cdf(z + sd) - log_survival) - epochs
             if least_j * remaining > incumbent_j:
                 return EpochBound(
                     epochs,
                     f"by then it is unlikely to be cheaper than the best size [chance {chance:.2g}; to finish would "
                     f"cost {least_j * remaining:.4g} J more, a run of the best size {incumbent_j:.4g} J]",
                 )
-    return EpochBound(max_epochs, "all that max_epochs allows")
+    return unbounded(max_epochs)
 
 
 def _epochs_until(last: int) -> Iterator[int]:

@@ -43,11 +43,7 @@ def expected_saving(log_mean: float, variance: float) -> float:
     """E[max(1 − R, 0)] for log R ~ N(d, v).
 
     ``Φ(−d/s) − exp(d + v/2) · Φ(−d/s − s)`` with s = √v: the price of a put option (Black, Scholes, J. Polit. Econ.
-    81(3), 1973).
-
-    Args:
-        log_mean: d.
-        variance: v > 0.
+    81(3), 1973). Here v > 0.
     """
     sd = math.sqrt(variance)
     z = -log_mean / sd

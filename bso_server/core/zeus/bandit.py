@@ -9,23 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bso_server.core.history import History
 from bso_server.core.statistics import Statistics
 
-if TYPE_CHECKING:
-    import numpy as np
-
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """Belief about the mean reward (−cost, joules) of one arm.
+    """Belief about the mean reward (−cost, joules) of one arm, from so many observations.
 
-    Attributes:
-        mean: Posterior mean, joules.
-        precision: Posterior precision, 1/joules²; infinite when the mean is taken as known, 0 when nothing is known.
-        observations: Number of rewards behind it.
+    The precision (1/joules²) is infinite when the mean is taken as known, and 0 when nothing is known.
     """
 
     mean: float
@@ -82,12 +77,7 @@ def choose(
 
     The arms are put in a random order; the first in it with fewer than `min_observations` observations is played. When
     none is left, each arm's mean reward is drawn from its posterior, in the order of `arms`, and the largest wins (the
-    first on ties).
-
-    Args:
-        arms: Posterior per batch size, ascending in size.
-        min_observations: Observations that every arm gets before merit counts.
-        rng: The job's generator, advanced by this call.
+    first on ties). The job's generator is advanced.
 
     Returns:
         The batch size, and the draws per batch size, or None if the choice was not by merit.

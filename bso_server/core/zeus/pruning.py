@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from bso_server.core.history import History, cost_of
 from bso_server.core.model import TrialRecord
 from bso_server.errors import NoSurvivorError
-from zeus_plugins.protocol import TrialState
+from zeus_plugins.protocol import ALIVE, TrialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,19 @@ def explore(history: History) -> Explore | Wait | Survivors:
             f"job {job.job_id!r}: even batch size {min(job.batch_sizes)} ran out of memory; register the job anew with "
             "smaller batch_sizes or larger GPUs"
         )
+    explorations: dict[int, list[TrialRecord]] = {size: [] for size in job.batch_sizes}
+    for trial in history.explorations:
+        explorations[trial.batch_size].append(trial)
     for round_number in range(1, job.num_pruning_rounds + 1):
         reached: list[TrialRecord] = []
-        for direction in _directions(survivors, start):
+        downwards = [size for size in reversed(survivors) if size <= start]
+        upwards = [size for size in survivors if size > start]
+        for direction in (downwards, upwards):
             for batch_size in direction:
-                explorations = history.explorations_of(batch_size)
-                if len(explorations) < round_number:
+                if len(explorations[batch_size]) < round_number:
                     return Explore(batch_size, round_number, start)
-                trial = explorations[round_number - 1]
-                if trial.state in {TrialState.RUNNING, TrialState.SUSPENDED}:
+                trial = explorations[batch_size][round_number - 1]
+                if trial.state in ALIVE:
                     return Wait(trial)
                 if trial.state is not TrialState.COMPLETED:
                     break
@@ -76,9 +80,3 @@ def explore(history: History) -> Explore | Wait | Survivors:
         survivors = tuple(sorted(trial.batch_size for trial in reached))
         start = min(reached, key=lambda trial: cost_of(job, trial)).batch_size
     return Survivors(survivors)
-
-
-def _directions(sizes: tuple[int, ...], start: int) -> tuple[list[int], list[int]]:
-    downwards = [size for size in reversed(sizes) if size <= start]
-    upwards = [size for size in sizes if size > start]
-    return downwards, upwards
