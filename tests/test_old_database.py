@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from bso_server.service import queries
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
 from bso_server.service.security import Authenticator
@@ -33,7 +35,7 @@ class Old:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.reader = JobReader(store)
-        self.service = BatchSizeService(store, clock=lambda: datetime.fromisoformat(EXPECTED["now"]))
+        self.service = BatchSizeService(store, Commands(clock=lambda: datetime.fromisoformat(EXPECTED["now"])))
 
 
 def on_old_database(tmp_path: Path, use: Callable[[Old], Awaitable[None]]) -> None:
@@ -63,16 +65,16 @@ def without_words(said: dict[str, Any]) -> dict[str, Any]:
 
 def test_it_is_shown_as_before(tmp_path: Path) -> None:
     async def use(old: Old) -> None:
-        assert as_json(await old.reader.all_jobs()) == EXPECTED["all_jobs"]
+        assert as_json(await old.reader.read(queries.list_jobs, limit=None)) == EXPECTED["all_jobs"]
         for job_id in JOBS:
             before = EXPECTED["jobs"][job_id]
-            shown = as_json(await old.reader.show_job(job_id))
+            shown = as_json(await old.reader.read(queries.show_job, job_id))
             assert {name: shown[name] for name in before["show"]} == before["show"]
             assert shown["trial_count"] == sum(shown["trial_states"].values()) == len(shown["trials"])
-            assert as_json(await old.reader.list_arms(job_id)) == before["arms"]
-            assert as_json(await old.reader.list_power_profiles(job_id)) == before["power_profiles"]
+            assert as_json(await old.reader.read(queries.list_arms, job_id)) == before["arms"]
+            assert as_json(await old.reader.read(queries.list_power_profiles, job_id)) == before["power_profiles"]
             export = before.get("export") or json.loads((FIXTURES / "export.json").read_text())
-            assert as_json(await old.reader.export_job(job_id)) == export
+            assert as_json(await old.reader.read(queries.export_job, job_id)) == export
 
     on_old_database(tmp_path, use)
 
@@ -93,24 +95,26 @@ def test_the_next_decisions_are_those_that_version_0_1_0_would_have_made(tmp_pat
     async def use(old: Old) -> None:
         for job_id, steps in EXPECTED["next"].items():
             for step in steps:
-                trial = await old.service.suggest(job_id, step["idempotency_key"])
+                trial = await old.service.run(old.service.commands.suggest, job_id, step["idempotency_key"])
                 assert without_words(as_json(trial)) == without_words(step["dispatch"])
                 for report in step["reports"]:
                     await assert_answered(old, report)
         for step in EXPECTED["going_on"]:
-            heard = await old.service.heartbeat(Heartbeat.model_validate(step["heartbeat"]))
+            heard = await old.service.run(old.service.commands.heartbeat, Heartbeat.model_validate(step["heartbeat"]))
             assert as_json(heard) == step["heard"]
             await assert_answered(old, step)
         for step in EXPECTED["requests_sent_again"]:
             key, before = step["idempotency_key"], step["dispatch"]
             if before["origin"] == "offline":
-                trial = await old.service.record_offline(OfflineTrial.model_validate(before), key)
+                trial = await old.service.run(
+                    old.service.commands.record_offline, OfflineTrial.model_validate(before), key
+                )
             else:
-                trial = await old.service.suggest(before["job_id"], key)
+                trial = await old.service.run(old.service.commands.suggest, before["job_id"], key)
             assert as_json(trial) == before
         for job_id, arms in EXPECTED["arms_after"].items():
-            assert as_json(await old.reader.list_arms(job_id)) == arms
-        export = await old.reader.export_job("old-zeus")
+            assert as_json(await old.reader.read(queries.list_arms, job_id)) == arms
+        export = await old.reader.read(queries.export_job, "old-zeus")
         assert export.rng_state == EXPECTED["old_zeus_rng_state_after"]
 
     on_old_database(tmp_path, use)
@@ -131,12 +135,12 @@ def test_an_export_is_imported(tmp_path: Path, job_id: str | None) -> None:
         else:
             export = export.renamed(job_id)
         await old.service.import_job(export)
-        assert await old.reader.export_job(job_id or "old-gp") == export
-        arms = as_json(await old.reader.list_arms(job_id or "old-gp"))
+        assert await old.reader.read(queries.export_job, job_id or "old-gp") == export
+        arms = as_json(await old.reader.read(queries.list_arms, job_id or "old-gp"))
         assert arms == EXPECTED["jobs"]["old-gp"]["arms"]
         # The facts without the caches that the database had: the decisions follow all the same.
         for step in EXPECTED["next"]["old-gp"][:1]:
-            trial = await old.service.suggest(job_id or "old-gp")
+            trial = await old.service.run(old.service.commands.suggest, job_id or "old-gp")
             assert (trial.batch_size, trial.origin) == (step["batch_size"], step["origin"])
 
     on_old_database(tmp_path, use)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 import time
@@ -26,6 +27,7 @@ from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.storage.database import SqliteDatabase, open_database
 from bso_server.storage.queries import jobs_page
+from bso_server.storage.rows import TRIAL_AT_REPORT
 from bso_server.storage.store import Store
 from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
@@ -129,7 +131,7 @@ def test_what_goes_in_comes_out(database_url: str) -> None:
         found = await store.read(lambda transaction: transaction.job("round-trip"))
         assert found is not None
         assert found.registration == registration("round-trip")
-        assert found.config.target_metric == 0.9
+        assert found.registration.target_metric == 0.9
         assert found.created_at == NOW
         assert found.created_at.tzinfo is UTC
         trials = await store.read(lambda transaction: transaction.all_trials("round-trip"))
@@ -225,7 +227,7 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
         is_locked.set()
         # Long enough for the reaper to look; it makes no difference to the outcome.
         time.sleep(0.5)
-        transaction.update_progress([replace(trial, lease_expires_at=now + timedelta(hours=1))])
+        transaction.update_trials([replace(trial, lease_expires_at=now + timedelta(hours=1))], TRIAL_AT_REPORT)
 
     def in_thread(use: Callable[[Store], Awaitable[T]]) -> T:
         return in_store(database_url, use)
@@ -256,7 +258,7 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
     async def use(store: Store) -> None:
         service = BatchSizeService(store)
         await service.register(registration("counted"))
-        trial = await service.suggest("counted")
+        trial = await service.run(service.commands.suggest, "counted")
 
         database: Any = store._database
         engine = database.file.engine if isinstance(database, SqliteDatabase) else database._engine.sync_engine
@@ -277,6 +279,7 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
                     energy=1,
                     metric=metric,
                     current_epoch=1,
+                    energy_source="replay",
                 )
             )
             assert [word for word in statements if word != "BEGIN"] == expected
@@ -300,7 +303,7 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, 
             ),
         )
         await service.register(registration("planned", policy))
-        trials = [await service.suggest("planned") for _ in range(3)]
+        trials = [await service.run(service.commands.suggest, "planned") for _ in range(3)]
         results = [
             TrainingResult(
                 **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
@@ -312,7 +315,7 @@ def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, 
             for trial, metric in zip(trials, (0.5, 0.5, 0.95), strict=True)
         ]
         await asyncio.gather(*(service.report(result) for result in results))
-        await service.suggest("planned")
+        await service.run(service.commands.suggest, "planned")
         await service.reap()
 
     url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
@@ -343,6 +346,22 @@ def test_sqlite_is_safe(sqlite_url: str) -> None:
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
 
     in_store(sqlite_url, use)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of files are POSIX's")
+def test_a_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        database = tmp_path / "bso.sqlite3"
+
+        async def use(store: Store) -> None:
+            await store.migrate()
+            modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.glob("bso.sqlite3*")}
+            assert modes == dict.fromkeys(("bso.sqlite3", "bso.sqlite3-shm", "bso.sqlite3-wal"), "0o600")
+
+        in_store(f"sqlite:///{database}", use)
+    finally:
+        os.umask(before)
 
 
 def test_a_sqlite_writer_has_the_lock_before_it_reads_and_a_reader_takes_none(sqlite_url: str, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -71,10 +72,8 @@ class NoConnectionError(Exception):
 class Database(Protocol):
     """A database and the way to work on it."""
 
-    @property
-    def url(self) -> URL:
-        """The place of the database."""
-        ...
+    url: URL
+    """The place of the database."""
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
@@ -97,17 +96,15 @@ class SqliteFile:
     """A SQLite file, worked on in the thread that calls; whoever opens a connection to it keeps and closes that.
 
     A connection serves one thread at a time and must not be open while its process forks: the child would take its
-    parent's locks for its own (https://www.sqlite.org/howtocorrupt.html, 2.6).
-
-    Args:
-        url: With the path of the file.
-        echo_sql: Log every statement.
-        busy_timeout_s: Seconds that a statement waits for another connection's lock.
+    parent's locks for its own (https://www.sqlite.org/howtocorrupt.html, 2.6). Arguments as in `open_sqlite_file`.
     """
 
     def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
+        _refuse_network(url)
+        self.url = url.set(drivername="sqlite")
+        self.path = Path(url.database or "")
         self.engine = create_engine(
-            url,
+            self.url,
             echo=echo_sql,
             poolclass=NullPool,
             pool_reset_on_return=None,
@@ -117,22 +114,8 @@ class SqliteFile:
         _configure_sqlite(self.engine, busy_timeout_s)
         event.listen(self.engine, "close", _roll_back)
 
-    @property
-    def url(self) -> URL:
-        """The place of the file."""
-        return self.engine.url
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-        return Path(self.url.database or "")
-
     def connect(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            DBAPIError: The file cannot be opened, or is no database.
-        """
+        """Open a connection; `DBAPIError` if the file cannot be opened, or is no database."""
         return self.engine.connect()
 
     def run(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
@@ -161,22 +144,14 @@ class SqliteDatabase:
     SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
     queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
     and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
-
-    Args:
-        file: The file.
     """
 
     def __init__(self, file: SqliteFile) -> None:
-        self.file = file
+        self.file, self.url = file, file.url
         self._own = threading.local()
         self._connections: list[Connection] = []
         self._writer = ThreadPoolExecutor(1, "bso-writer")
         self._readers = ThreadPoolExecutor(_SQLITE_READERS, "bso-reader")
-
-    @property
-    def url(self) -> URL:
-        """The place of the file."""
-        return self.file.url
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`."""
@@ -206,24 +181,15 @@ class SqliteDatabase:
 
 
 class AsyncDatabase:
-    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
-
-    Args:
-        engine: Connections to it.
-    """
+    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+        self._engine, self.url = engine, engine.url
         is_sqlite = engine.dialect.name == "sqlite"
         # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
         self._writing: AbstractAsyncContextManager[object] = asyncio.Lock() if is_sqlite else nullcontext()
         # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
         self._one_moment = None if is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
-
-    @property
-    def url(self) -> URL:
-        """The place of the database."""
-        return self._engine.url
 
     async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
         """See `Database.run`."""
@@ -269,7 +235,7 @@ def open_database(
     url = _url(database_url)
     if url.get_backend_name() == "sqlite":
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(_sqlite_file(url, echo_sql=echo_sql))
+            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
         _refuse_network(url)
         options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
     else:
@@ -305,29 +271,23 @@ def open_database(
     return AsyncDatabase(engine)
 
 
-def back_up(file: Path) -> Path:
-    """Copy a SQLite file beside itself, consistently even while others write to it; the copy."""
+def back_up(file: Path) -> None:
+    """Copy a SQLite file beside itself before its schema is upgraded, consistently even while others write to it."""
     copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
     with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
         source.backup(target)
-    return copy
+    logging.getLogger("bso_server").info("the database was copied to %s before its schema is upgraded", copy)
 
 
 def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
-    """The SQLite file that a URL names, as `open_database` opens it; None where it names another kind of database.
+    """The SQLite file that a URL names; None where it names another kind of database. Errors as in `open_database`.
 
-    Args:
-        database_url: As in `open_database`.
-        echo_sql: Log every statement.
-        busy_timeout_s: Seconds that a statement waits for another connection's lock.
-
-    Raises:
-        ValueError: As in `open_database`.
+    A statement waits for another connection's lock as many seconds as `busy_timeout_s` says.
     """
     url = _url(database_url)
     if url.get_backend_name() != "sqlite":
         return None
-    return _sqlite_file(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
+    return SqliteFile(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
 
 
 # Codes by which databases say that a transaction was broken off through no fault of its own.
@@ -360,11 +320,6 @@ def _url(database_url: str) -> URL:
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
 
-def _sqlite_file(url: URL, *, echo_sql: bool, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> SqliteFile:
-    _refuse_network(url)
-    return SqliteFile(url.set(drivername="sqlite"), echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
-
-
 def _refuse_network(url: URL) -> None:
     if not url.database or url.database == ":memory:":
         raise ValueError("a SQLite database in memory is lost with its connection: name a file")
@@ -379,15 +334,18 @@ def _refuse_network(url: URL) -> None:
 
 
 def _roll_back(driver: Any, _record: object = None) -> None:
-    """Roll back what is under way on a driver's connection, also before it is closed.
-
-    Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
-    """
+    # Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
     with suppress(sqlite3.Error):
         driver.rollback()
 
 
 def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
+    @event.listens_for(engine, "do_connect")
+    def _make(*_arguments: Any) -> None:
+        # It holds who trains what; SQLite gives the files beside it the same rights.
+        with suppress(OSError):  # it is there, or SQLite says why it cannot be
+            os.close(os.open(engine.url.database or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: Any) -> None:
         # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns

@@ -24,9 +24,9 @@ from zeus_plugins.protocol import Stage, TrialState
 
 
 def jobs_page(
-    transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int
+    transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int | None
 ) -> list[StoredJob]:
-    """See `service.queries.JobReader.list_jobs`; only jobs whose ids come `after` this one."""
+    """See `service.queries.list_jobs`; only jobs whose ids come `after` this one."""
     statement = select(jobs).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
@@ -41,7 +41,7 @@ def jobs_page(
 def trials_page(
     transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
 ) -> list[TrialRecord]:
-    """See `service.queries.JobReader.list_trials`; only trials whose numbers come `after` this one."""
+    """See `service.queries.list_trials`; only trials whose numbers come `after` this one."""
     conditions = [trials.c.trial_number > after]
     if state is not None:
         conditions.append(trials.c.state == state)
@@ -61,8 +61,8 @@ def trial_states(transaction: Transaction, job_id: str) -> dict[TrialState, int]
 
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """One trial, or None."""
-    found = _trials(transaction, job_id, [trials.c.trial_number == trial_number], order=trials.c.trial_number, limit=1)
-    return found[0] if found else None
+    condition = trials.c.trial_number == trial_number
+    return next(iter(_trials(transaction, job_id, [condition], order=trials.c.trial_number, limit=1)), None)
 
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from sqlalchemy import RowMapping
 
 from bso_server.core.access import Scope, TokenRecord
-from bso_server.core.gp_voi.beliefs import Belief, Streak
+from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.history import Arm, Cheapest
 from bso_server.core.job import JobState
-from bso_server.core.model import JobConfig, TrialRecord
-from bso_server.core.statistics import Statistics, WeightedStatistics
+from bso_server.core.model import TrialRecord
+from bso_server.core.statistics import Statistics
 from bso_server.storage.tables import trials
-from zeus_plugins.protocol import JobRegistration, PowerLimitSample
+from zeus_plugins.protocol import Fingerprint, JobRegistration, PowerLimitSample
 
 Row = RowMapping | Mapping[str, Any]
 """A table's row by the names of its columns."""
@@ -28,15 +28,8 @@ Row = RowMapping | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob(JobState):
-    """A row of `jobs`.
+    """A row of `jobs`, with the instant of its registration (UTC) and the state of its generator as JSON, or None."""
 
-    Attributes:
-        registration: The job as registered.
-        created_at: When it was registered (UTC).
-        rng_state: State of the job's generator as JSON, or None.
-    """
-
-    registration: JobRegistration
     created_at: datetime
     rng_state: str | None
 
@@ -66,30 +59,22 @@ class StoredPowerProfile:
     stored_at: datetime
 
 
-_CONFIG_FIELDS = [field.name for field in fields(JobConfig)]
-
-
 @lru_cache(maxsize=1024)
-def _specification(spec: str) -> tuple[JobRegistration, JobConfig]:
-    """A job's immutable part. Parsing it for each report would cost more than the report."""
+def _registration(spec: str, fingerprint: str | None) -> JobRegistration:
+    """A job's part that hardly changes. Parsing it for each report would cost more than the report."""
     registration = JobRegistration.model_validate_json(spec)
-    return registration, config_of(registration)
-
-
-def config_of(registration: JobRegistration) -> JobConfig:
-    """The part of a job that decisions need."""
-    return JobConfig(**{name: getattr(registration, name) for name in _CONFIG_FIELDS})
+    if fingerprint is not None:
+        registration = registration.with_fingerprint(Fingerprint.model_validate_json(fingerprint))
+    return registration
 
 
 def job_from(row: Row) -> StoredJob:
     """A job from its row."""
-    registration, config = _specification(row["spec"])
     cheapest = None
     if row["min_cost_j"] is not None:
         cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
     return StoredJob(
-        registration=registration,
-        config=config,
+        registration=_registration(row["spec"], row["fingerprint"]),
         created_at=row["created_at"],
         event_count=row["event_count"],
         trial_count=row["trial_count"],
@@ -103,9 +88,10 @@ def job_from(row: Row) -> StoredJob:
 
 def job_row(stored: StoredJob) -> dict[str, Any]:
     """The columns that may change, with the key."""
-    cheapest = stored.cheapest
+    cheapest, fingerprint = stored.cheapest, stored.registration.fingerprint
     return {
         "job_id": stored.job_id,
+        "fingerprint": None if fingerprint is None else fingerprint.model_dump_json(),
         "event_count": stored.event_count,
         "trial_count": stored.trial_count,
         "min_cost_j": stored.min_cost_j,
@@ -123,11 +109,7 @@ _TOTALS = ("time_s", "energy_j", "epoch", "first_epoch", "first_cost_j")
 
 
 class TrialColumns:
-    """Some of the columns of `trials`, to be read off records. Put together once: they are read with each report.
-
-    Args:
-        names: Their names, two at least.
-    """
+    """Some of the columns of `trials`, two at least, to be read off records with each report: put together once."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -200,6 +182,7 @@ def token_row(token: TokenRecord) -> dict[str, Any]:
     return asdict(token) | {"scopes": " ".join(sorted(token.scopes))}
 
 
+_BELIEF = TypeAdapter(Belief)
 _STATISTICS = ("explored", "observed", "completed")
 _STATISTICS_FIELDS = [field.name for field in fields(Statistics)]
 
@@ -214,17 +197,9 @@ def arm_from(row: RowMapping) -> Arm:
         refitted=row["refitted"],
         window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
         latest=None if latest is None else (latest[0], latest[1]),
-        belief=_belief_from(row["belief"]),
+        belief=Belief() if row["belief"] is None else _BELIEF.validate_json(row["belief"]),
         **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
     )
-
-
-def _belief_from(text: str | None) -> Belief:
-    if text is None:
-        return Belief()
-    values = json.loads(text)
-    statistics = {name: WeightedStatistics(**values[name]) for name in ("observed", "exact", "costs")}
-    return Belief(**{**values, **statistics, "streak": Streak(**values["streak"])})
 
 
 def arm_row(arm: Arm) -> dict[str, Any]:
@@ -236,7 +211,7 @@ def arm_row(arm: Arm) -> dict[str, Any]:
         "refitted": arm.refitted,
         "window": json.dumps(arm.window),
         "latest": json.dumps(arm.latest),
-        "belief": None if arm.belief == Belief() else json.dumps(asdict(arm.belief)),
+        "belief": None if arm.belief == Belief() else _BELIEF.dump_json(arm.belief).decode(),
     }
     for name in _STATISTICS:
         statistics = getattr(arm, name)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL
@@ -31,6 +31,7 @@ _BACKOFF_S = 0.05
 _LOST_BACKOFF_S = 0.2
 _PATIENCE_S = 3.0
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("bso_server")
@@ -39,9 +40,7 @@ logger = logging.getLogger("bso_server")
 class _Attempts:
     """The attempts at one transaction: which failure is followed by another one, and after how long.
 
-    Args:
-        most: Times that a transaction is tried at most which the database keeps breaking off.
-        level: The level at which that is logged.
+    One that the database keeps breaking off is tried so many times at `most`, and that is logged at this level.
     """
 
     def __init__(self, most: float = _ATTEMPTS, level: int = logging.INFO) -> None:
@@ -53,11 +52,7 @@ class _Attempts:
         self._collided = False
 
     def wait_s(self, error: Exception) -> float:
-        """Seconds to wait before the next attempt; random.
-
-        Raises:
-            Exception: This error, after which there is none.
-        """
+        """Seconds to wait before the next attempt, random; raises the error if there is none."""
         self._made += 1
         if isinstance(error, JobExistsError):
             # What the other transaction did is there to be found by now.
@@ -93,44 +88,29 @@ class Store:
     @property
     def is_sqlite(self) -> bool:
         """Whether the database is a SQLite file."""
-        return self._dialect == "sqlite"
-
-    @property
-    def file(self) -> Path | None:
-        """The SQLite file, or None for a database of another kind."""
-        return Path(self._database.url.database or "") if self.is_sqlite else None
+        return self._database.url.get_backend_name() == "sqlite"
 
     @property
     def description(self) -> str:
         """The database's URL as a user would write it, without its password."""
         return _described(self._database.url)
 
-    @property
-    def _dialect(self) -> str:
-        return self._database.url.get_backend_name()
-
-    async def write(self, work: Callable[[Transaction], T]) -> T:
+    async def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do `work` in a transaction, and again from the start when the database broke it off or went away.
 
         Databases end one of two transactions that wait for each other; the other one's rows are then free. Work that
-        inserts a job at the same time as another transaction is done again, too, and then finds the job.
-
-        Args:
-            work: Does nothing but read and write through the transaction, so that it can be repeated. When the
-                connection was lost at the commit, it is repeated though it may be in force already.
+        inserts a job at the same time as another transaction is done again, too, and then finds the job. It does
+        nothing but read and write through the transaction, which comes before its other arguments, so that it can be
+        repeated. When the connection was lost at the commit, it is repeated though it may be in force already.
 
         Raises:
             DatabaseUnavailableError: The database stays away. `work` may be in force.
         """
-        return await self._repeated(work, read_only=False)
+        return await self._repeated(lambda transaction: work(transaction, *args, **kwargs), read_only=False)
 
-    async def read(self, work: Callable[[Transaction], T]) -> T:
-        """Do `work`, which only reads, in a transaction that makes nobody wait; again as in `write`.
-
-        Raises:
-            DatabaseUnavailableError: The database stays away.
-        """
-        return await self._repeated(work, read_only=True)
+    async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do `work`, which only reads, in a transaction that makes nobody wait; again, and errors, as in `write`."""
+        return await self._repeated(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
 
     async def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool) -> T:
         attempts = _Attempts()
@@ -155,29 +135,19 @@ class Store:
 
         Raises:
             DatabaseNotReadyError: It was made by a newer version.
-            DatabaseUnavailableError: It cannot be reached.
         """
         found = await self.current_revision()
         _refuse_newer(found, self.description)
-        if self.file is not None and found not in (None, migrations.head()):
-            await asyncio.to_thread(_back_up, self.file)
+        if self.is_sqlite and found not in (None, migrations.HEAD):
+            await asyncio.to_thread(back_up, Path(self._database.url.database or ""))
         await self._run(migrations.upgrade)
 
     def migration_sql(self) -> str:
         """The SQL that makes this version's schema in an empty database of this kind."""
-        return migrations.upgrade_sql(self._dialect)
-
-    @property
-    def needed_revision(self) -> str:
-        """The revision of the schema that this version needs."""
-        return migrations.head()
+        return migrations.upgrade_sql(self._database.url.get_backend_name())
 
     async def current_revision(self) -> str | None:
-        """The revision of the database's schema, or None for an empty database.
-
-        Raises:
-            DatabaseUnavailableError: It cannot be reached.
-        """
+        """The revision of the database's schema, or None for an empty database; errors as in `read`."""
         return await self._run(migrations.current, read_only=True)
 
     async def check_schema(self) -> None:
@@ -185,14 +155,13 @@ class Store:
 
         Raises:
             DatabaseNotReadyError: It has another one, or none.
-            DatabaseUnavailableError: It cannot be reached.
         """
         found = await self.current_revision()
         _refuse_newer(found, self.description)
-        if found != migrations.head():
+        if found != migrations.HEAD:
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
-                f"{migrations.head()}; run: bso-server db upgrade --database-url '{self.description}'"
+                f"{migrations.HEAD}; run: bso-server db upgrade --database-url '{self.description}'"
             )
 
     async def close(self) -> None:
@@ -210,11 +179,9 @@ class SyncStore:
     store in the same thread. Neither can wait for the other: the transaction is rolled back, and begun again after that
     of the handler.
 
-    What a server logs at INFO is not logged here, unless the user has set a level for its logger.
-
-    Args:
-        file: The file. Its busy timeout is how long the thread takes no signal while another process has the lock.
-        lock: Held during each attempt at a transaction, and not between two of them; reentrant.
+    What a server logs at INFO is not logged here, unless the user has set a level for its logger. The file's busy
+    timeout is how long the thread takes no signal while another process has it locked. `lock`, which is reentrant, is
+    held during each attempt at a transaction, and not between two of them.
     """
 
     def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:
@@ -226,11 +193,7 @@ class SyncStore:
         self._is_broken_in = False
 
     def write(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
-        """Do `work` in a transaction; see `Store.write`.
-
-        Args:
-            work: As in `Store.write`.
-            timeout_s: Seconds after which another process that has the file locked is waited for no longer.
+        """Do `work` in a transaction as `Store.write` does; another process is waited for `timeout_s` seconds at most.
 
         Raises:
             DatabaseUnavailableError: The file is locked for so long, or cannot be read or written.
@@ -307,10 +270,10 @@ class SyncStore:
         try:
             connection = self._connection = self._file.connect()
             found = self._file.run(connection, migrations.current, read_only=True)
-            if found != migrations.head():
+            if found != migrations.HEAD:
                 _refuse_newer(found, _described(self._file.url))
                 if found is not None:
-                    _back_up(self._file.path)
+                    back_up(self._file.path)
                 with _unlogged():
                     self._file.run(connection, migrations.upgrade)
         except BaseException:
@@ -359,13 +322,9 @@ def _described(url: URL) -> str:
 
 
 def _refuse_newer(found: str | None, description: str) -> None:
-    if found is not None and not migrations.is_known(found):
+    if found is not None and found not in migrations.REVISIONS:
         raise DatabaseNotReadyError(
             f"the database {description} is at schema {found}, which this version does not know: it was made by a "
             f"newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema "
-            f"{migrations.head()})"
+            f"{migrations.HEAD})"
         )
-
-
-def _back_up(file: Path) -> None:
-    logger.info("the database was copied to %s before its schema is upgraded", back_up(file))

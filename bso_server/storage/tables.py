@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     Boolean,
@@ -15,6 +15,7 @@ from sqlalchemy import (
     DateTime,
     Dialect,
     Double,
+    Enum,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -65,27 +66,9 @@ class UtcDateTime(TypeDecorator[datetime]):
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
-MemberT = TypeVar("MemberT", bound=StrEnum)
-
-
-class Member(TypeDecorator[MemberT]):
+def _member_of(members: type[StrEnum], length: int) -> Enum:
     """A member of an enumeration, kept as its text."""
-
-    impl = String
-    cache_ok = True
-
-    def __init__(self, members: type[MemberT], length: int) -> None:
-        super().__init__(length)
-        self.members = members
-        self._by_text = {member.value: member for member in members}
-
-    def process_bind_param(self, value: MemberT | None, dialect: Dialect) -> str | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """Its text."""
-        return None if value is None else value.value
-
-    def process_result_value(self, value: str | None, dialect: Dialect) -> MemberT | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """The member."""
-        return None if value is None else self._by_text[value]
+    return Enum(members, native_enum=False, length=length, values_callable=lambda kind: [each.value for each in kind])
 
 
 # A trial's column and when it is written anew, beside its insertion: with each report, with each change of its state
@@ -103,6 +86,8 @@ jobs = Table(
     # The registration as JSON: immutable, read as a whole, compared as a whole.
     Column("spec", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
+    # `protocol.Fingerprint` as JSON; null while no training has told.
+    Column("fingerprint", Text),
     # Logical clock of the job: one tick per dispatch and per ending.
     Column("event_count", Integer, nullable=False),
     # State of the job's random generator as JSON; null before its first draw and for jobs without a seed.
@@ -127,17 +112,17 @@ trials = Table(
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("trial_number", Integer, primary_key=True, autoincrement=False),
     Column("batch_size", Integer, nullable=False),
-    Column("state", Member(TrialState, 16), nullable=False, info=STATE),
-    Column("origin", Member(Origin, 16), nullable=False),
+    Column("state", _member_of(TrialState, 16), nullable=False, info=STATE),
+    Column("origin", _member_of(Origin, 16), nullable=False),
     Column("reason", Text, nullable=False),
     Column("message", Text, info=REPORT),
-    Column("end_reason", Member(EndReason, 32), info=STATE),
+    Column("end_reason", _member_of(EndReason, 32), info=STATE),
     Column("started_at", UtcDateTime, nullable=False),
     Column("started_event", Integer, nullable=False),
     Column("reported_at", UtcDateTime, info=REPORT),
     Column("ended_at", UtcDateTime, info=STATE),
     Column("ended_event", Integer, info=STATE),
-    # The last report: totals since the trial began. Null before the first.
+    # Totals since the trial began, as of the last report. Null before the first.
     Column("time_s", Double, info=REPORT),
     Column("energy_j", Double, info=REPORT),
     Column("energy_source", String(255), info=REPORT),
@@ -145,20 +130,14 @@ trials = Table(
     Column("metric", Double, info=REPORT),
     Column("report_count", Integer, nullable=False, info=REPORT),
     Column("longest_gap_s", Double, nullable=False, info=REPORT),
-    # Liveness: a running or suspended trial that is not heard of by then is abandoned.
     Column("lease_expires_at", UtcDateTime, info=REPORT),
     Column("heartbeats", Boolean, nullable=False, info=STATE),
-    # What the first report said. Null before it.
     Column("first_epoch", Double, info=REPORT),
     Column("first_cost_j", Double, info=REPORT),
-    # Policy `gp_voi` stops the trial after so many epochs; null until it is decided, and for other policies.
     Column("epoch_bound", Integer, info=STATE),
     Column("epoch_bound_reason", Text, info=STATE),
-    # Made by the client, so that a repeated request finds the trial that the first one started.
     Column("idempotency_key", String(255)),
-    # The token that dispatched it; null where the server asked for none.
     Column("owner", String(16)),
-    # The power limit that it was trained under, of how many that were known. Null for a training that looks for none.
     Column("power_limit_w", Double, info=POWER_LIMIT),
     Column("power_limits", Integer, info=POWER_LIMIT),
     Index("ix_trials_job_id_idempotency_key", "job_id", "idempotency_key", unique=True),
@@ -206,7 +185,7 @@ arms = Table(
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("batch_size", Integer, primary_key=True, autoincrement=False),
     Column("trials", Integer, nullable=False),
-    Column("infeasible", Member(EndReason, 32)),
+    Column("infeasible", _member_of(EndReason, 32)),
     Column("refitted", Boolean, nullable=False),
     # (trial number, cost) pairs as JSON.
     Column("window", Text, nullable=False),
@@ -214,13 +193,9 @@ arms = Table(
     # What policy `gp_voi` has learned, as JSON; null for other policies, and before anything is.
     Column("belief", Text),
     *(
-        column
+        Column(f"{name}_{part}", kind, nullable=False)
         for name in ("explored", "observed", "completed")
-        for column in (
-            Column(f"{name}_count", Integer, nullable=False),
-            Column(f"{name}_mean", Double, nullable=False),
-            Column(f"{name}_squared_deviations", Double, nullable=False),
-        )
+        for part, kind in (("count", Integer), ("mean", Double), ("squared_deviations", Double))
     ),
     **_MYSQL,
 )

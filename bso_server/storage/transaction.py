@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -31,8 +31,6 @@ from bso_server.core.history import Arm, bandit_entered_from_the_start
 from bso_server.core.model import OBSERVED, UNCOUNTED, TrialKey, TrialRecord
 from bso_server.storage.rows import (
     TRIAL,
-    TRIAL_AT_POWER_LIMIT,
-    TRIAL_AT_REPORT,
     TRIAL_AT_TRANSITION,
     StoredEpoch,
     StoredJob,
@@ -40,7 +38,6 @@ from bso_server.storage.rows import (
     TrialColumns,
     arm_from,
     arm_row,
-    config_of,
     epoch_row,
     job_from,
     job_row,
@@ -73,7 +70,7 @@ class Transaction:
         self._log: list[tuple[object, ...]] = []
 
     def log(self, message: str, *arguments: object) -> None:
-        """Have a line logged once the transaction is in force; one that is rolled back or repeated says nothing."""
+        """Have a line logged once the transaction is in force."""
         self._log.append((message, *arguments))
 
     def write_log(self) -> None:
@@ -87,16 +84,16 @@ class Transaction:
 
     def job(self, job_id: str) -> StoredJob | None:
         """The job, or None."""
-        return self._one_job(select(jobs).where(jobs.c.job_id == job_id))
+        return self._jobs(select(jobs).where(jobs.c.job_id == job_id)).get(job_id)
 
     def locked_job(self, job_id: str) -> StoredJob | None:
         """The job, or None; other writers wait."""
-        return self._one_job(select(jobs).where(jobs.c.job_id == job_id).with_for_update())
+        return self.locked_jobs([job_id]).get(job_id)
 
     def locked_jobs(self, job_ids: Collection[str]) -> dict[str, StoredJob]:
         """Those of these jobs that exist; other writers wait."""
-        statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id).with_for_update()
-        return {row["job_id"]: job_from(row) for row in self._connection.execute(statement).mappings()}
+        statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id)
+        return self._jobs(statement.with_for_update())
 
     def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
@@ -138,22 +135,21 @@ class Transaction:
         found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
         return sorted(found, key=lambda trial: trial.ended_event or 0)
 
-    def locked_expired_trials(self, job_id: str, now: datetime) -> list[TrialRecord]:
-        """The job's trials whose leases have run out, in order of dispatch; other writers wait.
+    def locked_expired_trials(self, job_id: str, now: datetime, latest: datetime) -> list[TrialRecord]:
+        """The job's trials whose leases have run out, or end after `latest`, in order of dispatch; other writers wait.
 
         A trial whose report is just being taken has a new lease by the time that its row can be had.
         """
-        return self._trials(trials.c.job_id == job_id, *_expired(now), lock=True)
+        return self._trials(trials.c.job_id == job_id, *_expired(now, latest), lock=True)
 
-    def jobs_with_expired_trials(self, now: datetime) -> list[str]:
+    def jobs_with_expired_trials(self, now: datetime, latest: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
-        statement = select(trials.c.job_id).distinct().where(*_expired(now)).order_by(trials.c.job_id)
+        statement = select(trials.c.job_id).distinct().where(*_expired(now, latest)).order_by(trials.c.job_id)
         return list(self._connection.execute(statement).scalars())
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
         """The trial that a request with this key started, or None."""
-        found = self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)
-        return found[0] if found else None
+        return next(iter(self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)), None)
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
         """The number of the size's trials that crashed, and whether one was ever measured to its end."""
@@ -176,16 +172,13 @@ class Transaction:
         Raises:
             JobExistsError: Another one has its id; the transaction is of no more use.
         """
-        row = {
-            "job_id": registration.job_id,
+        entered_at = bandit_entered_from_the_start(registration)
+        new = StoredJob(registration=registration, created_at=created_at, bandit_entered_at=entered_at, rng_state=None)
+        row = job_row(new) | {
             "job_id_prefix": registration.job_id_prefix,
             "policy": registration.policy.value,
-            "spec": registration.model_dump_json(),
+            "spec": registration.model_dump_json(exclude={"fingerprint"}),
             "created_at": created_at,
-            "event_count": 0,
-            "trial_count": 0,
-            "folded_event": 0,
-            "bandit_entered_event": bandit_entered_from_the_start(config_of(registration)),
         }
         try:
             self._connection.execute(insert(jobs).values(row))
@@ -196,12 +189,11 @@ class Transaction:
 
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save what may change of jobs whose rows this transaction has locked."""
-        self._update_many(jobs, [job_row(job) for job in changed], key=("job_id",))
+        self._update(jobs, [job_row(job) for job in changed])
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Replace what is remembered of these batch sizes of a locked job."""
-        rows = [{"job_id": job_id, **arm_row(arm)} for arm in changed]
-        self._update_many(arms, rows, key=("job_id", "batch_size"))
+        self._update(arms, [{"job_id": job_id, **arm_row(arm)} for arm in changed])
 
     def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
@@ -212,16 +204,13 @@ class Transaction:
         if added:
             self._connection.execute(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
 
-    def update_trials(self, changed: Iterable[TrialRecord]) -> None:
-        """Save what may change of trials whose rows this transaction has locked."""
-        self._update_trials(changed, TRIAL_AT_TRANSITION)
+    def update_trials(self, changed: Iterable[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
+        """Save what may change of trials whose rows this transaction has locked, or only these columns.
 
-    def update_progress(self, changed: Iterable[TrialRecord]) -> None:
-        """Save what a report changes of locked trials that were running and still are.
-
-        The columns that are left out stand in indexes, which a database would write anew for the same values.
+        `TRIAL_AT_REPORT` has those that a report changes of a trial that was running and still is: the others stand in
+        indexes, which a database would write anew for the same values.
         """
-        self._update_trials(changed, TRIAL_AT_REPORT)
+        self._update(trials, [columns.of(trial) for trial in changed])
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Add reports to the epochs of their trials."""
@@ -231,10 +220,6 @@ class Transaction:
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
         return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
-
-    def update_power_limit(self, trial: TrialRecord) -> None:
-        """Save the power limit of a locked trial."""
-        self._update_trials([trial], TRIAL_AT_POWER_LIMIT)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """That of the latest trial of this size which has left one, or None."""
@@ -252,7 +237,7 @@ class Transaction:
 
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
         """Replace the profile that a locked trial has left."""
-        self._update_many(power_profiles, [power_profile_row(changed)], key=("job_id", "trial_number"))
+        self._update(power_profiles, [power_profile_row(changed)])
 
     def delete_power_profiles_before(self, instant: datetime, *, limit: int) -> int:
         """Remove profiles that were stored before then, but for the newest of each size; as `delete_epochs_before`."""
@@ -274,8 +259,7 @@ class Transaction:
 
     def token(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""
-        found = self._tokens(select(tokens).where(tokens.c.token_id == token_id))
-        return found[0] if found else None
+        return next(iter(self._tokens(select(tokens).where(tokens.c.token_id == token_id))), None)
 
     def all_tokens(self) -> list[TokenRecord]:
         """Every token, oldest first."""
@@ -294,56 +278,54 @@ class Transaction:
     def _delete_some(
         self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
     ) -> int:
-        key = [column.name for column in table.primary_key]
         statement = select(*table.primary_key).where(dated < instant, *conditions)
         rows = self.rows(statement.order_by(dated).limit(limit))
         if rows:
             # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
-            condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
-            values = [{f"key_{name}": row[name] for name in key} for row in rows]
-            self._connection.execute(delete(table).where(*condition), values)
+            values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
+            self._connection.execute(delete(table).where(*_has_key(table)), values)
         return len(rows)
 
     def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
         return [token_from(row) for row in self.rows(statement)]
 
-    def _one_job(self, statement: Select[Any]) -> StoredJob | None:
-        row = self._connection.execute(statement).mappings().one_or_none()
-        return None if row is None else job_from(row)
+    def _jobs(self, statement: Select[Any]) -> dict[str, StoredJob]:
+        return {row["job_id"]: job_from(row) for row in self.rows(statement)}
 
     def _power_profile(self, *conditions: ColumnElement[bool]) -> StoredPowerProfile | None:
         """The one of the latest trial."""
         statement = select(power_profiles).where(*conditions).order_by(power_profiles.c.trial_number.desc()).limit(1)
-        found = self.rows(statement)
-        return power_profile_from(found[0]) if found else None
+        return next(map(power_profile_from, self.rows(statement)), None)
 
     def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
         statement = select(trials).where(*conditions)
-        rows = self._connection.execute(statement.with_for_update() if lock else statement).mappings()
+        rows = self.rows(statement.with_for_update() if lock else statement)
         # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
-        found = (trial_from(row) for row in rows)
-        return sorted(found, key=lambda trial: trial.trial_number)
+        return sorted(map(trial_from, rows), key=lambda trial: trial.trial_number)
 
-    def _update_trials(self, changed: Iterable[TrialRecord], columns: TrialColumns) -> None:
-        self._update_many(trials, [columns.of(trial) for trial in changed], key=("job_id", "trial_number"))
-
-    def _update_many(self, table: Table, rows: Sequence[Mapping[str, Any]], key: tuple[str, ...]) -> None:
+    def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
         if not rows:
             return
+        key = table.primary_key.columns
         values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
-        self._connection.execute(_update_of(table, key, tuple(rows[0])), values)
+        self._connection.execute(_update_of(table, tuple(rows[0])), values)
 
 
 @lru_cache(maxsize=64)
-def _update_of(table: Table, key: tuple[str, ...], names: tuple[str, ...]) -> Update:
+def _update_of(table: Table, names: tuple[str, ...]) -> Update:
     """The update of these columns in the row with this key. Putting it together costs more than running it."""
+    key = table.primary_key.columns
+    changed: dict[str, Any] = {name: bindparam(name) for name in names if name not in key}
+    return update(table).where(*_has_key(table)).values(changed)
+
+
+def _has_key(table: Table) -> Iterator[ColumnElement[bool]]:
     # A bound value may not have the name of a column that is set.
-    condition = (table.c[name] == bindparam(f"key_{name}") for name in key)
-    return update(table).where(*condition).values({name: bindparam(name) for name in names if name not in key})
+    return (column == bindparam(f"key_{column.name}") for column in table.primary_key)
 
 
-def _expired(now: datetime) -> tuple[ColumnElement[bool], ...]:
-    return trials.c.state.in_(ALIVE), trials.c.lease_expires_at < now
+def _expired(now: datetime, latest: datetime) -> tuple[ColumnElement[bool], ...]:
+    return trials.c.state.in_(ALIVE), or_(trials.c.lease_expires_at < now, trials.c.lease_expires_at > latest)
 
 
 _INSERT_EPOCHS = insert(epochs)

@@ -14,8 +14,11 @@ from sqlalchemy import Connection, text
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001",)
+REVISIONS = ("0001", "0002")
 """The revisions in `versions`, oldest first. Alembic itself is loaded only when there is something to migrate."""
+
+HEAD = REVISIONS[-1]
+"""The revision that this version needs."""
 
 logger = logging.getLogger("bso_server")
 
@@ -31,11 +34,11 @@ def upgrade(connection: Connection) -> None:
     """
     with _only_one(connection):
         before = current(connection)
-        if before == head():
+        if before == HEAD:
             return
         from alembic import command
 
-        logger.info("upgrading the database's schema from %s to %s", before or "nothing", head())
+        logger.info("upgrading the database's schema from %s to %s", before or "nothing", HEAD)
         config = _config()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
@@ -58,16 +61,6 @@ def current(connection: Connection) -> str | None:
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
     return revision
-
-
-def head() -> str:
-    """The revision that this version needs."""
-    return REVISIONS[-1]
-
-
-def is_known(revision: str) -> bool:
-    """Whether this version knows how to go on from a revision; it knows none that was made after it."""
-    return revision in REVISIONS
 
 
 def _config(output: io.StringIO | None = None) -> Config:

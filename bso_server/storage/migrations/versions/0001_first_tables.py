@@ -111,15 +111,11 @@ def upgrade() -> None:
         sa.Column("window", sa.Text, nullable=False),
         sa.Column("latest", sa.Text, nullable=False),
         sa.Column("belief", sa.Text),
-        sa.Column("explored_count", sa.Integer, nullable=False),
-        sa.Column("explored_mean", sa.Double, nullable=False),
-        sa.Column("explored_squared_deviations", sa.Double, nullable=False),
-        sa.Column("observed_count", sa.Integer, nullable=False),
-        sa.Column("observed_mean", sa.Double, nullable=False),
-        sa.Column("observed_squared_deviations", sa.Double, nullable=False),
-        sa.Column("completed_count", sa.Integer, nullable=False),
-        sa.Column("completed_mean", sa.Double, nullable=False),
-        sa.Column("completed_squared_deviations", sa.Double, nullable=False),
+        *(
+            sa.Column(f"{name}_{part}", kind, nullable=False)
+            for name in ("explored", "observed", "completed")
+            for part, kind in (("count", sa.Integer), ("mean", sa.Double), ("squared_deviations", sa.Double))
+        ),
         **_MYSQL,
     )
     op.create_table(
