@@ -24,6 +24,7 @@ from bso_server.api.openapi import OpenApiDocument
 from bso_server.api.report import report_route
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.service.queries import JobReader
 from bso_server.service.security import Authenticator
 from bso_server.service.tokens import Tokens
@@ -37,29 +38,19 @@ logger = logging.getLogger("bso_server")
 
 
 def create_app(settings: Settings | None = None) -> Litestar:
-    """Build the application.
-
-    Args:
-        settings: How to run; read from the environment when None.
+    """Build the application, by the environment if no settings are given.
 
     Raises:
         ValueError: The database cannot be used.
     """
     settings = settings or Settings()
     store = store_of(settings)
-    service = BatchSizeService(store, leases=settings.leases, crash_retries=settings.crash_retries)
+    service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
     authenticator = Authenticator(tokens, insecure=settings.insecure)
     request_counts = MemoryStore()
     rate_limit = settings.rate_limit_per_minute
-
     reader = JobReader(store)
-
-    def provide_service() -> BatchSizeService:
-        return service
-
-    def provide_reader() -> JobReader:
-        return reader
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
@@ -76,8 +67,8 @@ def create_app(settings: Settings | None = None) -> Litestar:
     return Litestar(
         route_handlers=[*HANDLERS, report_route(service, settings.max_body_bytes)],
         dependencies={
-            "service": Provide(provide_service, sync_to_thread=False),
-            "reader": Provide(provide_reader, sync_to_thread=False),
+            "service": Provide(lambda: service, sync_to_thread=False),
+            "reader": Provide(lambda: reader, sync_to_thread=False),
         },
         middleware=[
             *([] if rate_limit is None else [_rate_limit(rate_limit)]),
@@ -109,11 +100,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
 
 
 def store_of(settings: Settings) -> Store:
-    """The database that the settings name.
-
-    Raises:
-        ValueError: It cannot be used.
-    """
+    """The database that the settings name; `ValueError` if it cannot be used."""
     password = settings.db_password
     database = open_database(
         settings.database_url,
@@ -127,9 +114,7 @@ def store_of(settings: Settings) -> Store:
 async def prepare(store: Store, *, migrate: bool = False) -> None:
     """Make sure that the database has this version's schema.
 
-    Args:
-        store: The database. A SQLite file, which has one owner, is migrated in any case.
-        migrate: Migrate other databases, too; without it, changing their schema is left to their operator.
+    A SQLite file, which has one owner, is migrated in any case; without `migrate`, others are left to their operator.
 
     Raises:
         DatabaseNotReadyError: It has another schema.

@@ -47,6 +47,10 @@ class IllegalTransitionError(BsoError):
     """A trial cannot go from the state it is in to the one asked for."""
 
 
+class InvalidJobError(BsoError):
+    """A job that cannot be served."""
+
+
 class InvalidReportError(BsoError):
     """A report contradicts itself, its trial, or what the trial reported before."""
 

@@ -17,7 +17,6 @@ from bso_server.core.job import LeasePolicy
 PREFIX = "ZEUS_BSO_"
 ENV_FILE = ".env"
 
-
 # Seconds; three years and more would only overflow dates.
 Lease = Annotated[float, Field(gt=0, le=1e8)]
 
@@ -108,12 +107,7 @@ def problems(error: ValidationError) -> str:
 
 
 def source_of(name: str, arguments: Mapping[str, Any]) -> str:
-    """The source of a setting's value: ``argument``, ``environment``, ``.env`` or ``default``.
-
-    Args:
-        name: The setting.
-        arguments: What was given on the command line.
-    """
+    """The source of a setting's value: ``argument`` (of the command line), ``environment``, ``.env`` or ``default``."""
     variable = variable_of(name).casefold()
     if name in arguments:
         return "argument"

@@ -15,8 +15,9 @@ import pytest
 
 from bso_server.cli import main as bso_server_main
 from bso_server.settings import Settings
+from tests.support import warm
 from tests.support.jobs import job
-from tests.support.servers import Server, bso_server, free_port, wait_until_up
+from tests.support.servers import NEEDED, Server, bso_server, free_port, wait_until_up
 from zeus_plugins.cli import main as zeus_plugins_main
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult, TrialView
@@ -168,14 +169,8 @@ def test_serve_without_arguments_keeps_its_database_in_the_users_data_directory(
     clean_environment: dict[str, str], tmp_path: Path
 ) -> None:
     port, log = free_port(), tmp_path / "log"
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bso_server", "serve"],
-            env={**clean_environment, "ZEUS_BSO_SERVER_PORT": str(port)},
-            cwd=tmp_path,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+    environ = {**clean_environment, "ZEUS_BSO_SERVER_PORT": str(port)}
+    process = warm.start("bso_server", "serve", modules=NEEDED, output=log, environ=environ, folder=tmp_path)
     try:
         wait_until_up(process, f"http://127.0.0.1:{port}", log)
     finally:

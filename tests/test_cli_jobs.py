@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sqlite3
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import httpx
 import pytest
 
 from bso_server.cli import main
-from bso_server.cli.common import TOKEN_VARIABLE
+from bso_server.cli.common import SERVER_URL_VARIABLE, TOKEN_VARIABLE
+from tests.support import service
 from tests.support.jobs import job
 from tests.support.servers import Server, free_port
 from tests.support.wire import begin, reached, report
@@ -54,6 +57,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 @pytest.fixture(autouse=True)
 def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(SERVER_URL_VARIABLE, raising=False)
 
 
 @pytest.fixture(params=["--database-url", "--server-url"])
@@ -127,6 +131,26 @@ class TestShow:
         shown = json.loads(out)
         assert [trial["trial_number"] for trial in shown["trials"]] == every
         assert shown == httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
+
+
+class TestWhereToLook:
+    def test_in_the_environments_server_unless_told_otherwise(
+        self, run: Any, server: Server, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'other.sqlite3'}")
+        for url in (f" {server.url}\n", f"embedded://{server.database_url.removeprefix('sqlite:///')}"):
+            monkeypatch.setenv(SERVER_URL_VARIABLE, url)
+            assert job_id in run("jobs", "list")[1]
+            assert job_id in run("jobs", "show", job_id)[1]
+        monkeypatch.setenv(SERVER_URL_VARIABLE, f"http://127.0.0.1:{free_port()}")
+        assert_failed(run("jobs", "list"), "no answer from")
+        assert job_id in run("jobs", "list", "--server-url", server.url)[1]
+        assert job_id in run("jobs", "list", "--database-url", server.database_url)[1]
+
+    def test_simulate_too(self, run: Any, server: Server, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(SERVER_URL_VARIABLE, server.url)
+        status, out, _ = run("simulate", "--job", job_id, "--seeds", "1", "--recurrences", "2")
+        assert (status, "took" in out) == (0, True), out
 
 
 def numbers_in(table: str) -> list[int]:
@@ -234,6 +258,41 @@ class TestDelete:
         assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
         assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
         assert_failed(run("jobs", "delete", job_id, *source), f"unknown job '{job_id}'")
+
+
+def test_a_trial_is_set_aside(run: Any, server: Server, job_id: str, source: list[str]) -> None:
+    assert run("jobs", "discard", job_id, 1, *source) == (0, f"trial 1 of job {job_id} is set aside\n", "")
+    job = shown(server, job_id)
+    assert [(trial["state"], trial["end_reason"]) for trial in job["trials"]] == [
+        ("withdrawn", "discarded"),
+        ("running", None),
+    ]
+    assert "it was completed (target reached" in job["trials"][0]["message"]
+    assert (job["min_cost_j"], [arm["n"] for arm in job["arms"]]) == (None, [0] * len(job["arms"]))
+    assert_failed(run("jobs", "discard", job_id, 2, *source), "trial 2 is running, and only one that has ended")
+    assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
+
+
+def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+    async def use(job: service.Server) -> None:
+        await job.reach(await job.suggest(), 500.0)
+        await job.suggest()
+
+    service.serve(database, use)
+    at = ["--database-url", database]
+    assert run("db", "verify", *at) == (0, "1 jobs are remembered as their trials say\n", "")
+    assert json.loads(run("db", "verify", "--json", *at)[1]) == {"jobs": 1, "differences": {}}
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
+        file.execute("UPDATE arms SET trials = 7 WHERE batch_size = 16")
+        file.execute("UPDATE jobs SET min_cost_j = 1e-9")
+        file.commit()
+    status, out, err = run("db", "verify", *at)
+    assert (status, "arm 16 is Arm(batch_size=16, trials=7" in out, "cheapest trial" in out) == (1, True, True)
+    assert err.startswith("bso-server: 1 of 1 jobs are remembered otherwise")
+    status, out, _ = run("db", "verify", "--json", *at)
+    assert (status, [len(said) for said in json.loads(out)["differences"].values()]) == (1, [2])
 
 
 class TestTokens:

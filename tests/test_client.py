@@ -115,13 +115,13 @@ REQUESTS = {
         lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
         None,
         "PATCH /trials",
-        DISPATCH | {"outcome": "failed", "detail": None},
+        DISPATCH | {"outcome": "failed", "ended_early": False, "detail": None},
     ),
     "end_trial otherwise": (
         lambda client: client.end_trial(TRIAL, Ending(outcome=TrialState.SUSPENDED, detail="the node was needed")),
         None,
         "PATCH /trials",
-        DISPATCH | {"outcome": "suspended", "detail": "the node was needed"},
+        DISPATCH | {"outcome": "suspended", "ended_early": False, "detail": "the node was needed"},
     ),
     "heartbeat": (
         lambda client: client.heartbeat(TRIAL),
@@ -597,3 +597,38 @@ def test_without_a_server_url_the_server_in_this_process_is_meant(
 ) -> None:
     monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
     assert client_from_environment(environ=environ).server_url == f"embedded://{tmp_path / 'bso.sqlite3'}"
+
+
+# --- a server that fails, and one that is away ------------------------------------------------------------------------
+
+
+def faults_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_three_errors_of_the_server_itself_are_told_once_and_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    client = client_of(Recorder(500, json={"message": "OverflowError in gp_voi"})).with_retries(NO_RETRIES)
+    for told in (0, 0, 1, 1, 1):
+        # Heartbeats are sent by copies of the training's client.
+        with client.with_retries(NO_RETRIES) as copy, pytest.raises(ZeusBSORuntimeError):
+            copy.suggest("mnist-1")
+        assert len(faults_told(caplog)) == told
+    (warning,) = faults_told(caplog)
+    assert "http://bso:8000 FAILS" in warning
+    assert "3 requests" in warning
+    assert "500" in warning
+    assert "OverflowError in gp_voi" in warning
+
+
+@pytest.mark.parametrize("trouble", [502, 503, 504, 429, httpx.ConnectError])
+def test_a_server_that_is_away_is_not_said_to_fail(
+    trouble: int | type[httpx.TransportError], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeusBSORuntimeError):
+        Troubled(*[trouble] * 4).client().suggest("mnist-1")
+    assert faults_told(caplog) == []
+
+
+def test_the_repetitions_of_one_request_count(caplog: pytest.LogCaptureFixture) -> None:
+    assert Troubled(500, 500, 500, 200).client().suggest("mnist-1").trial_number == 3
+    assert len(faults_told(caplog)) == 1

@@ -265,7 +265,8 @@ def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene)
     ("current_epoch", "2.5", "current_epoch"),
 )
 def test_a_report_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
-    good = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+    # By our client: Zeus's does not say how it measured, and its ranks may be behind each other.
+    good = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3, "energy_source": None}
     body = with_token({**scene.running, **good}, field, token)
     with scene.nothing_stored():
         status = 400 if named == "body" else 422
@@ -321,8 +322,13 @@ def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, 
 )
 def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[str, float]) -> None:
     with scene.nothing_stored():
-        answer = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
+        answer = scene.http.post("/report", json={**scene.ended, **scene.final, **other, "energy_source": None})
         assert_refused(answer, 409, "trial_number")
+        # Zeus's client does not say how it measured, and reports from every rank.
+        of_zeus = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
+    told = of_zeus.json()
+    assert (of_zeus.status_code, told.pop("message")) == (200, f"already reported: {scene.verdict['message']}")
+    assert told == {name: value for name, value in scene.verdict.items() if name != "message"}
     assert "trial 1 has ended (completed)" in answer.json()["message"]
 
 
@@ -406,8 +412,7 @@ def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str,
 @pytest.mark.parametrize("query", [*(pytest.param(f"?job_id={it}", id=name) for name, it in IN_URL.items()), ""])
 def test_an_id_in_a_query_that_no_job_can_have(scene: Scene, method: str, path: str, query: str) -> None:
     with scene.nothing_stored():
-        # Python's patterns let a newline pass at the end; no job has such an id all the same.
-        assert_refused(scene.http.request(method, path + query), 404 if query.endswith("%0A") else 422, "job_id")
+        assert_refused(scene.http.request(method, path + query), 422, "job_id")
 
 
 # --- Idempotency-Key --------------------------------------------------------------------------------------------------

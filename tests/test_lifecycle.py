@@ -76,6 +76,26 @@ def test_the_reaper_finds_silent_trials_without_a_request(database_url: str) -> 
     serve(database_url, use)
 
 
+def test_a_lease_of_a_clock_that_was_ahead_ends_as_others_do(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(server: Server) -> None:
+        server.wait(365 * 24 * HOUR_S)
+        await server.suggest()
+        server.wait(-365 * 24 * HOUR_S)
+        with caplog.at_level("INFO", logger="bso_server"):
+            assert await server.service.reap() == 0
+        assert "trial 1: the clock was ahead" in caplog.text
+        server.wait(HOUR_S - 1)
+        assert await server.service.reap() == 0
+        assert await server.states() == [TrialState.RUNNING]
+        server.wait(2)
+        assert await server.service.reap() == 1
+        assert await server.states() == [TrialState.ABANDONED]
+
+    serve(database_url, use)
+
+
 def test_reports_renew_the_lease_for_as_long_as_epochs_take(database_url: str) -> None:
     async def use(server: Server) -> None:
         trial = await server.suggest()
@@ -96,7 +116,7 @@ def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(database_url: str) 
         trial = await server.suggest()
         for _ in range(3):
             server.wait(179)
-            beat = await server.service.heartbeat(beat_of(trial))
+            beat = await server.service.run(server.service.commands.heartbeat, beat_of(trial))
             assert (beat.state, beat.lease_s, beat.interval_s) == (TrialState.RUNNING, 180, 30)
         server.wait(181)
         assert (await server.suggest()).origin == "exploration"
@@ -108,7 +128,7 @@ def test_heartbeats_keep_a_trial_alive_and_shorten_its_lease(database_url: str) 
 def test_one_heartbeat_that_only_asks_leaves_the_lease_long(database_url: str) -> None:
     async def use(server: Server) -> None:
         trial = await server.suggest()
-        beat = await server.service.heartbeat(beat_of(trial, regular=False))
+        beat = await server.service.run(server.service.commands.heartbeat, beat_of(trial, regular=False))
         assert (beat.state, beat.lease_s) == (TrialState.RUNNING, 3600)
         server.wait(3599)
         assert await server.service.reap() == 0
@@ -154,7 +174,7 @@ def test_nothing_is_heard_of_trials_that_never_were(database_url: str) -> None:
     async def use(server: Server) -> None:
         nobody = TrialId(job_id=server.job_id, batch_size=16, trial_number=1)
         with pytest.raises(UnknownTrialError):
-            await server.service.heartbeat(beat_of(nobody))
+            await server.service.run(server.service.commands.heartbeat, beat_of(nobody))
         with pytest.raises(UnknownTrialError):
             await server.end(nobody)
 
@@ -171,7 +191,7 @@ def test_a_preempted_trial_goes_on(database_url: str) -> None:
         await server.end(trial, TrialState.SUSPENDED)
         server.wait(20 * HOUR_S)
         assert (await server.suggest()).origin == "concurrent"  # its exploration is still to come
-        assert (await server.service.heartbeat(beat_of(trial))).state is TrialState.RUNNING
+        assert (await server.service.run(server.service.commands.heartbeat, beat_of(trial))).state is TrialState.RUNNING
         await server.reach(trial, 200)
         assert (await server.states())[0] is TrialState.COMPLETED
 
@@ -427,7 +447,9 @@ def test_an_offline_trial_that_cannot_be_is_refused(database_url: str) -> None:
         with pytest.raises(InvalidReportError, match=r"trial 1 .* has batch size 32, not 16"):
             await server.offline(16, "key")
         with pytest.raises(UnknownJobError):
-            await server.service.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key")
+            await server.service.run(
+                server.service.commands.record_offline, OfflineTrial(job_id="nobody", batch_size=8), "key"
+            )
         assert len((await server.show()).trials) == 1
 
     serve(database_url, use)
@@ -440,7 +462,7 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     job = transaction.job(job_id)
     assert job is not None
     trials = transaction.all_trials(job_id)
-    replayed = History.of(job.config, trials, job.survivors)
+    replayed = History.of(job.registration, trials, job.survivors)
     remembered, _ = load_history(transaction, job)
     assert remembered.arms == replayed.arms
     assert remembered.cheapest == replayed.cheapest
@@ -468,7 +490,7 @@ def test_caches_equal_a_replay_of_the_trials(
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
         await server.store.read(lambda transaction: assert_caches_equal_a_replay(transaction, server.job_id))
 
-    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds, policy=policy)
+    serve(database_url, use, window_size=window_size, mab_num_explorations=1, num_pruning_rounds=rounds, policy=policy)
 
 
 @pytest.fixture(autouse=True)

@@ -43,6 +43,7 @@ ROUTES = [
     ("GET", "/api/jobs/{job_id}/trials"),
     ("GET", "/api/jobs/{job_id}/trials.csv"),
     ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
+    ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
     ("GET", "/api/jobs/{job_id}/arms"),
     ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/events"),

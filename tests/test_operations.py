@@ -7,31 +7,35 @@ import asyncio
 import os
 import re
 import sqlite3
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
+import alembic.command
 import httpx
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, insert, text
 from sqlalchemy.engine import make_url
 
 from bso_server.cli.common import CommandError, settings_of
 from bso_server.core.job import LeasePolicy
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.settings import Settings
 from bso_server.storage import database, migrations
 from bso_server.storage.database import open_database
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.store import Store
-from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS
+from bso_server.storage.tables import jobs
+from tests.support import warm
+from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, SQLITE_DRIVERS, empty_database
 from tests.support.jobs import job
-from tests.support.servers import SERVER_START_S, Server, bso_server, free_port
+from tests.support.servers import NEEDED, SERVER_START_S, Server, bso_server, free_port
 from tests.support.wire import begin
+from zeus_plugins.protocol import Fingerprint, JobRegistration
 
 KEPT = job(job_id="kept-1")
 
@@ -132,12 +136,44 @@ def test_the_revisions_are_known_without_alembic() -> None:
     assert tuple(script.revision for script in scripts)[::-1] == migrations.REVISIONS
 
 
-def test_two_upgrades_at_once(database_url: str) -> None:
-    command = [sys.executable, "-m", "bso_server", "db", "upgrade", "--database-url", database_url]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+@pytest.mark.parametrize("kind", DATABASES)
+def test_jobs_of_the_first_schema_are_found_and_get_a_fingerprint(kind: str, tmp_path: Path) -> None:
+    registration = JobRegistration(**KEPT)
+
+    def first_schema(connection: Connection) -> None:
+        assert migrations.current(connection) is None
+        config = migrations._config()
+        config.attributes["connection"] = connection
+        alembic.command.upgrade(config, migrations.REVISIONS[0])
+
+    def job_of_it(connection: Connection) -> None:
+        row = {"job_id": "kept-1", "job_id_prefix": "kept", "policy": "zeus", "spec": registration.model_dump_json()}
+        counts = dict.fromkeys(("event_count", "trial_count", "folded_event"), 0)
+        connection.execute(insert(jobs).values(**row, **counts, created_at=datetime.now(UTC)))
+
+    async def run(database_url: str) -> None:
+        store = Store(open_database(database_url))
+        try:
+            await store._run(first_schema)
+            await store._run(job_of_it)
+            await store.migrate()
+            service = BatchSizeService(store)
+            assert await service.register(registration) == (registration, False)
+            told = registration.with_fingerprint(Fingerprint(model="Net"))
+            assert await service.register(told) == (told, False)
+            assert await service.register(registration) == (told, False)
+        finally:
+            await store.close()
+
+    with empty_database(kind, tmp_path) as database_url:
+        asyncio.run(run(database_url))
+
+
+def test_two_upgrades_at_once(database_url: str, tmp_path: Path) -> None:
+    command, output = ["bso_server", "db", "upgrade", "--database-url", database_url], tmp_path / "output"
+    both = [warm.start(*command, modules=NEEDED, output=output) for _ in range(2)]
     for process in both:
-        _, errors = process.communicate()
-        assert process.returncode == 0, errors
+        assert process.wait() == 0, output.read_text()
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
@@ -160,7 +196,7 @@ def test_a_sqlite_file_is_copied_before_its_schema_changes(
     migrate()
     assert list(tmp_path.glob("*.backup")) == []
 
-    monkeypatch.setattr(migrations, "head", lambda: "9999")
+    monkeypatch.setattr(migrations, "HEAD", "9999")
     migrate()
 
     (copy,) = tmp_path.glob("*.backup")
@@ -250,14 +286,10 @@ def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
         "ZEUS_BSO_DB_USER": "zeus",
         "ZEUS_BSO_SERVER_PORT": "8001",
     }
-    shown = subprocess.run(
-        [sys.executable, "-m", "bso_server", "config", "show", "--database-url", "postgresql://me:quiet@host/db"],
-        env=environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    command = ["bso_server", "config", "show", "--database-url", "postgresql://me:quiet@host/db"]
+    done = warm.run(*command, modules=NEEDED, environ=environment, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
     assert "hush" not in shown
     assert "quiet" not in shown
     lines = shown.splitlines()
@@ -275,14 +307,8 @@ def test_user_and_password_fill_what_the_url_lacks() -> None:
 
 
 def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "bso_server", "serve", "--port", str(free_port())],
-        env={**os.environ, "ZEUS_BSO_LOG_LEVEL": "LOUD"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, environ = ["bso_server", "serve", "--port", str(free_port())], {**os.environ, "ZEUS_BSO_LOG_LEVEL": "LOUD"}
+    answer = warm.run(*command, modules=NEEDED, environ=environ, folder=tmp_path)
     assert answer.returncode == 1
     assert "ZEUS_BSO_LOG_LEVEL" in answer.stderr
     assert "Traceback" not in answer.stderr

@@ -20,8 +20,10 @@ from sqlalchemy.engine import URL, make_url
 
 from bso_server.errors import DatabaseNotReadyError
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
+from bso_server.storage.migrations import HEAD
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from tests.support.jobs import job
@@ -298,7 +300,7 @@ class TestHealth:
         assert get(http, "/health/ready") == {"status": "ok"}
 
     def test_version(self, http: httpx.Client) -> None:
-        assert get(http, "/version") == {"version": version("zeus-plugins"), "schema_revision": "0001"}
+        assert get(http, "/version") == {"version": version("zeus-plugins"), "schema_revision": HEAD}
 
     def test_another_schema_is_not_ready(self, server: Server) -> None:
         with closing(sqlite3.connect(make_url(server.database_url).database or "")) as connection:
@@ -344,7 +346,7 @@ def test_reading_stops_no_writer_and_sees_one_moment(http: httpx.Client, any_ser
     async def write() -> None:
         store = Store(open_database(any_server.database_url))
         try:
-            await BatchSizeService(store).suggest(job_id)
+            await BatchSizeService(store).run(Commands().suggest, job_id)
         finally:
             await store.close()
 

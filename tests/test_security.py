@@ -153,6 +153,7 @@ class TestTokens:
             ("GET", "/api/jobs/none/power_profiles", {"read", "report", "admin"}),
             ("DELETE", "/jobs?job_id=none", {"admin"}),
             ("POST", "/api/import", {"admin"}),
+            ("POST", "/api/jobs/none/trials/1/discard", {"admin"}),
         ],
     )
     def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:

@@ -93,7 +93,10 @@ def report(trial: dict[str, Any], *, cost_j: float, metric: float = 0.95, epoch:
     return (
         "POST",
         "/report",
-        {"json": identity | {"time": 1, "energy": cost_j, "metric": metric, "current_epoch": epoch}},
+        {
+            "json": identity
+            | {"time": 1, "energy": cost_j, "metric": metric, "current_epoch": epoch, "energy_source": "nvml"}
+        },
     )
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
-from bso_server.service import transfer
+from bso_server.service import queries, transfer
 from bso_server.service.loading import load_history
 from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
@@ -254,7 +254,7 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str
 
 async def imported(server: Server) -> Server:
     """A copy of the server's job under another id, on the same database and at the same time."""
-    export = await JobReader(server.store).export_job(server.job_id)
+    export = await JobReader(server.store).read(queries.export_job, server.job_id)
     copy = Server(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
     await copy.service.import_job(JobExport.model_validate_json(export.renamed(copy.job_id).model_dump_json()))
@@ -309,7 +309,7 @@ def test_whatever_a_job_lived_through_its_copy_decides_alike(
             for each in (server, copy):
                 each.wait(HOUR_S + 1)
 
-    serve(database_url, use, window_size=window_size, num_pruning_rounds=rounds, policy=policy)
+    serve(database_url, use, window_size=window_size, mab_num_explorations=1, num_pruning_rounds=rounds, policy=policy)
 
 
 def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
@@ -328,7 +328,7 @@ def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
 def test_an_import_is_whole_or_nothing(database_url: str) -> None:
     async def use(server: Server) -> None:
         await server.reach(await server.suggest())
-        export = await JobReader(server.store).export_job(server.job_id)
+        export = await JobReader(server.store).read(queries.export_job, server.job_id)
         with pytest.raises(JobConflictError):
             await server.service.import_job(export)
         assert await server.states() == [TrialState.COMPLETED]
@@ -338,7 +338,7 @@ def test_an_import_is_whole_or_nothing(database_url: str) -> None:
 
 def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) -> None:
     async def use(server: Server) -> None:
-        export = await JobReader(server.store).export_job(server.job_id)
+        export = await JobReader(server.store).read(queries.export_job, server.job_id)
         with pytest.raises(ValueError, match="does not start with job_id_prefix"):
             export.renamed("other")
         nameless = export.model_copy(update={"job": export.job.model_copy(update={"job_id": None})})
@@ -360,13 +360,13 @@ def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> None:
         before = await server.show()
 
         # Taken three, two and one hours ago.
-        assert await server.service.prune_epochs(timedelta(hours=4)) == 0
-        assert await server.service.prune_epochs(timedelta(hours=1.5)) == 2
-        left = (await reader.list_epochs(server.job_id, 1)).epochs
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=4)) == 0
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=1.5)) == 2
+        left = (await reader.read(queries.list_epochs, server.job_id, 1)).epochs
         assert [epoch.report_number for epoch in left] == [3]
-        assert await server.service.prune_epochs(timedelta(0)) == 1
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 1
         # The last one stands in the trial's own row.
-        assert (await reader.list_epochs(server.job_id, 1)).epochs == left
+        assert (await reader.read(queries.list_epochs, server.job_id, 1)).epochs == left
         assert await server.show() == before
 
     serve(database_url, use)
@@ -386,9 +386,9 @@ def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> None:
             return transaction.delete_epochs_before(server.now, limit=300)
 
         assert await server.store.write(delete) == 300
-        left = (await JobReader(server.store).list_epochs(server.job_id, 1)).epochs
+        left = (await JobReader(server.store).read(queries.list_epochs, server.job_id, 1)).epochs
         assert len(left) == 2200
-        assert await server.service.prune_epochs(timedelta(0)) == 2200
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 2200
 
     serve(database_url, use)
 

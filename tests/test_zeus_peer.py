@@ -101,6 +101,23 @@ def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str) -> No
     assert shown.job == JobRegistration.of(JobSpec(**JOB, policy=PolicyName.ZEUS), GPUS)
 
 
+def test_all_ranks_of_a_zeus_training_report(peer: Peer, url_for_zeus: str) -> None:
+    """Zeus's data-parallel loop: rank 0 asks, and every rank reports every epoch and hears when to stop."""
+    launches = [peer.train(url_for_zeus, JOB, EPOCHS, "--ranks", "4") for _ in SIZES]
+
+    assert [launch.batch_size for launch in launches] == SIZES
+    ends = ["finished", "ZeusBSOTrainFailError", "finished", "finished"]
+    assert [launch.ended.split() for launch in launches] == [[end] * 4 for end in ends]
+    with BsoClient(url_for_zeus) as client:
+        shown = client.show_job("peer")
+    assert [(trial.state, trial.energy_j, trial.epochs) for trial in shown.trials] == [
+        (TrialState.COMPLETED, 2 * EPOCH_J, 2),
+        (TrialState.EARLY_STOPPED, 5 * EPOCH_J, 5),
+        (TrialState.COMPLETED, EPOCH_J, 1),
+        (TrialState.COMPLETED, EPOCH_J, 1),
+    ]
+
+
 def test_a_zeus_client_that_leaves_ends_its_trial(peer: Peer, url_for_zeus: str) -> None:
     left = peer.train(url_for_zeus, JOB, EPOCHS, "--leave-after", "1")
     assert left == Launch(batch_size=16, ended="left", message=None)

@@ -9,11 +9,12 @@ from litestar.openapi.spec import SecurityRequirement
 from litestar.params import JSONBody
 
 from bso_server.api.auth import needs
-from bso_server.api.parameters import Reader, Service
+from bso_server.api.parameters import JobInPath, Reader, Service, TrialNumber
 from bso_server.api.responses import BODY, errors
 from bso_server.core.access import Scope
 from bso_server.service.messages import MAX_IMPORT_BYTES, JobExport, Liveness, VersionView
-from zeus_plugins.protocol import JobSummary, Paths
+from bso_server.service.queries import version_view
+from zeus_plugins.protocol import JobSummary, Paths, TrialView
 
 # In the OpenAPI document: no token is needed.
 _OPEN: list[SecurityRequirement] = [{}]
@@ -29,6 +30,18 @@ _OPEN: list[SecurityRequirement] = [{}]
 async def import_job(data: JSONBody[JobExport], service: Service) -> JobSummary:
     """Create a job with all its trials from what another server exported."""
     return await service.import_job(data)
+
+
+@post(
+    Paths.API_JOBS + "/{job_id:str}/trials/{trial_number:int}/discard",
+    summary="Set a trial aside",
+    opt=needs(Scope.ADMIN),
+    status_code=HTTPStatus.OK,
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
+async def discard_trial(job_id: JobInPath, trial_number: TrialNumber, service: Service) -> TrialView:
+    """Take a trial that has ended out of all that the job's decisions rest on; it stays to be seen, as withdrawn."""
+    return await service.run(service.commands.discard, job_id, trial_number)
 
 
 @get(Paths.HEALTH, summary="Whether the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))
@@ -51,6 +64,6 @@ async def ready(reader: Reader) -> Liveness:
 
 
 @get(Paths.VERSION, summary="What is running", opt=needs(None), security=_OPEN, responses=errors(always=()))
-async def show_version(reader: Reader) -> VersionView:
+async def show_version() -> VersionView:
     """The version of the server, and of the schema that it needs."""
-    return reader.version()
+    return version_view()

@@ -34,21 +34,15 @@ def needs(scope: Scope | None) -> dict[str, Any]:
 
 def needed_scope(handler: BaseRouteHandler) -> Scope | None:
     """The scope that a route asks for, or None where it asks for nothing."""
-    if _NEEDS in handler.opt:
-        stated: Scope | None = handler.opt[_NEEDS]
-        return stated
     reads = isinstance(handler, HTTPRouteHandler) and handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
-    return Scope.READ if reads else Scope.ADMIN
+    needed: Scope | None = handler.opt.get(_NEEDS, Scope.READ if reads else Scope.ADMIN)
+    return needed
 
 
 class AccessControl(ASGIMiddleware):
     """Lets a request through to its route, with its caller as the request's `user`, or raises.
 
     A guard would do, but Litestar copies the route's handler for each call of one, which costs more than the check.
-
-    Args:
-        authenticator: Knows callers.
-        allowed_hosts: Host names that the server answers to, as `security.require_allowed_host` takes them.
     """
 
     def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str]) -> None:
@@ -56,13 +50,7 @@ class AccessControl(ASGIMiddleware):
         self._allowed_hosts = allowed_hosts
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """See `ASGIMiddleware`.
-
-        Raises:
-            UntrustedHostError: The request was sent to a host name that is not served here.
-            UnauthenticatedError: It needs a token, and shows none or not a good one.
-            ForbiddenError: Its caller may not do that.
-        """
+        """See `ASGIMiddleware`; errors as of `Authenticator.identify`, and of the checks of `service.security`."""
         needed = needed_scope(scope["route_handler"])
         if needed is not None:
             headers = dict(scope["headers"])
@@ -79,6 +67,4 @@ class AccessControl(ASGIMiddleware):
 
 def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
     client = scope["client"]
-    if client is None or any(name in headers for name in _FORWARDED):
-        return None
-    return client[0]
+    return None if client is None or any(name in headers for name in _FORWARDED) else client[0]

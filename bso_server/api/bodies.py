@@ -16,16 +16,10 @@ Message = TypeVar("Message", bound=WireMessage)
 
 
 def require_json(content_type: str) -> None:
-    """Let no body through that says to be anything but JSON.
+    """Raise for a body whose ``Content-Type`` says to be anything but JSON.
 
     One that does not say what it is counts as JSON: Zeus's clients send nothing else. A page in a browser, on the other
     hand, may send text and forms to any server that its reader reaches, without asking that server first.
-
-    Args:
-        content_type: The header of that name, or nothing.
-
-    Raises:
-        HTTPException: The body says to be something else.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type not in ("", "application/json") and not media_type.endswith("+json"):
@@ -75,12 +69,7 @@ class BodyRequest(Request[Any, Any, Any]):
     """A request whose body, where it cannot be JSON at all, is the client's fault."""
 
     async def json(self) -> Any:
-        """The body, decoded.
-
-        Raises:
-            ClientException: It is no JSON, or nested deeper than anything here.
-            HTTPException: It says to be something else.
-        """
+        """The body, decoded; errors as in `require_json` and `decoded`."""
         require_json(self.headers.get("content-type", ""))
         try:
             return await super().json()

@@ -20,6 +20,7 @@ from bso_server.api.parameters import (
     TrialNumber,
 )
 from bso_server.api.responses import errors
+from bso_server.service import queries, views
 from bso_server.service.messages import (
     DEFAULT_PAGE,
     ArmList,
@@ -43,13 +44,13 @@ async def list_jobs(
     cursor: JobCursor = None,
 ) -> JobList:
     """A page of jobs, ordered by id as the database orders text."""
-    return await reader.list_jobs(prefix=prefix, stage=stage, limit=limit, cursor=cursor)
+    return await reader.read(queries.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
 async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PAGE) -> JobView:
     """One job with its arms, the number of its trials in each state, and the latest of them."""
-    return await reader.show_job(job_id, limit=limit)
+    return await reader.read(queries.show_job, job_id, limit=limit)
 
 
 @get(_JOB + "/trials", summary="List trials", responses=_ERRORS)
@@ -61,40 +62,40 @@ async def list_trials(
     cursor: TrialCursor = 0,
 ) -> TrialPage:
     """A page of the job's trials, in order of dispatch."""
-    return await reader.list_trials(job_id, state=in_state, limit=limit, cursor=cursor)
+    return await reader.read(queries.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
 async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
     """The knowledge of each of the job's batch sizes."""
-    return await reader.list_arms(job_id)
+    return await reader.read(queries.list_arms, job_id)
 
 
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
     """Every report of a trial that is kept, in order."""
-    return await reader.list_epochs(job_id, trial_number)
+    return await reader.read(queries.list_epochs, job_id, trial_number)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)
 async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventPage:
     """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
-    return await reader.list_events(job_id, since=since, limit=limit)
+    return await reader.read(queries.list_events, job_id, since=since, limit=limit)
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
 async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
     """The job's power-limit profiles, in order of dispatch."""
-    return await reader.list_power_profiles(job_id)
+    return await reader.read(queries.list_power_profiles, job_id)
 
 
 @get(_JOB + "/export", summary="Export a job", responses=_ERRORS)
 async def export_job(job_id: JobInPath, reader: Reader) -> JobExport:
     """Everything that is kept of the job, to be imported elsewhere."""
-    return await reader.export_job(job_id)
+    return await reader.read(queries.export_job, job_id)
 
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
     """All of the job's trials as a table, with a header line."""
-    return await reader.trials_csv(job_id)
+    return views.trials_csv((await reader.read(queries.show_job, job_id)).trials)

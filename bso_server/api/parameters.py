@@ -19,7 +19,8 @@ Reader = NamedDependency[JobReader]
 # The largest number that every database takes for an integer column.
 _LARGEST = 2**31 - 1
 
-_ID: dict[str, Any] = {"pattern": ID_PATTERN, "max_length": MAX_ID_LENGTH}
+# `$` matches before a line end, too, where Python looks for it.
+_ID: dict[str, Any] = {"pattern": ID_PATTERN + r"(?!\n)", "max_length": MAX_ID_LENGTH}
 _CURSOR: dict[str, Any] = {
     "name": "cursor",
     "description": "The next_cursor of the page before; absent: the first page.",

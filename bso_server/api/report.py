@@ -25,12 +25,7 @@ from zeus_plugins.protocol import Paths, ReportResponse, TrainingResult
 
 
 def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHandler:
-    """Make the route.
-
-    Args:
-        service: Takes the reports.
-        max_body_bytes: Size in bytes of the largest body that is read.
-    """
+    """Make the route, which reads bodies of at most so many bytes."""
 
     @asgi(Paths.REPORT, opt=needs(Scope.REPORT), copy_scope=False)
     async def report(scope: AsgiScope, receive: Receive, send: Send) -> None:
@@ -47,11 +42,7 @@ def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHan
 
 
 async def _body(receive: Receive, limit: int) -> bytes | None:
-    """The whole body, or None when the client has left before its end.
-
-    Raises:
-        RequestEntityTooLarge: It is larger than the limit.
-    """
+    """The whole body, or None when the client has left before its end."""
     body = b""
     while True:
         message = await receive()

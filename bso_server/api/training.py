@@ -57,7 +57,7 @@ async def suggest(
     job_id: JobInQuery, service: Service, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
-    return await service.suggest(job_id, idempotency_key, caller=request.user)
+    return await service.run(service.commands.suggest, job_id, idempotency_key, caller=request.user)
 
 
 @post(Paths.TRIALS, summary="Record a trial that began without the server", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
@@ -65,7 +65,7 @@ async def record_offline(
     data: JSONBody[OfflineTrial], service: Service, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
 ) -> TrialDispatch:
     """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
-    return await service.record_offline(data, idempotency_key, caller=request.user)
+    return await service.run(service.commands.record_offline, data, idempotency_key, caller=request.user)
 
 
 @patch(
@@ -76,19 +76,19 @@ async def record_offline(
 )
 async def end_trial(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
-    await service.end_trial(data, caller=request.user)
+    await service.run(service.commands.end_trial, data, caller=request.user)
 
 
 @patch(Paths.HEARTBEAT, summary="Keep a trial alive", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
-    return await service.heartbeat(data, caller=request.user)
+    return await service.run(service.commands.heartbeat, data, caller=request.user)
 
 
 @put(Paths.POWER_PROFILE, summary="Store a trial's power limits", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def store_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
-    await service.store_power_profile(data, caller=request.user)
+    await service.run(service.commands.store_power_profile, data, caller=request.user)
 
 
 @delete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging.config
 import os
 import re
@@ -20,6 +21,7 @@ from bso_server.cli.common import (
     add_command,
     given,
     settings_of,
+    take_server_from_environment,
     with_ready_store,
     with_store,
 )
@@ -27,7 +29,9 @@ from bso_server.cli.jobs import add_jobs_commands
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError
+from bso_server.service import queries
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.verification import differences
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 
@@ -35,6 +39,7 @@ from bso_server.storage.store import Store
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with one line on standard error."""
     options = _parser().parse_args(arguments)
+    take_server_from_environment(options)
     try:
         options.run(options)
     except DatabaseUnavailableError as error:
@@ -78,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     prune.add_argument(
         "--older-than", type=_age, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
+
+    verify = add_command(database, "verify", "compare what is remembered of each job with its trials", _db_verify)
+    verify.add_argument("--json", action="store_true", help="print JSON")
 
     config = commands.add_parser("config", help="look at the settings").add_subparsers(required=True, metavar="WHAT")
     add_command(config, "show", "every setting with its source", _config_show)
@@ -126,34 +134,53 @@ def _db_upgrade(options: argparse.Namespace) -> None:
             print(store.migration_sql())
             return
         await store.migrate()
-        print(f"{store.description} is at this version's schema")
+        await _say_ready(store)
 
     with_store(options, upgrade)
 
 
 def _db_check(options: argparse.Namespace) -> None:
-    async def check(store: Store) -> None:
-        await store.check_schema()
-        print(f"{store.description} is at this version's schema")
+    with_ready_store(options, _say_ready)
 
-    with_store(options, check)
+
+async def _say_ready(store: Store) -> None:
+    print(f"{store.description} is at this version's schema")
 
 
 def _db_current(options: argparse.Namespace) -> None:
-    async def current(store: Store) -> None:
-        print(await store.current_revision() or "none")
-
-    with_store(options, current)
+    print(with_store(options, Store.current_revision) or "none")
 
 
 def _db_prune(options: argparse.Namespace) -> None:
     async def prune(store: Store) -> None:
         service = BatchSizeService(store)
-        reports = await service.prune_epochs(options.older_than)
-        profiles = await service.prune_power_profiles(options.older_than)
+        reports = await service.prune(service.commands.prune_epochs, options.older_than)
+        profiles = await service.prune(service.commands.prune_power_profiles, options.older_than)
         print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
 
     with_ready_store(options, prune)
+
+
+def _db_verify(options: argparse.Namespace) -> None:
+    async def verify(store: Store) -> tuple[int, dict[str, list[str]]]:
+        jobs = (await store.read(queries.list_jobs, limit=None)).jobs
+        # A transaction for each: the jobs of a large database need not be of one moment.
+        found = {job.job_id: await store.read(differences, job.job_id) for job in jobs}
+        return len(jobs), {job_id: said for job_id, said in found.items() if said}
+
+    number, differing = with_ready_store(options, verify)
+    if options.json:
+        print(json.dumps({"jobs": number, "differences": differing}, indent=2))
+    else:
+        for job_id, said in differing.items():
+            print("\n  ".join([f"job {job_id}:", *said]))
+    if differing:
+        raise CommandError(
+            f"{len(differing)} of {number} jobs are remembered otherwise than their trials say: export, delete and "
+            "import such a job, and it is remembered anew"
+        )
+    if not options.json:
+        print(f"{number} jobs are remembered as their trials say")
 
 
 def _age(text: str) -> timedelta:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -13,11 +14,12 @@ from bso_server.app import store_of
 from bso_server.settings import Settings, problems
 from bso_server.storage.store import Store
 
-if TYPE_CHECKING:
-    # argparse keeps the name to itself.
-    from argparse import _SubParsersAction
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
+# As trainings read them.
+SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
+_EMBEDDED = "embedded:"
 
 T = TypeVar("T")
 
@@ -27,22 +29,14 @@ class CommandError(Exception):
 
 
 def add_command(
-    commands: _SubParsersAction[argparse.ArgumentParser],
+    commands: Commands,
     name: str,
     summary: str,
     run: Callable[[argparse.Namespace], None],
     *,
     or_server: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command that works on a database, to which the command line gives the URL.
-
-    Args:
-        commands: Where to add it.
-        name: The command.
-        summary: Its line in the help.
-        run: Does it.
-        or_server: Whether the command line may name a running server instead.
-    """
+    """Add a command that works on a database, or perhaps asks a server, to which the command line gives the URL."""
     parser = commands.add_parser(name, help=summary)
     add_source(parser, or_server=or_server)
     parser.set_defaults(run=run)
@@ -54,7 +48,20 @@ def add_source(parser: argparse.ArgumentParser, *, or_server: bool = True) -> No
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--database-url", help="SQLAlchemy URL (default: a SQLite file in the user's data directory)")
     if or_server:
-        source.add_argument("--server-url", help="ask this server instead of opening the database")
+        source.add_argument(
+            "--server-url", help=f"ask this server instead of opening the database (default: {SERVER_URL_VARIABLE})"
+        )
+
+
+def take_server_from_environment(options: argparse.Namespace) -> None:
+    """Have a command that may ask a server look where a training of the same environment would keep its jobs."""
+    url = os.environ.get(SERVER_URL_VARIABLE, "").strip()
+    if not url or not hasattr(options, "server_url") or (options.server_url or options.database_url) is not None:
+        return
+    if not url.startswith(_EMBEDDED):
+        options.server_url = url
+    elif path := url.removeprefix(_EMBEDDED).removeprefix("//"):
+        options.database_url = f"sqlite:///{path}"
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
@@ -63,11 +70,7 @@ def given(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings of a command.
-
-    Raises:
-        CommandError: One is wrong.
-    """
+    """The settings of a command, or `CommandError` if one is wrong."""
     try:
         return Settings(**given(options))
     except ValidationError as error:

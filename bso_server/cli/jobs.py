@@ -6,25 +6,23 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from bso_server.cli.common import TOKEN_VARIABLE, CommandError, add_command, with_ready_store
+from bso_server.cli.common import TOKEN_VARIABLE, CommandError, Commands, add_command, with_ready_store
 from bso_server.cli.tables import job_list_text, job_text
-from bso_server.service import views
+from bso_server.service import queries, views
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.messages import MAX_PAGE, JobExport
-from bso_server.service.queries import JobReader
-from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage
-
-if TYPE_CHECKING:
-    # argparse keeps the name to itself.
-    from argparse import _SubParsersAction
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
 
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialPage)
@@ -39,7 +37,7 @@ _LATEST = 20
 _LOGIN = re.compile("//[^/]*@")
 
 
-def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_jobs_commands(commands: Commands) -> None:
     """Add ``jobs`` with what can be done to them."""
     jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
 
@@ -70,13 +68,17 @@ def add_jobs_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> N
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
 
+    discard = add_command(jobs, "discard", "set aside a trial that ended with wrong numbers", _discard, or_server=True)
+    discard.add_argument("job_id", metavar="JOB")
+    discard.add_argument("trial_number", metavar="TRIAL", type=int)
+
     delete = add_command(jobs, "delete", "delete a job with all that is known of it", _delete, or_server=True)
     delete.add_argument("job_id", metavar="JOB")
 
 
 def _list(options: argparse.Namespace) -> None:
     if options.server_url is None:
-        jobs = with_ready_store(options, lambda store: JobReader(store).all_jobs())
+        jobs = with_ready_store(options, lambda store: store.read(queries.list_jobs, limit=None))
     else:
         pages = _pages(options, JobList, Paths.API_JOBS)
         jobs = JobList(jobs=tuple(job for page in pages for job in page.jobs))
@@ -84,14 +86,9 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
-    """The job that the command line names, from the server or the database that it names.
-
-    Args:
-        options: The command line.
-        limit: At most so many trials, the latest ones. None: all of them.
-    """
+    """The job that the command line names, with its latest trials, at most so many of them; None: all."""
     query = urlencode({"limit": MAX_PAGE if limit is None else limit})
-    view = _read(options, JobView, f"?{query}", lambda reader: reader.show_job(options.job_id, limit=limit))
+    view = _read(options, JobView, f"?{query}", partial(queries.show_job, job_id=options.job_id, limit=limit))
     if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
         return view
     pages = _pages(options, TrialPage, f"{_path_of_job(options)}/trials")
@@ -107,7 +104,7 @@ def _export(options: argparse.Namespace) -> None:
     if options.format == "csv":
         text = views.trials_csv(read_job(options).trials)
     else:
-        export = _read(options, JobExport, "/export", lambda reader: reader.export_job(options.job_id))
+        export = _read(options, JobExport, "/export", partial(queries.export_job, job_id=options.job_id))
         text = export.model_dump_json(indent=2) + "\n"
     if options.output is None:
         sys.stdout.write(text)
@@ -124,6 +121,20 @@ def _import(options: argparse.Namespace) -> None:
         answer = _ask(options, "POST", Paths.IMPORT, content=export.model_dump_json())
         job = JobSummary.model_validate_json(answer)
     print(f"job {job.job_id} is imported with {job.trials} trials")
+
+
+def _discard(options: argparse.Namespace) -> None:
+    job_id, number = options.job_id, options.trial_number
+    if options.server_url is None:
+
+        async def discard(store: Store) -> TrialView:
+            service = BatchSizeService(store)
+            return await service.run(service.commands.discard, job_id, number)
+
+        with_ready_store(options, discard)
+    else:
+        _ask(options, "POST", f"{_path_of_job(options)}/trials/{number}/discard")
+    print(f"trial {number} of job {job_id} is set aside")
 
 
 def _delete(options: argparse.Namespace) -> None:
@@ -147,15 +158,12 @@ def _exported(file: Path, job_id: str | None) -> JobExport:
 
 
 def _read(
-    options: argparse.Namespace,
-    message: type[Message],
-    path: str,
-    from_database: Callable[[JobReader], Awaitable[Message]],
+    options: argparse.Namespace, message: type[Message], path: str, query: Callable[[Transaction], Message]
 ) -> Message:
     """Ask the server for this part of the job if one is named, else read the database."""
     if options.server_url is not None:
         return message.model_validate_json(_ask(options, "GET", _path_of_job(options) + path))
-    return with_ready_store(options, lambda store: from_database(JobReader(store)))
+    return with_ready_store(options, lambda store: store.read(query))
 
 
 def _path_of_job(options: argparse.Namespace) -> str:

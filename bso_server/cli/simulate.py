@@ -8,9 +8,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bso_server.cli.common import CommandError, add_source
+from bso_server.cli.common import CommandError, Commands, add_source
 from bso_server.cli.jobs import read_job
 from bso_server.cli.simulate_tables import ratios_text, savings_text
 from bso_server.simulate.recorded import recorded_savings, recorded_workload
@@ -20,15 +20,11 @@ from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Workload
 from zeus_plugins.protocol import PolicyName
 
-if TYPE_CHECKING:
-    # argparse keeps the name to itself.
-    from argparse import _SubParsersAction
-
 # What names one workload in the traces; ``--all`` needs none of it.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
 
 
-def add_simulate_command(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_simulate_command(commands: Commands) -> None:
     """Add ``simulate``."""
     parser = commands.add_parser("simulate", help="costs and savings of the policies on recorded trainings")
     add_arguments(parser)
@@ -82,9 +78,7 @@ class Subject:
     """The workloads to simulate, and the job they are of.
 
     Attributes:
-        workloads: One or several.
-        eta: η unless the command line says otherwise.
-        beta: β likewise.
+        eta: η unless the command line says otherwise; β likewise.
         recorded: Savings of the job whose trials they are; None with traces.
         untried_default: That job's default size, if another one has to stand for it.
     """
@@ -106,12 +100,7 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
-    """The workloads that the options name.
-
-    Raises:
-        CommandError: They do not go together.
-        ValueError: A file or job cannot be simulated.
-    """
+    """The workloads that the options name; `CommandError` or `ValueError` if they cannot be simulated."""
     return _recorded(options) if options.job_id is not None else _traced(options)
 
 
@@ -161,8 +150,7 @@ def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace,
 
 def _recorded(options: argparse.Namespace) -> Subject:
     """The workload of a job's own trials, with its η and β."""
-    given = ("train_trace", "power_trace", *_SELECTION)
-    named = [_flag(name) for name in given if getattr(options, name) is not None] + ["--all"] * options.all
+    named = _flags(options, ("train_trace", "power_trace", *_SELECTION)) + ["--all"] * options.all
     if named:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
     view = read_job(options)
@@ -178,7 +166,7 @@ def _recorded(options: argparse.Namespace) -> Subject:
 
 def _traced(options: argparse.Namespace) -> Subject:
     """The workloads from the traces."""
-    missing = [_flag(name) for name in ("train_trace", "power_trace") if getattr(options, name) is None]
+    missing = _flags(options, ("train_trace", "power_trace"), given=False)
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
     selections = _selections(options)
@@ -187,20 +175,20 @@ def _traced(options: argparse.Namespace) -> Subject:
 
 
 def _selections(options: argparse.Namespace) -> Sequence[Selection]:
-    given = {name: getattr(options, name) for name in _SELECTION}
     if options.all:
-        named = [_flag(name) for name, value in given.items() if value is not None]
+        named = _flags(options, _SELECTION)
         if named:
             raise CommandError(f"--all takes the six workloads as they are: leave out {', '.join(named)}")
         return PAPER_WORKLOADS
-    missing = [_flag(name) for name, value in given.items() if value is None]
+    missing = _flags(options, _SELECTION, given=False)
     if missing:
         raise CommandError(f"which workload? Give {', '.join(missing)}, or --all for the six of the Zeus paper")
-    return [Selection(**given)]
+    return [Selection(**{name: getattr(options, name) for name in _SELECTION})]
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:
+    """Those of these options that the command line states, or does not."""
+    return ["--" + name.replace("_", "-") for name in names if (getattr(options, name) is not None) is given]
 
 
 def _at_least_1(text: str) -> int:

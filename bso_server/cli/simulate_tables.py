@@ -39,13 +39,7 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
 
 
 def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Savings | None) -> str:
-    """Energy, time and money of all recurrences, and each policy's savings.
-
-    Args:
-        comparisons: Of workloads and values of η.
-        price_per_kwh: In any currency; None leaves money out.
-        recorded: Savings of the recorded job.
-    """
+    """Energy, time and money of all recurrences, and each policy's savings; without a price, money is left out."""
     amounts = ["ENERGY J", "KWH", "HOURS"] + ["MONEY"] * (price_per_kwh is not None)
     saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
     rows = []

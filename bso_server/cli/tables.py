@@ -24,9 +24,7 @@ def job_list_text(jobs: JobList) -> str:
 def job_text(view: JobView, *, verbose: bool = False) -> str:
     """The job's standing, a table of its arms and one of its trials.
 
-    Args:
-        view: The job.
-        verbose: Show the numbers behind each decision and the trials' epoch bounds, too.
+    `verbose` adds the numbers behind each decision and the trials' epoch bounds.
     """
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from bso_server.app import prepare
-from bso_server.cli.common import TOKEN_VARIABLE, add_command, with_ready_store, with_store
+from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, with_ready_store, with_store
 from bso_server.cli.tables import token_list_json, token_list_text
 from bso_server.core.access import Scope
 from bso_server.service.security import CACHE_S
 from bso_server.service.tokens import Tokens
 from bso_server.storage.store import Store
 
-if TYPE_CHECKING:
-    # argparse keeps the name to itself.
-    from argparse import _SubParsersAction
 
-
-def add_token_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_token_commands(commands: Commands) -> None:
     """Add ``token`` with what can be done to them."""
     token = commands.add_parser("token", help="say who may use it").add_subparsers(required=True, metavar="WHAT")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -18,14 +18,23 @@ import numpy as np
 from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller, Scope
+from bso_server.core.history import Arm, History
 from bso_server.core.job import LeasePolicy, Moment
 from bso_server.core.model import Suggestion, TrialRecord
-from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError
+from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError, UnknownTrialError
 from bso_server.service import views
 from bso_server.service.loading import load_history, locked_job, locked_trial
-from bso_server.service.refusals import refuse_difference, refuse_other_gpus, refuse_other_owner, refuse_other_size
+from bso_server.service.refusals import (
+    explores_in_vain,
+    refuse_difference,
+    refuse_endless_exploration,
+    refuse_folder_name,
+    refuse_other_gpus,
+    refuse_other_owner,
+    refuse_other_size,
+)
 from bso_server.service.transfer import ImportedJob
-from bso_server.storage.rows import StoredJob, StoredPowerProfile
+from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredJob, StoredPowerProfile
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     FINAL,
@@ -40,6 +49,7 @@ from zeus_plugins.protocol import (
     TrialEnd,
     TrialPowerProfile,
     TrialState,
+    TrialView,
 )
 
 # Reports, or power-limit profiles, that one transaction forgets at most.
@@ -79,7 +89,7 @@ class Commands:
         self._clock = clock
 
     def registered(self, transaction: Transaction, registration: JobRegistration) -> JobRegistration | None:
-        """The job as it is registered, or None; this only reads.
+        """The job as it is registered, or None if there is something to write; this only reads.
 
         Raises:
             JobConflictError: The id is taken by a job that differs.
@@ -87,15 +97,40 @@ class Commands:
         existing = transaction.job(registration.job_id or "")
         if existing is None:
             return None
-        refuse_difference(existing.registration, registration)
-        return existing.registration
+        known = existing.registration
+        _refuse_other(known, registration)
+        return known if known.with_fingerprint(registration.fingerprint) == known else None
 
     def register(self, transaction: Transaction, registration: JobRegistration) -> tuple[JobRegistration, bool]:
-        """Register a job, or find it as `registered`: the job with its id, and whether it is new."""
+        """Register a job, or find it as `registered`: the job with its id, and whether it is new.
+
+        What is told of its trainings is kept as far as nobody has told it before. A window that could never hold the
+        explorations that a Zeus client asks for is raised.
+
+        Raises:
+            JobConflictError: As in `registered`.
+            InvalidJobError: It is new, and could not be served.
+        """
         known = self.registered(transaction, registration)
         if known is not None:
             return known, False
+        existing = transaction.job(registration.job_id or "") and locked_job(transaction, registration.job_id or "")
+        if existing:
+            _refuse_other(existing.registration, registration)  # which somebody may have written since
+            known = existing.registration.with_fingerprint(registration.fingerprint)
+            transaction.update_jobs([replace(existing, registration=known)])
+            return known, False
+        refuse_folder_name(registration)
+        refuse_endless_exploration(registration)
+        asked, registration = registration, _with_window(registration)
         transaction.insert_job(registration, self._clock())
+        if registration != asked:
+            transaction.log(
+                "job %s: window_size is %d and not %d, which could never hold mab_num_explorations",
+                registration.job_id,
+                registration.window_size,
+                asked.window_size,
+            )
         transaction.log("job %s registered: %s", registration.job_id, list(registration.batch_sizes))
         return registration, True
 
@@ -106,17 +141,12 @@ class Commands:
         idempotency_key: str | None = None,
         caller: Caller = UNRESTRICTED,
     ) -> TrialDispatch:
-        """Choose a batch size and start a trial with it.
+        """Choose a batch size and start a trial with it, which belongs to the caller.
 
-        Args:
-            transaction: Reads and writes.
-            job_id: The job.
-            idempotency_key: Made by the client for this request; when the request is repeated with it, the answer is
-                the trial that the first one started.
-            caller: The sender of the request; the trial is theirs.
+        A request that is repeated with the idempotency key that its client made finds the trial of the first one.
 
         Raises:
-            NoSurvivorError: No batch size reached the target in a whole exploration round.
+            NoSurvivorError: As in `policy.suggest`.
             KeyConflictError: The key's trial has ended.
         """
         now = self._clock()
@@ -138,13 +168,10 @@ class Commands:
         job, trial = life.suggested(
             job, history, rng, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
         )
-        if trial.origin is Origin.BANDIT and job.config.mab_seed is not None:
+        if trial.origin is Origin.BANDIT and job.registration.mab_seed is not None:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
-        transaction.insert_trials([trial])
         changed[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
-        transaction.update_arms(job_id, changed.values())
-        transaction.update_jobs([job])
-        return _with_power_profile(transaction, job, _logged(transaction, _dispatch(job, trial)))
+        return _with_power_profile(transaction, job, _started(transaction, job, trial, changed.values()))
 
     def record_offline(
         self,
@@ -156,8 +183,6 @@ class Commands:
         """Start a trial of a training that chose its batch size itself, because the server was away.
 
         Its reports come next. It counts for what it measured, and never as an exploration that was asked for.
-
-        Arguments as in `suggest`.
 
         Raises:
             InvalidReportError: The job has no such batch size, or the key's trial has another one.
@@ -172,7 +197,7 @@ class Commands:
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
         if arm is None:
             raise InvalidReportError(
-                f"{offline.batch_size} is not one of the job's batch sizes {list(job.config.batch_sizes)}",
+                f"{offline.batch_size} is not one of the job's batch sizes {list(job.registration.batch_sizes)}",
                 field="batch_size",
             )
         suggestion = Suggestion(
@@ -181,18 +206,13 @@ class Commands:
         job, trial = life.dispatched(
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
-        transaction.insert_trials([trial])
-        transaction.update_arms(offline.job_id, [arm.after_dispatch()])
-        transaction.update_jobs([job])
-        return _logged(transaction, _dispatch(job, trial))
+        return _started(transaction, job, trial, [arm.after_dispatch()])
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is. Administrators may end any."""
-        job, trial = locked_trial(transaction, end)
+        job, trial = locked_trial(transaction, end, UNRESTRICTED if Scope.ADMIN in caller.scopes else caller)
         if not transaction.locks_jobs_with_trials:
             job = transaction.locked_jobs([end.job_id])[end.job_id]
-        if Scope.ADMIN not in caller.scopes:
-            refuse_other_owner(trial, caller)
         # What the end says of the batch size counts, even if the trial was given up before.
         if trial.state in FINAL or end.outcome is trial.state:
             return
@@ -205,14 +225,13 @@ class Commands:
         transaction.update_trials([trial])
         if trial.ended_event is not None:
             transaction.update_jobs([job])
-        transaction.log("job %s trial %d: %s", end.job_id, end.trial_number, trial.message)
+        transaction.log("job %s trial %d: %s", *trial.key, trial.message)
 
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
     ) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again."""
-        _, trial = locked_trial(transaction, heartbeat)
-        refuse_other_owner(trial, caller)
+        _, trial = locked_trial(transaction, heartbeat, caller)
         if trial.state not in FINAL:
             trial = life.beating(trial, self.moment(), regular=heartbeat.regular)
             transaction.update_trials([trial])
@@ -235,18 +254,12 @@ class Commands:
         Raises:
             InvalidReportError: The job has other GPUs.
         """
-        job, trial = locked_trial(transaction, profile)
-        refuse_other_owner(trial, caller)
+        job, trial = locked_trial(transaction, profile, caller)
         refuse_other_gpus(job, profile.gpus)
         trial = replace(trial, power_limit_w=profile.chosen_limit_w, power_limits=len(profile.samples))
-        transaction.update_power_limit(trial)
-        transaction.log(
-            "job %s trial %d: power limit %s of %d known ones",
-            profile.job_id,
-            profile.trial_number,
-            "not chosen" if profile.chosen_limit_w is None else f"{profile.chosen_limit_w:g} W",
-            len(profile.samples),
-        )
+        transaction.update_trials([trial], TRIAL_AT_POWER_LIMIT)
+        chosen = "not chosen" if profile.chosen_limit_w is None else f"{profile.chosen_limit_w:g} W"
+        transaction.log("job %s trial %d: power limit %s of %d known ones", *trial.key, chosen, len(profile.samples))
         left = transaction.power_profile(trial.key)
         known = left or transaction.newest_power_profile(trial.job_id, trial.batch_size)
         if known is not None and known.samples == profile.samples:
@@ -259,7 +272,8 @@ class Commands:
 
     def jobs_to_reap(self, transaction: Transaction) -> list[str]:
         """Ids of the jobs with trials whose leases have run out."""
-        return transaction.jobs_with_expired_trials(self._clock())
+        moment = self.moment()
+        return transaction.jobs_with_expired_trials(moment.now, moment.longest_lease_end)
 
     def reap(self, transaction: Transaction, job_id: str) -> int:
         """Abandon the job's trials whose leases have run out; their number."""
@@ -270,6 +284,30 @@ class Commands:
         transaction.update_jobs([after])
         return after.event_count - job.event_count
 
+    def discard(self, transaction: Transaction, job_id: str, trial_number: int) -> TrialView:
+        """Set a trial that has ended aside: all that is remembered of the job is made anew without it.
+
+        What was reported of it stays to be seen. Sizes that are already pruned stay pruned.
+
+        Raises:
+            UnknownTrialError: The job has no such trial.
+            IllegalTransitionError: It may still go on.
+        """
+        # In the order in which a report that ends a trial locks them.
+        found = transaction.locked_trials([(job_id, trial_number)])
+        job = locked_job(transaction, job_id)
+        if not found:
+            raise UnknownTrialError(job_id, trial_number)
+        ((_, before),) = found.values()
+        trial = life.discarded(before)
+        if trial is not before:
+            transaction.update_trials([trial])
+            history = History.of(job.registration, transaction.all_trials(job_id), job.survivors)
+            transaction.update_arms(job_id, history.arms.values())
+            transaction.update_jobs([replace(job, cheapest=history.cheapest, folded_event=job.event_count)])
+            transaction.log("job %s trial %d: %s", *trial.key, trial.message)
+        return views.trial(job.registration, trial)
+
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
         """Delete a job with all that is known of it; `again` as in `import_job`."""
         if not transaction.delete_job(job_id) and not again:
@@ -279,13 +317,11 @@ class Commands:
     def import_job(self, transaction: Transaction, job: ImportedJob, *, again: bool = False) -> JobSummary:
         """Create a job with its trials as another server exported it.
 
-        Args:
-            transaction: Reads and writes.
-            job: The job, from `transfer.imported`.
-            again: Whether this was tried before, and may have been committed before the connection was lost.
+        If it was tried `again`, it may have been committed before the connection was lost.
 
         Raises:
             JobConflictError: Its id is taken.
+            InvalidJobError: It could not be served under its id.
         """
         job_id = job.stored.job_id
         existing = transaction.job(job_id)
@@ -294,7 +330,13 @@ class Commands:
                 f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
             )
         if existing is None:
-            _insert_imported(transaction, job)
+            refuse_folder_name(job.stored.registration)
+            transaction.insert_job(job.stored.registration, job.stored.created_at)
+            transaction.update_jobs([job.stored])
+            transaction.update_arms(job_id, job.arms)
+            transaction.insert_trials(job.trials)
+            transaction.insert_epochs(job.epochs)
+            transaction.insert_power_profiles(job.power_profiles)
         transaction.log("job %s imported with %d trials", job_id, len(job.trials))
         return views.summary(job.stored)
 
@@ -314,13 +356,26 @@ class Commands:
         return Moment(now or self._clock(), self._leases)
 
     def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
-        """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved."""
-        abandoned = []
-        for expired in transaction.locked_expired_trials(job.job_id, now):
-            job, trial = life.abandoned(job, expired, self.moment(now))
-            abandoned.append(trial)
-            transaction.log("job %s trial %d: %s", job.job_id, trial.trial_number, trial.message)
-        transaction.update_trials(abandoned)
+        """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved.
+
+        A lease longer than any was granted while the clock was ahead, and ends as if its trial was heard of just now.
+        """
+        moment, changed = self.moment(now), []
+        for expired in transaction.locked_expired_trials(job.job_id, now, moment.longest_lease_end):
+            lease_end = moment.bounded_lease(expired)
+            if lease_end is not None:
+                changed.append(replace(expired, lease_expires_at=lease_end))
+                transaction.log(
+                    "job %s trial %d: the clock was ahead, or leases longer, at its lease until %s; that ends %s",
+                    *expired.key,
+                    expired.lease_expires_at,
+                    lease_end,
+                )
+            elif expired.lease_expires_at is not None and expired.lease_expires_at < now:
+                job, trial = life.abandoned(job, expired, moment)
+                changed.append(trial)
+                transaction.log("job %s trial %d: %s", *trial.key, trial.message)
+        transaction.update_trials(changed)
         return job
 
 
@@ -331,18 +386,20 @@ def with_job_id(registration: JobRegistration) -> JobRegistration:
     return registration.model_copy(update={"job_id": f"{registration.job_id_prefix}-{secrets.token_hex(4)}"})
 
 
-def _insert_imported(transaction: Transaction, job: ImportedJob) -> None:
-    job_id = job.stored.job_id
-    transaction.insert_job(job.stored.registration, job.stored.created_at)
-    transaction.update_jobs([job.stored])
-    transaction.update_arms(job_id, job.arms)
-    transaction.insert_trials(job.trials)
-    transaction.insert_epochs(job.epochs)
-    transaction.insert_power_profiles(job.power_profiles)
+def _refuse_other(known: JobRegistration, asked: JobRegistration) -> None:
+    """Raise `JobConflictError` unless a job is registered as it is asked for now, its window raised as it was."""
+    if known.window_size == asked.mab_num_explorations:
+        asked = _with_window(asked)
+    refuse_difference(known, asked)
+
+
+def _with_window(job: JobRegistration) -> JobRegistration:
+    """The job with a window that holds its explorations."""
+    return job.model_copy(update={"window_size": job.mab_num_explorations}) if explores_in_vain(job) else job
 
 
 def _generator(job: StoredJob) -> np.random.Generator:
-    rng = np.random.default_rng(job.config.mab_seed)
+    rng = np.random.default_rng(job.registration.mab_seed)
     if job.rng_state is not None:
         rng.bit_generator.state = json.loads(job.rng_state)
     return rng
@@ -355,19 +412,19 @@ def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
         trial_number=trial.trial_number,
         origin=trial.origin,
         reason=trial.reason,
-        stop_rule=policy.stop_rule(job.config, trial, job.min_cost_j),
+        stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),
     )
 
 
-def _logged(transaction: Transaction, dispatch: TrialDispatch) -> TrialDispatch:
-    transaction.log(
-        "job %s trial %d: batch size %d, %s",
-        dispatch.job_id,
-        dispatch.trial_number,
-        dispatch.batch_size,
-        dispatch.reason,
-    )
-    return dispatch
+def _started(
+    transaction: Transaction, job: StoredJob, trial: TrialRecord, changed_arms: Iterable[Arm]
+) -> TrialDispatch:
+    """Save a new trial with what it changes."""
+    transaction.insert_trials([trial])
+    transaction.update_arms(job.job_id, changed_arms)
+    transaction.update_jobs([job])
+    transaction.log("job %s trial %d: batch size %d, %s", *trial.key, trial.batch_size, trial.reason)
+    return _dispatch(job, trial)
 
 
 def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: TrialDispatch) -> TrialDispatch:

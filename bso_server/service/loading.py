@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
+from bso_server.core.access import Caller
 from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError, UnknownTrialError
-from bso_server.service.refusals import refuse_other_size
+from bso_server.service.refusals import refuse_other_owner, refuse_other_size
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import PolicyName, TrialId
+from zeus_plugins.protocol import TrialId
 
 
 def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
-    """The job's row; other writers wait.
-
-    Raises:
-        UnknownJobError: No such job.
-    """
+    """The job's row, or `UnknownJobError`; other writers wait."""
     job = transaction.locked_job(job_id)
     if job is None:
         raise UnknownJobError(job_id)
     return job
 
 
-def locked_trial(transaction: Transaction, trial_id: TrialId) -> tuple[StoredJob, TrialRecord]:
-    """The trial's row, and its job's; other writers of the trial wait.
-
-    Raises:
-        UnknownTrialError: No such trial.
-        InvalidReportError: It has another batch size.
-    """
+def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) -> tuple[StoredJob, TrialRecord]:
+    """The row of the caller's trial, and its job's; other writers of the trial wait. Errors as of `Commands`."""
     key = trial_id.job_id, trial_id.trial_number
     found = transaction.locked_trials([key])
     if key not in found:
         raise UnknownTrialError(*key)
     job, trial = found[key]
     refuse_other_size(trial, trial_id.batch_size)
+    refuse_other_owner(trial, caller)
     return job, trial
 
 
@@ -46,21 +39,6 @@ def load_history(transaction: Transaction, job: StoredJob) -> tuple[History, dic
     job_id = job.job_id
     arms = transaction.arms(job_id)
     ended = transaction.ended_after(job_id, job.folded_event)
-    changed = arms_after(job.config, arms, ended, bandit_entered_at=job.bandit_entered_at)
-    explorations: Sequence[TrialRecord] = ()
-    in_flight: Sequence[TrialRecord] = ()
-    if job.config.policy is PolicyName.GP_VOI:
-        in_flight = transaction.in_flight(job_id)
-    elif job.survivors is None:
-        # The bandit stage needs them no more.
-        explorations = transaction.counted_explorations(job_id)
-    history = History(
-        job.config,
-        arms | changed,
-        tuple(explorations),
-        job.cheapest,
-        job.bandit_entered_at,
-        job.survivors,
-        tuple(in_flight),
-    )
-    return history, changed
+    changed = arms_after(job.registration, arms, ended, bandit_entered_at=job.bandit_entered_at)
+    explorations, in_flight = partial(transaction.counted_explorations, job_id), partial(transaction.in_flight, job_id)
+    return job.history(arms | changed, explorations, in_flight), changed

@@ -22,7 +22,6 @@ from zeus_plugins.protocol import (
     Joules,
     NonNegativeInt,
     PositiveInt,
-    PowerLimitSample,
     PowerLimitSamples,
     Seconds,
     TrialFacts,
@@ -38,61 +37,63 @@ MAX_IMPORT_BYTES = 256 * 1024 * 1024
 
 
 class ArmList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/arms``.
-
-    Attributes:
-        arms: Every batch size, ascending.
-    """
+    """Answer of ``GET /api/jobs/{job_id}/arms``: every batch size, ascending."""
 
     arms: tuple[ArmView, ...]
 
 
-class EpochView(WireMessage):
-    """One report of a trial: totals since the trial began.
+class EpochExport(WireMessage):
+    """One report of a trial, as kept: totals since the trial began.
 
     Attributes:
         report_number: Counts from 1 within the trial.
         epoch: Epochs trained; fractional within an epoch.
         time_s: Seconds.
         energy_j: Joules over all GPUs.
-        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules.
         metric: The validation metric.
         reported_at: When the report was taken (UTC).
     """
 
-    report_number: int
-    epoch: float
-    time_s: float
-    energy_j: float
+    report_number: PositiveInt
+    epoch: Epochs
+    time_s: Seconds
+    energy_j: Joules
+    metric: Finite
+    reported_at: Instant
+
+
+class EpochView(EpochExport):
+    """One report of a trial, with ``cost_j``: ``η·energy + (1 − η)·max_power·time`` in joules."""
+
     cost_j: float
-    metric: float
-    reported_at: datetime
 
 
 class EpochList(WireMessage):
-    """Answer of ``GET /api/jobs/{job_id}/trials/{trial_number}/epochs``.
+    """Answer of ``GET /api/jobs/{job_id}/trials/{trial_number}/epochs``: the trial's reports, in order.
 
-    Attributes:
-        epochs: The trial's reports, in order. The last one is always there; of the others those that were not pruned.
+    The last one is always there; of the others those that were not pruned.
     """
 
     epochs: tuple[EpochView, ...]
 
 
-class PowerProfileView(WireMessage):
-    """The power-limit profile that a trial has left for later ones of its batch size.
+class PowerProfileExport(WireMessage):
+    """The power-limit profile that a trial has left for later ones of its batch size, as kept.
 
     Attributes:
-        trial_number: The trial.
-        batch_size: Its batch size.
         samples: What steps cost under each power limit, ascending by limit.
         stored_at: When that was stored (UTC).
     """
 
+    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
+    stored_at: Instant
+
+
+class PowerProfileView(PowerProfileExport):
+    """A power-limit profile, with the trial that has left it."""
+
     trial_number: int
     batch_size: int
-    samples: tuple[PowerLimitSample, ...]
-    stored_at: datetime
 
 
 class PowerProfileList(WireMessage):
@@ -156,12 +157,7 @@ class Liveness(WireMessage):
 
 
 class VersionView(WireMessage):
-    """Answer of ``GET /version``.
-
-    Attributes:
-        version: Version of the server.
-        schema_revision: Revision of the database's schema that this version needs.
-    """
+    """Answer of ``GET /version``: that of the server, and the revision of the database's schema that it needs."""
 
     version: str
     schema_revision: str
@@ -169,24 +165,6 @@ class VersionView(WireMessage):
 
 # Leaves an imported job room for as many events again.
 EventNumber = Annotated[int, Field(gt=0, le=2**30)]
-
-
-class EpochExport(WireMessage):
-    """One report of a trial, as kept; see `EpochView`."""
-
-    report_number: PositiveInt
-    epoch: Epochs
-    time_s: Seconds
-    energy_j: Joules
-    metric: Finite
-    reported_at: Instant
-
-
-class PowerProfileExport(WireMessage):
-    """The power-limit profile of a trial, as kept; see `PowerProfileView`."""
-
-    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
-    stored_at: Instant
 
 
 class TrialExport(TrialFacts):

@@ -4,22 +4,47 @@ from __future__ import annotations
 
 from bso_server.core.access import Caller, Scope
 from bso_server.core.model import TrialRecord
-from bso_server.errors import ForbiddenError, InvalidReportError, JobConflictError
+from bso_server.errors import ForbiddenError, InvalidJobError, InvalidReportError, JobConflictError
 from bso_server.service import views
 from bso_server.storage.rows import StoredJob
-from zeus_plugins.protocol import GpuConfig, JobRegistration
+from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName
 
 
 def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
     """Raise `JobConflictError` when a job is registered again that differs from the one with its id."""
-    before, after = existing.model_dump(), asked.model_dump()
+    before, after = (job.model_dump(exclude={"fingerprint"}) for job in (existing, asked))
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
         raise JobConflictError(
             f"job {existing.job_id!r} exists with another configuration: {'; '.join(differences)}. "
-            "Use another job_id, or delete the job to start over",
+            f"Use another job_id, or delete the job to start over: bso-server jobs delete {existing.job_id}",
             field="job_id",
         )
+
+
+def refuse_folder_name(job: JobRegistration) -> None:
+    """Raise `InvalidJobError` for a new job whose id no URL can hold; one that was registered before can be read."""
+    for field, name in (("job_id_prefix", job.job_id_prefix), ("job_id", job.job_id)):
+        if name in {".", ".."}:
+            raise InvalidJobError(
+                f"{name!r} names a folder wherever it stands in a URL or path: use another", field=field
+            )
+
+
+def refuse_endless_exploration(job: JobRegistration) -> None:
+    """Raise `InvalidJobError` for a new job that `explores_in_vain`, unless it names no policy, as a Zeus client's."""
+    if explores_in_vain(job) and "policy" in job.model_fields_set:
+        raise InvalidJobError(
+            f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
+            "asks for, so that sizes would be explored for ever: window_size must be at least "
+            f"{job.mab_num_explorations}, or 0 for all",
+            field="window_size",
+        )
+
+
+def explores_in_vain(job: JobRegistration) -> bool:
+    """Whether the runs that count are too few for the job ever to leave its exploration."""
+    return job.policy is PolicyName.ZEUS and 0 < job.window_size < job.mab_num_explorations
 
 
 def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:

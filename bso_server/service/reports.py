@@ -12,8 +12,7 @@ the disk is busy. No answer precedes its commit.
 
 A group must not make one report suffer for another:
 
-- A report that is refused (unknown trial, contradiction, a trial of another caller) gets its own error; `ReportBatch`
-  judges the others and saves them.
+- A report that is refused gets its own error; `ReportBatch` judges the others and saves them.
 - A transaction that fails as a whole leaves nothing behind, and its reports are taken one by one: the report that is to
   blame gets the error, the others their answers.
 - While the database is away all of them get that error at once: one by one they would fare no better, only later.
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from bso_server.core import job as life
@@ -34,11 +34,11 @@ from bso_server.core import policy
 from bso_server.core.access import Caller
 from bso_server.core.history import History
 from bso_server.core.job import Moment
-from bso_server.core.model import Report, TrialRecord
+from bso_server.core.model import OBSERVED, Report, TrialRecord
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.refusals import refuse_other_owner, refuse_other_size
-from bso_server.storage.rows import StoredEpoch, StoredJob, last_report
+from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import FINAL, EndReason, ReportResponse, TrainingResult, TrialState
 
@@ -86,26 +86,21 @@ class GroupCommit(Generic[Item, Answer]):
             for _ in range(_TURNS):
                 await asyncio.sleep(0)
             group, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
-            try:
-                outcomes = await self._commit([item for item, _ in group])
-            except Exception as error:
-                if len(group) == 1:
-                    _settle(group[0][1], error)
-                else:
-                    await self._one_by_one(group)
-            else:
-                for (_, future), outcome in zip(group, outcomes, strict=True):
-                    _settle(future, outcome)
+            await self._take(group)
 
-    async def _one_by_one(self, group: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
-        """Find out whose fault it was that the group failed: the others must not suffer for it."""
-        for item, future in group:
-            try:
-                (outcome,) = await self._commit([item])
-            except Exception as error:
-                _settle(future, error)
-            else:
-                _settle(future, outcome)
+    async def _take(self, group: Sequence[tuple[Item, asyncio.Future[Answer]]]) -> None:
+        outcomes: Sequence[Answer | Exception]
+        try:
+            outcomes = await self._commit([item for item, _ in group])
+        except Exception as error:
+            if len(group) > 1:
+                # One of them is to blame: the others must not suffer for it.
+                for each in group:
+                    await self._take([each])
+                return
+            outcomes = [error]
+        for (_, future), outcome in zip(group, outcomes, strict=True):
+            _settle(future, outcome)
 
 
 def _settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None:
@@ -119,13 +114,7 @@ def _settle(future: asyncio.Future[Answer], outcome: Answer | Exception) -> None
 
 
 class ReportBatch:
-    """The reports that one transaction takes, with the rows that they lock and change.
-
-    Args:
-        transaction: Reads, locks and saves the rows.
-        reports: In the order of their arrival.
-        moment: The present.
-    """
+    """The reports that one transaction takes, in the order of their arrival, and the rows that they lock."""
 
     def __init__(self, transaction: Transaction, reports: Sequence[CallersReport], moment: Moment) -> None:
         self._transaction = transaction
@@ -135,12 +124,13 @@ class ReportBatch:
         self._jobs_before = {job.job_id: job for job, _ in found.values()}
         self._trials_before = {key: trial for key, (_, trial) in found.items()}
         self._histories: dict[str, History] = {}
-        self._begin()
 
     def take(self) -> list[ReportResponse | Exception]:
         """Record where trials stand, and decide whether each goes on.
 
-        A report sent again gets the same answer again. A late report brings an abandoned trial back to life.
+        A report sent again gets the same answer again. A late report brings an abandoned trial back to life. With
+        Zeus's client every rank reports: the reports of one epoch are one evaluation, which the first of them decides
+        and whose largest totals count.
 
         Returns:
             For each report in order its answer, or its own error: UnknownTrialError, no such trial; InvalidReportError,
@@ -150,7 +140,7 @@ class ReportBatch:
         with_bounds_to_come = {
             trial.job_id
             for trial in self._trials_before.values()
-            if policy.needs_bound(self._jobs_before[trial.job_id].config, trial)
+            if policy.needs_bound(self._jobs_before[trial.job_id].registration, trial)
         }
         if with_bounds_to_come:
             # Bounds rest on the job's history, which must not move on while it is read.
@@ -165,11 +155,6 @@ class ReportBatch:
         self._save()
         return answers
 
-    def _begin(self) -> None:
-        """Set all rows back to what the transaction has found."""
-        self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
-        self._epochs: list[StoredEpoch] = []
-
     def _lock_jobs(self, job_ids: Collection[str]) -> None:
         """Lock these jobs, if their trials' locks have not, and take their rows as they are by then."""
         if not self._transaction.locks_jobs_with_trials:
@@ -179,14 +164,10 @@ class ReportBatch:
     def _changed_jobs(self) -> list[StoredJob]:
         return [job for job_id, job in self._jobs.items() if job is not self._jobs_before[job_id]]
 
-    @property
-    def _changed_trials(self) -> list[tuple[TrialRecord, TrialRecord]]:
-        """The trials that reports have changed, each before and after."""
-        both = ((self._trials_before[key], trial) for key, trial in self._trials.items())
-        return [(before, after) for before, after in both if after is not before]
-
     def _judge(self) -> list[ReportResponse | Exception]:
-        self._begin()
+        # Once more from what the transaction has found.
+        self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
+        self._epochs: list[StoredEpoch] = []
         answers: list[ReportResponse | Exception] = []
         for result, caller in self._reports:
             try:
@@ -196,12 +177,25 @@ class ReportBatch:
         return answers
 
     def _answer(self, result: TrainingResult, caller: Caller) -> ReportResponse:
-        job, trial = self._found(result)
+        trial = self._trials.get((result.job_id, result.trial_number))
+        if trial is None:
+            raise UnknownTrialError(result.job_id, result.trial_number)
+        refuse_other_size(trial, result.batch_size)
         refuse_other_owner(trial, caller)
+        job = self._jobs[trial.job_id]
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.state is TrialState.RUNNING and trial.last_report == report
         if repeated or trial.state in FINAL:
-            return _answer_again(job, trial, report)
+            return _answer_again(job, trial, report, is_zeus=result.is_zeus)
+        if result.is_zeus and trial.report_count:
+            if report.epoch <= trial.epoch:
+                trial = life.reported_by_other_rank(job, trial, report, self._moment)
+                self._trials[trial.key] = trial
+                return _answer_of(job, trial)
+            # Ranks measure by themselves: the first one to report an epoch may have used less than another one before.
+            report = replace(
+                report, time_s=max(report.time_s, trial.time_s), energy_j=max(report.energy_j, trial.energy_j)
+            )
         job, trial, verdict = life.reported(
             job,
             trial,
@@ -211,28 +205,21 @@ class ReportBatch:
             judged_by=result.judged_by,
             energy_source=result.energy_source,
         )
-        self._note(job, trial)
-        return ReportResponse.of(verdict)
-
-    def _found(self, result: TrainingResult) -> tuple[StoredJob, TrialRecord]:
-        trial = self._trials.get((result.job_id, result.trial_number))
-        if trial is None:
-            raise UnknownTrialError(result.job_id, result.trial_number)
-        refuse_other_size(trial, result.batch_size)
-        return self._jobs[trial.job_id], trial
-
-    def _note(self, job: StoredJob, trial: TrialRecord) -> None:
-        self._jobs[trial.job_id] = job
-        self._trials[trial.key] = trial
+        self._jobs[trial.job_id], self._trials[trial.key] = job, trial
         if trial.ended_event is None:
             # The last report of a trial that has ended stands in its own row.
             self._epochs.append(last_report(trial))
+        return ReportResponse.of(verdict)
 
     def _save(self) -> None:
-        changed = self._changed_trials
-        progressed = [after for before, after in changed if _has_only_progressed(before, after)]
-        moved = [after for before, after in changed if not _has_only_progressed(before, after)]
-        self._transaction.update_progress(progressed)
+        progressed: list[TrialRecord] = []
+        moved: list[TrialRecord] = []
+        for key, after in self._trials.items():
+            before = self._trials_before[key]
+            if after is not before:
+                has_only_progressed = before.state is after.state and before.epoch_bound == after.epoch_bound
+                (progressed if has_only_progressed else moved).append(after)
+        self._transaction.update_trials(progressed, TRIAL_AT_REPORT)
         self._transaction.update_trials(moved)
         self._transaction.insert_epochs(self._epochs)
         self._transaction.update_jobs(self._changed_jobs)
@@ -241,22 +228,39 @@ class ReportBatch:
                 self._transaction.log("job %s trial %d: %s", trial.job_id, trial.trial_number, trial.message)
 
 
-def _has_only_progressed(before: TrialRecord, after: TrialRecord) -> bool:
-    return before.state is after.state and before.epoch_bound == after.epoch_bound
-
-
-def _answer_again(job: StoredJob, trial: TrialRecord, report: Report) -> ReportResponse:
-    """The answer that this very report got, from what the trial keeps of it."""
-    if trial.last_report != report or trial.state in {TrialState.FAILED, TrialState.INFEASIBLE}:
+def _answer_again(job: StoredJob, trial: TrialRecord, report: Report, *, is_zeus: bool) -> ReportResponse:
+    """The answer that this very report got; with Zeus's client, where every rank reports, that of the rank before."""
+    repeated = trial.last_report == report
+    was_refused = trial.state in FINAL - OBSERVED and trial.end_reason is not EndReason.DISCARDED
+    if was_refused or not (repeated or is_zeus):
         raise ReportConflictError(
             f"trial {trial.trial_number} has ended ({trial.state}) and takes no further report",
             field="trial_number",
         )
+    answer = _answer_of(job, trial)
+    if repeated:
+        return answer
+    return answer.model_copy(update={"message": f"already reported: {answer.message}"})
+
+
+def _answer_of(job: StoredJob, trial: TrialRecord) -> ReportResponse:
+    """The answer to the trial's last report, from what the trial keeps of it."""
     alive = trial.state not in FINAL
+    reason = EndReason.KEEP_TRAINING if alive else trial.end_reason
+    if reason is EndReason.DISCARDED:
+        # Not counted; yet the training has heard how it ended, and older clients do not know that reason.
+        reason = _verdict_of_discarded(job, trial)
     return ReportResponse(
         stop_train=not alive,
-        converged=trial.state is TrialState.COMPLETED,
+        converged=reason is EndReason.TARGET_REACHED,
         message=trial.message or "",
-        reason=EndReason.KEEP_TRAINING if alive else trial.end_reason,
-        stop_rule=policy.stop_rule(job.config, trial, job.min_cost_j) if alive else None,
+        reason=reason,
+        stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j) if alive else None,
     )
+
+
+def _verdict_of_discarded(job: StoredJob, trial: TrialRecord) -> EndReason:
+    registration = job.registration
+    if trial.metric is not None and registration.is_reached_by(trial.metric):
+        return EndReason.TARGET_REACHED
+    return EndReason.MAX_EPOCHS_REACHED if trial.epoch >= registration.max_epochs else EndReason.EPOCH_BOUND_REACHED

@@ -32,22 +32,14 @@ _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 
 def new_token(name: str, scopes: Collection[Scope], created_at: datetime) -> tuple[str, TokenRecord]:
-    """Make a token.
-
-    Returns:
-        The token, which nothing can bring back, and what to keep of it.
-    """
+    """Make a token: that, which nothing can bring back, and what to keep of it."""
     token_id = secrets.token_hex(4)
     token = f"zbso_{token_id}_{secrets.token_urlsafe(32)}"
     return token, TokenRecord(token_id, name, frozenset(scopes), _hash(token), created_at)
 
 
 def token_in(authorization: str) -> str:
-    """The token in an ``Authorization`` header: after ``Bearer``, or the password of ``Basic``, whoever the user.
-
-    Raises:
-        UnauthenticatedError: There is none.
-    """
+    """The token in an ``Authorization`` header: after ``Bearer``, or the password of ``Basic``, whoever the user."""
     scheme, _, credentials = authorization.partition(" ")
     token = credentials.strip()
     if scheme.lower() == "basic":
@@ -76,14 +68,9 @@ def is_loopback(address: str | None) -> bool:
 
 
 def require_allowed_host(host: str, allowed: Collection[str]) -> None:
-    """Let a request through that was sent to one of these hosts, on whatever port.
+    """Raise `UntrustedHostError` for a request whose ``Host`` header names none of these hosts, on whatever port.
 
-    Args:
-        host: The ``Host`` header, such as ``bso.example:8000`` or ``[::1]:8000``.
-        allowed: Names; ``*.example`` stands for all names below ``example``, and ``*`` for every host.
-
-    Raises:
-        UntrustedHostError: It was sent to another one.
+    ``*.example`` stands for all names below ``example``, and ``*`` for every host.
     """
     name = re.sub(r":\d*$", "", host).lower()
     for pattern in map(str.lower, allowed):
@@ -93,15 +80,10 @@ def require_allowed_host(host: str, allowed: Collection[str]) -> None:
 
 
 def refuse_other_sites(fetch_site: str) -> None:
-    """Let no page of another site use this server through its reader's browser.
+    """Raise `ForbiddenError` where a page of another site would use this server through its reader's browser.
 
     The browser may well be a client of this machine, and it sends simple requests without asking the server first.
-
-    Args:
-        fetch_site: The ``Sec-Fetch-Site`` header, which browsers set and pages cannot; empty from everybody else.
-
-    Raises:
-        ForbiddenError: It is such a page's request.
+    Browsers set the ``Sec-Fetch-Site`` header, and pages cannot; it is empty from everybody else.
     """
     if fetch_site == "cross-site":
         raise ForbiddenError("a page of another site cannot use this server from a browser")
@@ -122,12 +104,8 @@ class Authenticator:
 
     What is known of tokens is remembered for `CACHE_S` seconds, so that most requests cost no look at the database. For
     that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
-    A new token works at once. Only tokens that exist are remembered.
-
-    Args:
-        tokens: Where tokens are kept.
-        insecure: Serve everybody who shows no token.
-        clock: Monotonic seconds.
+    A new token works at once. Only tokens that exist are remembered. An `insecure` server serves everybody who shows no
+    token; the clock is monotonic.
     """
 
     def __init__(
@@ -140,14 +118,10 @@ class Authenticator:
         self._closed: tuple[bool, float] | None = None
 
     async def identify(self, authorization: str | None, address: str | None) -> Caller:
-        """Say who makes a request.
+        """Say who makes a request, by its ``Authorization`` header and its client's address; None: not to be trusted.
 
         A token that is shown must be good, even where none is needed. Without one, everybody is served by an insecure
         server, clients of its own machine are while there are no tokens, and otherwise nobody is.
-
-        Args:
-            authorization: The header of that name, or None.
-            address: IP address of the client, or None when it cannot be trusted.
 
         Raises:
             UnauthenticatedError: There is no token, or not a good one.
@@ -171,22 +145,17 @@ class Authenticator:
 
     async def _caller_with(self, token: str) -> Caller:
         token_id = token.split("_")[1]
-        record = self._remembered(token_id)
-        if record is None:
-            now = self._clock()
+        record, read_at = self._known.get(token_id, (None, 0.0))
+        now = self._clock()
+        if record is None or now - read_at >= CACHE_S:
             record = await self._tokens.find(token_id)
-            self._remember(record, now)
+            if record is not None:
+                self._remember(record, now)
         if record is None or record.revoked_at is not None or not hmac.compare_digest(record.token_hash, _hash(token)):
             raise UnauthenticatedError("the token is unknown or was revoked: ask who runs this server for another one")
         return record.caller()
 
-    def _remembered(self, token_id: str) -> TokenRecord | None:
-        record, read_at = self._known.get(token_id, (None, 0.0))
-        return record if self._clock() - read_at < CACHE_S else None
-
-    def _remember(self, record: TokenRecord | None, now: float) -> None:
-        if record is None:
-            return
+    def _remember(self, record: TokenRecord, now: float) -> None:
         self._known[record.token_id] = record, now
         self._known.move_to_end(record.token_id)
         if len(self._known) > _CACHE_SIZE:

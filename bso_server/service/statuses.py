@@ -17,6 +17,7 @@ STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
     errors.KeyConflictError: HTTPStatus.CONFLICT,
     errors.IllegalTransitionError: HTTPStatus.CONFLICT,
     errors.NoSurvivorError: HTTPStatus.CONFLICT,
+    errors.InvalidJobError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.UnauthenticatedError: HTTPStatus.UNAUTHORIZED,

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import OBSERVED, JobConfig, TrialRecord
+from bso_server.core.model import OBSERVED, TrialRecord
 from bso_server.errors import InvalidImportError
 from bso_server.service.messages import EpochExport, JobExport, PowerProfileExport, TrialExport
 from bso_server.storage.rows import (
@@ -21,26 +21,17 @@ from bso_server.storage.rows import (
     StoredEpoch,
     StoredJob,
     StoredPowerProfile,
-    config_of,
     epoch_row,
     trial_from,
 )
-from zeus_plugins.protocol import ALIVE, Origin, TrialState
+from zeus_plugins.protocol import ALIVE, JobRegistration, Origin, TrialState
 
 _MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoch", "first_cost_j")
 
 
 @dataclass(frozen=True, slots=True)
 class ImportedJob:
-    """The rows that an import writes.
-
-    Attributes:
-        stored: The job's row.
-        arms: What is remembered of each of its batch sizes.
-        trials: Its trials, in order of dispatch.
-        epochs: Their reports.
-        power_profiles: Their power-limit profiles.
-    """
+    """The rows that an import writes."""
 
     stored: StoredJob
     arms: Sequence[Arm]
@@ -88,29 +79,11 @@ def imported(export: JobExport) -> ImportedJob:
     job_id = export.job.job_id
     if job_id is None:
         raise InvalidImportError("an exported job has an id", field="job.job_id")
-    job = config_of(export.job)
-    _check_order(export.trials)
-    for index, trial in enumerate(export.trials):
-        for field, message in _contradictions(trial, job):
-            raise InvalidImportError(f"trial {trial.trial_number}: {message}", field=f"trials.{index}.{field}")
-    _check_survivors(export)
-    _check_generator(export.rng_state)
+    for field, message in _contradictions(export):
+        raise InvalidImportError(message, field=field)
     trials = [_record(job_id, trial) for trial in export.trials]
-    history = History.of(job, trials, export.survivors)
-    events = [event for trial in export.trials for event in (trial.started_event, trial.ended_event or 0)]
-    event_count = max(events, default=0)
-    stored = StoredJob(
-        registration=export.job,
-        config=job,
-        created_at=export.created_at,
-        event_count=event_count,
-        trial_count=len(trials),
-        cheapest=history.cheapest,
-        bandit_entered_at=history.bandit_entered_at,
-        folded_event=event_count,
-        rng_state=export.rng_state,
-        survivors=export.survivors,
-    )
+    history = History.of(export.job, trials, export.survivors)
+    stored = StoredJob.after(trials, history, created_at=export.created_at, rng_state=export.rng_state)
     epochs = [
         StoredEpoch(job_id=job_id, trial_number=trial.trial_number, **dict(epoch))
         for trial in export.trials
@@ -124,32 +97,44 @@ def imported(export: JobExport) -> ImportedJob:
     return ImportedJob(stored, tuple(history.arms.values()), trials, epochs, profiles)
 
 
-def _check_order(trials: Sequence[TrialExport]) -> None:
+def _contradictions(export: JobExport) -> Iterator[tuple[str, str]]:
+    """The contradictions in an export: the field, and the reason."""
+    yield from _contradictions_of_order(export.trials)
+    for index, trial in enumerate(export.trials):
+        for field, message in _contradictions_of(trial, export.job):
+            yield f"trials.{index}.{field}", f"trial {trial.trial_number}: {message}"
+    entered = any(trial.origin is Origin.BANDIT for trial in export.trials)
+    if (export.survivors is not None) is not entered:
+        yield "survivors", "survivors go with trials of origin bandit: both or neither"
+    survivors = export.survivors or ()
+    if list(survivors) != sorted(set(survivors) & set(export.job.batch_sizes)):
+        yield "survivors", "survivors are some of the job's batch_sizes, ascending"
+    if export.rng_state is not None:
+        try:
+            np.random.default_rng(0).bit_generator.state = json.loads(export.rng_state)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            yield "rng_state", f"not the state of a random generator: {error}"
+
+
+def _contradictions_of_order(trials: Sequence[TrialExport]) -> Iterator[tuple[str, str]]:
     """Trials count from 1; each begins after the one before it, and no two things happen at the same event."""
     for index, trial in enumerate(trials):
         if trial.trial_number != index + 1:
-            raise InvalidImportError(
-                f"trials are numbered 1, 2, 3, …: number {index + 1} is missing or out of order",
-                field=f"trials.{index}.trial_number",
-            )
-    for index, (before, after) in enumerate(pairwise(trials)):
+            message = f"trials are numbered 1, 2, 3, …: number {index + 1} is missing or out of order"
+            yield f"trials.{index}.trial_number", message
+    for index, (before, after) in enumerate(pairwise(trials), start=1):
         if after.started_event <= before.started_event:
-            raise InvalidImportError(
-                f"trial {after.trial_number} begins after trial {before.trial_number}, so at a larger event",
-                field=f"trials.{index + 1}.started_event",
-            )
+            message = f"trial {after.trial_number} begins after trial {before.trial_number}, so at a larger event"
+            yield f"trials.{index}.started_event", message
     taken = {trial.started_event for trial in trials}
     for index, trial in enumerate(trials):
         if trial.ended_event in taken:
-            raise InvalidImportError(
-                f"event {trial.ended_event} is another trial's too", field=f"trials.{index}.ended_event"
-            )
+            yield f"trials.{index}.ended_event", f"event {trial.ended_event} is another trial's too"
         if trial.ended_event is not None:
             taken.add(trial.ended_event)
 
 
-def _contradictions(trial: TrialExport, job: JobConfig) -> Iterator[tuple[str, str]]:
-    """The contradictions in one trial: the field, and the reason."""
+def _contradictions_of(trial: TrialExport, job: JobRegistration) -> Iterator[tuple[str, str]]:
     alive, reported = trial.state in ALIVE, trial.report_count > 0
     if trial.batch_size not in job.batch_sizes:
         yield "batch_size", f"{trial.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
@@ -165,7 +150,7 @@ def _contradictions(trial: TrialExport, job: JobConfig) -> Iterator[tuple[str, s
             yield name, f"goes with having reported, and report_count is {trial.report_count}"
     if trial.state in OBSERVED and not reported:
         yield "report_count", f"a trial becomes {trial.state} by a report"
-    if trial.state is TrialState.COMPLETED and cost_of(job, _record(job.job_id, trial)) <= 0:
+    if trial.state is TrialState.COMPLETED and cost_of(job, _record("", trial)) <= 0:
         yield "energy_j", "the target was reached at a cost of 0 J, which no later run could beat"
     if (trial.epoch_bound is None) is not (trial.epoch_bound_reason is None):
         yield "epoch_bound_reason", "goes with epoch_bound: both or neither"
@@ -177,24 +162,6 @@ def _contradictions(trial: TrialExport, job: JobConfig) -> Iterator[tuple[str, s
     numbers = [epoch.report_number for epoch in trial.epochs]
     if numbers != sorted(set(numbers)) or numbers[-1:] > [kept]:
         yield "epochs", f"there are {kept} of them at most, each with its own report_number, ascending"
-
-
-def _check_survivors(export: JobExport) -> None:
-    entered = any(trial.origin is Origin.BANDIT for trial in export.trials)
-    if (export.survivors is not None) is not entered:
-        raise InvalidImportError("survivors go with trials of origin bandit: both or neither", field="survivors")
-    survivors = export.survivors or ()
-    if list(survivors) != sorted(set(survivors) & set(export.job.batch_sizes)):
-        raise InvalidImportError("survivors are some of the job's batch_sizes, ascending", field="survivors")
-
-
-def _check_generator(rng_state: str | None) -> None:
-    if rng_state is None:
-        return
-    try:
-        np.random.default_rng(0).bit_generator.state = json.loads(rng_state)
-    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise InvalidImportError(f"not the state of a random generator: {error}", field="rng_state") from error
 
 
 def _record(job_id: str, trial: TrialExport) -> TrialRecord:

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import JobConfig, TrialRecord
+from bso_server.core.model import TrialRecord
 from bso_server.service.messages import (
     EpochList,
     EpochView,
@@ -50,14 +50,7 @@ def summary(stored: StoredJob) -> JobSummary:
 def job(
     stored: StoredJob, history: History, states: Mapping[TrialState, int], trials: Sequence[TrialRecord]
 ) -> JobView:
-    """A job with its arms and trials.
-
-    Args:
-        stored: The job.
-        history: What decisions on it rest on.
-        states: How many of its trials are in each state.
-        trials: Those to show.
-    """
+    """A job with its arms, the number of its trials in each state, and those `trials` that are to be shown."""
     arms = tuple(map(arm, history.arms.values()))
     tried = [each for each in arms if each.mean_cost_j is not None]
     best = min(tried, key=lambda each: each.mean_cost_j or 0.0, default=None)
@@ -69,7 +62,7 @@ def job(
         arms=arms,
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
-        trials=tuple(trial(stored.config, each) for each in trials),
+        trials=tuple(trial(stored.registration, each) for each in trials),
     )
 
 
@@ -86,21 +79,15 @@ def arm(known: Arm) -> ArmView:
     )
 
 
-def trial(of_job: JobConfig, stored: TrialRecord) -> TrialView:
+def trial(of_job: JobRegistration, stored: TrialRecord) -> TrialView:
     """One trial."""
     shown = TRIAL.of(stored)
     cost_j = None if stored.metric is None else cost_of(of_job, stored)
     return TrialView(**shown, cost_j=cost_j, epochs=shown["epoch"])
 
 
-def epochs(of_job: JobConfig, stored: TrialRecord, kept: Sequence[StoredEpoch]) -> EpochList:
-    """A trial's reports.
-
-    Args:
-        of_job: The trial's job.
-        stored: The trial.
-        kept: Its reports that are kept beside it, in order.
-    """
+def epochs(of_job: JobRegistration, stored: TrialRecord, kept: Sequence[StoredEpoch]) -> EpochList:
+    """A trial's reports, of which these are kept beside it, in order."""
     shown = [_epoch(of_job, each) for each in kept]
     # The last one is kept beside the trial, too, unless it ended the trial or was pruned.
     if stored.metric is not None and (not kept or kept[-1].report_number < stored.report_count):
@@ -122,14 +109,7 @@ def power_profiles(of_job: StoredJob, kept: Iterable[StoredPowerProfile]) -> Pow
 
 
 def events(dispatched: Iterable[TrialRecord], ended: Iterable[TrialRecord], *, since: int, limit: int) -> EventPage:
-    """The events of a job.
-
-    Args:
-        dispatched: Trials that began after event `since`: the first `limit` of them, or all.
-        ended: Trials that ended after it: the first `limit` of them, or all.
-        since: Where the page begins.
-        limit: Events on the page.
-    """
+    """A page of the events of a job, from the first trials that began after event `since`, and that ended after it."""
     beginnings = [_event(EventKind.DISPATCHED, each.started_event, each, each.started_at) for each in dispatched]
     ends = [_event(EventKind.ENDED, each.ended_event, each, each.ended_at) for each in ended]
     page = sorted((event for event in beginnings + ends if event), key=lambda event: event.event)[:limit]
@@ -148,12 +128,7 @@ def trials_csv(trials: Iterable[TrialView]) -> str:
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
-    """Rows as CSV (RFC 4180) with a header line.
-
-    Args:
-        rows: Values by column.
-        columns: Their order; None: as in the first row.
-    """
+    """Rows, values by column, as CSV (RFC 4180) with a header line; without `columns` in the order of the first row."""
     text = io.StringIO()
     table = csv.DictWriter(text, columns or list(rows[0]))
     table.writeheader()
@@ -161,18 +136,12 @@ def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = No
     return text.getvalue()
 
 
-def _epoch(of_job: JobConfig, kept: StoredEpoch) -> EpochView:
-    return EpochView(**epoch_row(kept), cost_j=cost_of(of_job, kept))
+def _epoch(of_job: JobRegistration, kept: StoredEpoch) -> EpochView:
+    return EpochView(**epoch_row(kept), cost_j=of_job.cost_j(time_s=kept.time_s, energy_j=kept.energy_j))
 
 
 def _event(kind: EventKind, event: int | None, stored: TrialRecord, at: datetime | None) -> EventView | None:
     if event is None or at is None:
         return None
-    return EventView(
-        event=event,
-        kind=kind,
-        trial_number=stored.trial_number,
-        batch_size=stored.batch_size,
-        state=stored.state,
-        at=at,
-    )
+    number, size, state = stored.trial_number, stored.batch_size, stored.state
+    return EventView(event=event, kind=kind, trial_number=number, batch_size=size, state=state, at=at)

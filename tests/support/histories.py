@@ -8,30 +8,33 @@ import numpy as np
 
 from bso_server.core.history import History, after_report
 from bso_server.core.job import check_transition
-from bso_server.core.model import JobConfig, Report, TrialRecord
+from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import bounded, judge, needs_bound, suggest
-from zeus_plugins.protocol import Origin, TrialState, Verdict
+from zeus_plugins.protocol import JobRegistration, Origin, TrialState, Verdict
 
 
-def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> JobConfig:
+def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> JobRegistration:
     """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
-    job = JobConfig(
-        job_id="job",
-        batch_sizes=batch_sizes,
-        default_batch_size=default_batch_size,
-        max_power=100.0,
-        eta_knob=1.0,
-        target_metric=1.0,
-        max_epochs=10,
-    )
-    return replace(job, **fields)  # type: ignore[arg-type]  # the tests' keywords are JobConfig's
+    job = {
+        "job_id_prefix": "job",
+        "job_id": "job",
+        "batch_sizes": batch_sizes,
+        "default_batch_size": default_batch_size,
+        "max_power": 100.0,
+        "number_of_gpus": 1,
+        "gpu_model": "GPU",
+        "eta_knob": 1.0,
+        "target_metric": 1.0,
+        "max_epochs": 10,
+    }
+    return JobRegistration.model_validate(job | fields)
 
 
 @dataclass
 class Life:
     """One job's trials so far, and its generator."""
 
-    job: JobConfig
+    job: JobRegistration
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     trials: list[TrialRecord] = field(default_factory=list)
     events: int = 0

@@ -9,7 +9,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Literal
 
 from bso_server.errors import BsoError
+from bso_server.service import queries
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -26,6 +28,7 @@ from zeus_plugins.protocol import (
     TrialEnd,
     TrialId,
     TrialState,
+    TrialView,
 )
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -38,7 +41,7 @@ class Server:
     def __init__(self, store: Store, **job: object) -> None:
         self.store = store
         self.now = START
-        self.service = BatchSizeService(store, clock=lambda: self.now)
+        self.service = BatchSizeService(store, Commands(clock=lambda: self.now))
         self.job = JobRegistration.model_validate(jobs.job(**{**jobs.THREE_SIZES, **job}))
         self.job_id = self.job.job_id or ""
 
@@ -46,7 +49,7 @@ class Server:
         self.now += timedelta(seconds=seconds)
 
     async def suggest(self, key: str | None = None) -> TrialDispatch:
-        return await self.service.suggest(self.job_id, key)
+        return await self.service.run(self.service.commands.suggest, self.job_id, key)
 
     async def report(
         self,
@@ -56,20 +59,23 @@ class Server:
         metric: float = 0.5,
         epoch: float = 1,
         judged_by: StopRule | None = None,
+        of_zeus: bool = False,
     ) -> ReportResponse:
-        """Report totals that cost `cost_j`, with η = 0.5 and 100 W."""
+        """Report totals that cost `cost_j`, with η = 0.5 and 100 W; perhaps as a rank with Zeus's client does."""
         result = TrainingResult(
             **trial_id(trial).model_dump(),
             time=cost_j / 100,
             energy=cost_j,
             metric=metric,
             current_epoch=epoch,
-            judged_by=judged_by,
+            **({} if of_zeus else {"judged_by": judged_by}),
         )
         return await self.service.report(result)
 
     async def offline(self, batch_size: int, key: str) -> TrialDispatch:
-        return await self.service.record_offline(OfflineTrial(job_id=self.job_id, batch_size=batch_size), key)
+        return await self.service.run(
+            self.service.commands.record_offline, OfflineTrial(job_id=self.job_id, batch_size=batch_size), key
+        )
 
     async def reach(self, trial: TrialId, cost_j: float = 500.0) -> None:
         assert (await self.report(trial, cost_j=cost_j, metric=0.95, epoch=5)).converged
@@ -77,10 +83,15 @@ class Server:
     Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
 
     async def end(self, trial: TrialId, outcome: Outcome = TrialState.FAILED) -> None:
-        await self.service.end_trial(TrialEnd(**trial_id(trial).model_dump(), outcome=outcome))
+        await self.service.run(
+            self.service.commands.end_trial, TrialEnd(**trial_id(trial).model_dump(), outcome=outcome)
+        )
+
+    async def discard(self, trial: TrialId) -> TrialView:
+        return await self.service.run(self.service.commands.discard, self.job_id, trial.trial_number)
 
     async def show(self) -> JobView:
-        return await JobReader(self.store).show_job(self.job_id)
+        return await JobReader(self.store).read(queries.show_job, self.job_id)
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
@@ -114,7 +125,20 @@ async def live(server: Server, random_source: random.Random, steps: int) -> None
     for _ in range(steps):
         try:
             match random_source.choice(
-                ["suggest", "suggest", "offline", "epoch", "reach", "reach", "miss", "end", "beat", "wait"]
+                [
+                    "suggest",
+                    "suggest",
+                    "offline",
+                    "epoch",
+                    "rank",
+                    "reach",
+                    "reach",
+                    "miss",
+                    "end",
+                    "beat",
+                    "wait",
+                    "discard",
+                ]
             ):
                 case "suggest":
                     open_trials.append(await server.suggest())
@@ -135,12 +159,16 @@ async def act(server: Server, random_source: random.Random, action: str, trial: 
     match action:
         case "epoch":
             await server.report(trial, cost_j=cost_j)
+        case "rank":
+            await server.report(trial, cost_j=cost_j, epoch=random_source.randint(1, 5), of_zeus=True)
         case "reach":
             await server.report(trial, cost_j=cost_j, metric=0.95, epoch=5)
         case "miss":
             await server.report(trial, cost_j=cost_j, epoch=10)
         case "beat":
-            await server.service.heartbeat(beat_of(trial))
+            await server.service.run(server.service.commands.heartbeat, beat_of(trial))
+        case "discard":
+            await server.discard(trial)
         case "end":
             outcomes: tuple[Server.Outcome, ...] = (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED)
             await server.end(trial, random_source.choices(outcomes, (6, 1, 3))[0])

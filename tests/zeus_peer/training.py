@@ -2,34 +2,62 @@
 
 Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, and, as JSON too, how many epochs each
 batch size needs to reach the target; where it needs more than the job allows, the target is not reached. With
-``--leave-after N`` the script ends after so many epochs without a word to anybody.
+``--leave-after N`` the script ends after so many epochs without a word to anybody. With ``--ranks N`` so many processes
+are the ranks of one data-parallel training, in step with each other: the first asks for the batch size, and each
+reports every epoch.
 
-Prints one JSON object: the batch size, and whether the training finished, left, or which error it ended with.
+Prints one JSON object: the batch size, and whether the training finished, left, or which error it ended with, of
+several ranks each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 from collections.abc import Mapping
+from multiprocessing.pool import Pool
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from zeus.exception import ZeusBaseError
 from zeus.monitor import ZeusMonitor
 from zeus.optimizer.batch_size import BatchSizeOptimizer, JobSpec
 
-outcome: dict[str, Any] = {"batch_size": None, "ended": "left", "message": None}
+# In which the slowest of the ranks has come as far as the others, unless it has left them.
+TOGETHER_S = 30.0
 
 
-def train(server_url: str, job: JobSpec, epochs: Mapping[str, int], leave_after: int) -> None:
-    optimizer = BatchSizeOptimizer(ZeusMonitor(), server_url, job)
-    outcome["batch_size"] = batch_size = optimizer.get_batch_size()
-    optimizer.on_train_begin()
-    for epoch in range(1, leave_after + 1):
-        optimizer.on_evaluate(0.95 if epoch >= epochs[str(batch_size)] else 0.5)
-        if optimizer.training_finished:
-            outcome["ended"] = "finished"
-            return
+def train(optimizer: Any, epochs: Mapping[str, int], leave_after: int, together: Barrier | None) -> tuple[str, Any]:
+    """The end of the training, and what was said of it."""
+    try:
+        optimizer.on_train_begin()
+        for epoch in range(1, leave_after + 1):
+            if together is not None:
+                together.wait(TOGETHER_S)
+            optimizer.on_evaluate(0.95 if epoch >= epochs[str(optimizer.current_batch_size)] else 0.5)
+            if optimizer.training_finished:
+                return "finished", None
+    except ZeusBaseError as error:
+        return type(error).__name__, str(error)
+    return "left", None
+
+
+def train_rank(
+    rank: int, server_url: str, job: JobSpec, told: tuple[int, int], epochs: Mapping[str, int]
+) -> tuple[str, Any]:
+    """One rank but the first, which was told the batch size and the trial's number."""
+    optimizer = BatchSizeOptimizer(ZeusMonitor(), server_url, job, rank=rank)
+    optimizer.current_batch_size, optimizer.trial_number = told
+    return train(optimizer, epochs, 100, _together)
+
+
+_together: Barrier | None = None
+
+
+def _keep(together: Barrier) -> None:
+    global _together  # a barrier reaches the processes of a pool as they begin
+    _together = together
 
 
 def main() -> None:
@@ -38,11 +66,31 @@ def main() -> None:
     parser.add_argument("job", type=json.loads)
     parser.add_argument("epochs", type=json.loads)
     parser.add_argument("--leave-after", type=int, default=100)
+    parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
+    outcome: dict[str, Any] = {"batch_size": None, "ended": "left", "message": None}
+    job = JobSpec(**options.job)
     try:
-        train(options.server_url, JobSpec(**options.job), options.epochs, options.leave_after)
+        optimizer = BatchSizeOptimizer(ZeusMonitor(), options.server_url, job)
+        outcome["batch_size"] = optimizer.get_batch_size()
     except ZeusBaseError as error:
         outcome.update(ended=type(error).__name__, message=str(error))
+        print(json.dumps(outcome))
+        return
+    together = multiprocessing.Barrier(options.ranks) if options.ranks > 1 else None
+    told = optimizer.current_batch_size, optimizer.trial_number
+    if together is None:
+        ends = [train(optimizer, options.epochs, options.leave_after, None)]
+    else:
+        with Pool(options.ranks - 1, _keep, (together,)) as pool:
+            others = pool.starmap_async(
+                train_rank,
+                [(rank, options.server_url, job, told, options.epochs) for rank in range(1, options.ranks)],
+                chunksize=1,
+            )
+            ends = [train(optimizer, options.epochs, options.leave_after, together), *others.get(TOGETHER_S)]
+    outcome["ended"] = " ".join(ended for ended, _ in ends)
+    outcome["message"] = ends[0][1]
     print(json.dumps(outcome))
 
 
