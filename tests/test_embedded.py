@@ -594,7 +594,7 @@ def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
 RANK_1 = """
 import pickle, sys
 from zeus_plugins.client.connect import client_from_environment
-from zeus_plugins.training.session import end_trial_from_another_rank
+from zeus_plugins.training.failures import end_trial_from_another_rank
 
 with client_from_environment() as client:
     end_trial_from_another_rank(client, pickle.loads(bytes.fromhex(sys.argv[1])), MemoryError("rank 1"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from hypothesis import strategies as st
 
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge
-from bso_server.storage.rows import config_of
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
@@ -80,7 +80,7 @@ def test_both_sides_come_to_the_same_verdict(
     here = judged_without_server(registration, rule, metric=metric, epochs=epoch, cost_j=spent_j)
     trial = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.BANDIT)
     report = Report(evaluation.time, evaluation.energy, epoch, metric)
-    there = judge(config_of(registration), trial, report, None, judged_by=rule)
+    there = judge(registration, trial, report, None, judged_by=rule)
     assert (here.stop_train, here.converged, here.reason) == (there.stop, there.converged, there.reason)
     assert here.message == f"{there.message} (judged without the server)"
 
@@ -343,6 +343,48 @@ def test_results_in_memory_that_go_with_the_process_are_told(outbox: Outbox, cap
     session.end(KeyboardInterrupt())
     assert "2 results of job digits-1 are lost" in warnings_in(caplog)[-1]
     assert "sync" not in warnings_in(caplog)[-1]
+
+
+@contextmanager
+def no_more_room(path: Path) -> Iterator[None]:
+    """Files do not grow beyond this one's size."""
+    resource = pytest.importorskip("resource", reason="only POSIX limits the size of files")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_the_last_word_on_a_full_disk_is_the_truth(
+    is_freed: bool, outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky()
+    session = training(server)
+    server.down = True
+    session.report(0.1)
+    (path,) = outbox.waiting()
+    with no_more_room(path):
+        session.report(0.2)
+        session.report(0.3)
+        if not is_freed:
+            session.end(KeyboardInterrupt())
+    session.end(KeyboardInterrupt())
+    words = [warning for warning in warnings_in(caplog) if warning[0].isdigit()]
+    kept = [line for line in path.read_text().splitlines() if '"evaluation"' in line or '"ending"' in line]
+    if is_freed:
+        assert [word.split(" of job")[0] for word in words] == ["4 results"]
+        assert len(kept) == 4
+    else:
+        assert [" ".join(word.split()[:6]) for word in words] == [
+            "1 results of job digits-1 wait",
+            "3 results of job digits-1 are",
+        ]
+        assert len(kept) == 1
 
 
 @pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])

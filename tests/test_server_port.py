@@ -17,6 +17,7 @@ from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError
 from zeus_plugins.protocol import (
     Ending,
+    Fingerprint,
     GpuConfig,
     JobRegistration,
     OfflineTrial,
@@ -83,9 +84,36 @@ def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(
     with pytest.raises(ZeusBSOConfigError, match=r"max_epochs is 3, not 9\. Use another job_id") as caught:
         port.register(job.model_copy(update={"max_epochs": 9}))
     assert refused(caught) == 409
+    assert str(caught.value).count("delete") == 2  # once in words, once as the command
+    assert str(caught.value).endswith(f"to start over: bso-server jobs delete {job.job_id}")
     with pytest.raises(ZeusBSOConfigError, match=r"max_epochs: .*greater") as caught:
         port.register(job.model_copy(update={"max_epochs": -9}))
     assert refused(caught) == 422
+
+
+def test_a_fingerprint_is_kept_as_it_was_told_first_and_is_no_part_of_the_configuration(
+    port: ServerPort, job: JobRegistration
+) -> None:
+    def told(**parts: str) -> Fingerprint | None:
+        again = port.register(job.model_copy(update={"fingerprint": Fingerprint(**parts) if parts else None}))
+        assert port.show_job(job.job_id or "").job == again
+        return again.fingerprint
+
+    assert told() is None
+    assert told(model="Net") == Fingerprint(model="Net")
+    assert told(model="Other", optimizer="SGD") == Fingerprint(model="Net", optimizer="SGD")
+    assert told() == Fingerprint(model="Net", optimizer="SGD")
+    port.end_trial(name_of(port.suggest(job.job_id or "")))  # what writes the job's row leaves it
+    assert told() == Fingerprint(model="Net", optimizer="SGD")
+
+
+def test_a_job_is_shown_with_all_or_the_latest_of_its_trials(port: ServerPort, job: JobRegistration) -> None:
+    job_id = job.job_id or ""
+    for _ in range(3):
+        port.suggest(job_id)
+    assert port.show_job(job_id).job == job
+    assert [trial.trial_number for trial in port.show_job(job_id).trials] == [1, 2, 3]
+    assert [trial.trial_number for trial in port.show_job(job_id, limit=2).trials] == [2, 3]
 
 
 def test_a_job_without_an_id_gets_one(port: ServerPort) -> None:
@@ -108,6 +136,7 @@ def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, 
     nobody = trial.model_copy(update={"trial_number": 99})
     for ask in (
         lambda: port.suggest("nobody"),
+        lambda: port.show_job("nobody"),
         lambda: port.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key"),
         lambda: port.report(result(nobody)),
         lambda: port.end_trial(nobody),

@@ -42,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     amount = demo.add_mutually_exclusive_group()
     amount.add_argument(
         "--recurrences",
-        type=_positive,
+        type=master.positive,
         default=_DEFAULT_RECURRENCES,
         help="how often the training has to reach its target (default %(default)s)",
     )
@@ -70,13 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     master.add_parser(commands)
     sync.add_parser(commands)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _demo(options: argparse.Namespace) -> None:

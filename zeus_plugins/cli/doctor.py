@@ -19,8 +19,8 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.check import AGREEMENT, compare_nvml
 from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
+from zeus_plugins.energy.nvml_power import AGREEMENT, compare_nvml
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOError,
@@ -30,8 +30,6 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import TrialId
 from zeus_plugins.training.environment import STATE_DIRECTORY, VARIABLES
-
-__all__ = ["Finding", "Level", "add_parser", "examine"]
 
 DISTRIBUTIONS = (
     "zeus-plugins",
@@ -60,14 +58,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
-
-    Attributes:
-        check: What, in a word.
-        level: How it is to be taken.
-        text: What was found, in a sentence.
-        details: The same for programs.
-    """
+    """One thing that was looked at, in a word, and what was found: in a sentence, and its details for programs."""
 
     check: str
     level: Level
@@ -153,7 +144,6 @@ def _numbers(gpu: NvmlGpu) -> dict[str, float | None]:
 
 
 def _comparison() -> Finding:
-    """Compare counters and power readings over two seconds."""
     try:
         compared = compare_nvml()
     except ZeusBSOError as error:

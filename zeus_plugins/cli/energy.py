@@ -19,7 +19,6 @@ from zeus_plugins.errors import ZeusBSOError
 if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
     from zeus_plugins.energy import EnergyMonitor
 
-__all__ = ["add_parser"]
 
 # As `timeout` and `env` do: so that these are told from the command's own.
 _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
@@ -31,11 +30,7 @@ _WINDOW = "command"
 
 
 def _make(name: str, power_w: float | None) -> EnergyMonitor:
-    """One monitor by name.
-
-    Raises:
-        ZeusBSOError: An estimate without watts.
-    """
+    """One monitor by name; an estimate needs watts."""
     from zeus_plugins import energy
     from zeus_plugins.energy.auto import stated_power_w
 

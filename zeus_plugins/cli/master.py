@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # It takes a while to load, which other commands need not wai
     from zeus_plugins.master.config import MasterConfig
     from zeus_plugins.protocol import GpuConfig
 
-__all__ = ["add_parser"]
 
 _NEWEST = ""
 
@@ -32,9 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "interrupted or killed goes on with --resume.",
     )
     parser.add_argument("job", type=Path, metavar="JOB.toml", help="the job (docs/master.md)")
-    parser.add_argument(
-        "--recurrences", type=_positive, help="how often it recurs (default: what the file says, or 10)"
-    )
+    parser.add_argument("--recurrences", type=positive, help="how often it recurs (default: what the file says, or 10)")
     parser.add_argument(
         "--log-base",
         type=Path,
@@ -92,7 +89,8 @@ def _run(options: argparse.Namespace) -> None:
     print(f"All runs: {logdir / 'history.json'}")
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """The number of an argument that is 1 or more."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")

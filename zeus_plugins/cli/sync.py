@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
 from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.delivery import Delivered, deliver_waiting, listed
 from zeus_plugins.client.outbox import Outbox, default_outbox
-from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
-
-__all__ = ["add_parser"]
+from zeus_plugins.training import environment
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -28,7 +28,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--server-url",
         help="deliver everything to this server, in place of those that the results belong to (it has moved, say)",
     )
-    parser.add_argument("--token", help="access token (default: environment variable ZEUS_BSO_TOKEN)")
+    parser.add_argument(
+        "--token",
+        help="access token (default: environment variable ZEUS_BSO_TOKEN); only the server of --server-url, or else of "
+        "ZEUS_SERVER_URL, is sent it",
+    )
     parser.set_defaults(run=_sync)
 
 
@@ -41,10 +45,14 @@ def _sync(options: argparse.Namespace) -> None:
         print(f"nothing waits in {outbox.directory}")
     for path in outbox.refused():
         print(f"{path}: set aside, as its server refused it; delete it when it is of no more use")
+    for path in outbox.damaged():
+        print(f"{path}: set aside, as lines of it cannot be read; delete it when it is of no more use")
     if options.dry_run:
         return
     if any(file.problem is not None and file.set_aside is None for file in files):
         raise ZeusBSOError("not everything could be delivered; run this again when what stands in its way is mended")
+    if any(file.set_aside is not None and file.problem is None for file in files):
+        raise ZeusBSOError("not everything could be delivered: some lines cannot be read")
     if any(file.set_aside is not None for file in files):
         raise ZeusBSOError("not everything could be delivered: a server refused it for good")
 
@@ -56,11 +64,27 @@ def _synced(outbox: Outbox, server_url: str | None, token: str | None) -> Iterat
         def client_of(belongs_to: str) -> ServerPort:
             url = server_url or belongs_to
             if url not in opened:
-                client: ServerPort = client_from_environment(url, token).with_retries(NO_RETRIES)
-                opened[url] = clients.enter_context(client)
+                opened[url] = clients.enter_context(_client(url, server_url, token))
             return opened[url]
 
         yield from deliver_waiting(outbox, client_of)
+
+
+def _client(url: str, server_url: str | None, token: str | None) -> ServerPort:
+    """A client with the token if that belongs to this server: to any other, of which a file speaks, it is not shown."""
+    client: ServerPort = client_from_environment(url, "")
+    owner_url = server_url or environment.SERVER_URL.text()
+    owner = client_from_environment(owner_url, token) if owner_url else None
+    if owner is not None and owner.server_url == client.server_url:
+        return owner.with_retries(NO_RETRIES)
+    if (token or environment.TOKEN.text()) and not url.startswith(EMBEDDED):
+        belonging = f"belongs to {owner.server_url}" if owner is not None else "was given without its server's URL"
+        print(
+            f"zeus-plugins: {client.server_url} is sent no token, as the token {belonging}; if it is that server's: "
+            f"ZEUS_SERVER_URL={client.server_url} zeus-plugins sync",
+            file=sys.stderr,
+        )
+    return client.with_retries(NO_RETRIES)
 
 
 def _line(file: Delivered) -> str:
@@ -68,6 +92,7 @@ def _line(file: Delivered) -> str:
     counts = ", ".join(
         f"{number} {word}" for number, word in ((file.delivered, "delivered"), (file.left, "waiting")) if number
     )
-    if file.set_aside is not None:
+    if file.set_aside is not None and file.problem is not None:
         return f"{what}: refused ({file.problem}); set aside as {file.set_aside}"
-    return f"{what}: {counts or 'nothing waits'}" + (f" ({file.problem})" if file.problem else "")
+    damage = f"; {file.damaged_lines} lines cannot be read" if file.damaged_lines else ""
+    return f"{what}: {counts or 'nothing waits'}{damage}" + (f" ({file.problem})" if file.problem else "")

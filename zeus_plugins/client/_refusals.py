@@ -12,15 +12,10 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntime
 def error_of(
     status: int, text: str, *, server_url: str, request: str, is_registration: bool, is_foreign: bool = False
 ) -> ZeusBSOError:
-    """The error that a refusal becomes.
+    """The error that a refusal becomes, by its HTTP status or the one that it would have over HTTP.
 
-    Args:
-        status: Its HTTP status, or the one that it would have.
-        text: Its text.
-        server_url: The server.
-        request: The request in words.
-        is_registration: Whether the request was to register a job: a conflict is then one of configurations.
-        is_foreign: Whether the answer does not look like one of a batch size optimization server.
+    A conflict is one of configurations if the request, told in words, was to register a job. A foreign answer is one
+    that does not look like that of a batch size optimization server.
     """
     if status in (401, 403):
         return ZeusBSOTokenError(
@@ -34,34 +29,24 @@ def error_of(
 
 
 def said_in_error_body(text: str) -> str:
-    """Read the body of an error answer.
+    """The message in an error answer's body, and the fields at fault that it does not name; empty in any other body.
 
     Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and the framework under it
     ``{"detail": …}`` with a text or with a list of the fields at fault.
-
-    Args:
-        text: The body.
-
-    Returns:
-        The message, followed by the fields at fault that it does not name itself; empty when this is no such body.
     """
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     if not isinstance(body, dict):
         return ""
-    message = _first_text(body.get("message"), body.get("detail"))
+    texts = (body.get("message"), body.get("detail"))
+    message = next((text for text in texts if isinstance(text, str) and text), "")
     fields = [f"{field}: {said}" for field, said in _fields_at_fault(body) if not said or said not in message]
     return "; ".join(part for part in [message, *fields] if part)
 
 
-def _first_text(*candidates: object) -> str:
-    return next((text for text in candidates if isinstance(text, str) and text), "")
-
-
 def _fields_at_fault(body: dict[str, Any]) -> list[tuple[str, str]]:
-    """Each field at fault with what is said of it."""
     ours, frameworks = body.get("errors"), body.get("detail")
     if isinstance(ours, list):
         return [(str(item.get("field")), str(item.get("message"))) for item in ours if isinstance(item, dict)]

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from zeus_plugins.client.http import BsoClient
     from zeus_plugins.client.local import LocalServer
 
-__all__ = ["client_from_environment"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -33,7 +32,7 @@ def client_from_environment(
     Args:
         server_url: As in `BsoClient`; ``embedded:`` or ``embedded:///path`` is the server in this process.
         token: As in `BsoClient`. The server in this process is not shown it.
-        timeout_s: Longest wait in seconds for the server or a part of its answer. None: the environment variable
+        timeout_s: Longest wait in seconds for an answer as a whole. None: the environment variable
             ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
         environ: Environment variables; those of the process by default.
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from http import HTTPStatus
 from pathlib import Path
 
 from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, OutboxFileError, OutboxHeader
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
-from zeus_plugins.protocol import Ending, OfflineTrial, PowerLimitChoice, ReportResponse, TrainingResult, TrialId
-
-__all__ = ["Delivered", "deliver", "deliver_power_limits", "deliver_waiting", "is_refusal", "listed", "recorded"]
+from zeus_plugins.protocol import (
+    Ending,
+    JobRegistration,
+    OfflineTrial,
+    PowerLimitChoice,
+    ReportResponse,
+    TrainingResult,
+    TrialId,
+)
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -31,24 +38,45 @@ def is_refusal(error: Exception) -> bool:
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
-def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
-    """Have the server record a trial that began without it; the same trial each time.
+def registered_as(client: ServerPort, registration: JobRegistration, guessed: Collection[str]) -> JobRegistration:
+    """Register a job, or find it with other values in place of those that were guessed.
+
+    Args:
+        client: Talks to the server.
+        registration: The job.
+        guessed: Names of its fields that a registration under its id overrides.
+
+    Returns:
+        The job as the server has it.
 
     Raises:
-        ZeusBSOError: The server cannot be reached, fails or refuses.
+        ZeusBSOConfigError: It is there, and differs in what was not guessed; or the server does not show in what.
+        ZeusBSORuntimeError: As of `ServerPort.register`.
     """
-    registered = client.register(sender.registration)
+    try:
+        return client.register(registration)
+    except ZeusBSOConfigError as conflict:
+        if conflict.status != HTTPStatus.CONFLICT or not guessed:
+            raise
+        try:
+            known = client.show_job(registration.job_id or "", limit=1).job
+        except ZeusBSORuntimeError as error:
+            if error.is_outage:
+                raise
+            raise conflict from None
+    return client.register(registration.model_copy(update={name: getattr(known, name) for name in guessed}))
+
+
+def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
+    """Have the server record a trial that began without it; the same trial each time."""
+    registered = registered_as(client, sender.registration, sender.guessed)
     offline = OfflineTrial(job_id=registered.job_id or "", batch_size=sender.batch_size)
     dispatch = client.record_offline(offline, sender.key or "")
-    return TrialId(job_id=dispatch.job_id, batch_size=dispatch.batch_size, trial_number=dispatch.trial_number)
+    return TrialId(**dispatch.model_dump())
 
 
 def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitChoice) -> None:
-    """Have a trial's power limits kept. A server that refuses them is a warning: they concern no result of the trial.
-
-    Raises:
-        ZeusBSOError: The server cannot be reached or fails.
-    """
+    """Have a trial's power limits kept. If the server refuses, that is a warning: no result of the trial needs them."""
     try:
         client.store_power_profile(trial, choice)
     except ZeusBSOError as error:
@@ -68,19 +96,10 @@ def deliver(
     lock: AbstractContextManager[object] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> ReportResponse | None:
-    """Deliver all that waits in a box, in order.
+    """Deliver all that waits in a box, in order; what was not delivered when this raises is still there.
 
-    Args:
-        box: Where it waits.
-        client: Of the server where it belongs.
-        lock: Held while the box is used, and not while the server is waited for.
-        is_stopped: Asked before each item whether to leave the rest there.
-
-    Returns:
-        The server's last verdict, or None when no evaluation was delivered.
-
-    Raises:
-        ZeusBSOError: The server cannot be reached, fails or refuses. What was not delivered is still there.
+    The lock is held while the box is used, and not while the server is waited for; `is_stopped` is asked before each
+    item whether to leave the rest. Returns the server's last verdict, or None when no evaluation was delivered.
     """
     lock = lock or nullcontext()
     verdict: ReportResponse | None = None
@@ -96,7 +115,7 @@ def deliver(
             continue
         is_last_word = False
         if isinstance(item, Ending):
-            client.end_trial(trial, item)
+            client.end_trial(trial, box.true_ending(item))
         elif isinstance(item, PowerLimitChoice):
             deliver_power_limits(client, trial, item)
         else:
@@ -110,16 +129,10 @@ def deliver(
 
 @dataclass(frozen=True)
 class Delivered:
-    """The fate of one file of the outbox.
+    """The fate of one file of the outbox: how many results were delivered, how many are left there, and why.
 
-    Attributes:
-        path: The file.
-        job_id: Its job; empty where the file cannot be read.
-        server_url: Where its results belong; empty where the file cannot be read.
-        delivered: How many results were delivered.
-        left: How many still wait.
-        problem: Why they do, or None.
-        set_aside: Where the file is now that the server has refused it, or None.
+    Job and server are empty where the file cannot be read. A file that the server has refused is set aside, and so is
+    one with damaged lines, without a problem, once all others were delivered.
     """
 
     path: Path
@@ -129,17 +142,14 @@ class Delivered:
     left: int
     problem: str | None = None
     set_aside: Path | None = None
+    damaged_lines: int = 0
 
 
 def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
-    """Deliver what earlier trainings have left, file by file, oldest first.
+    """Deliver what earlier trainings have left, file by file, oldest first; trainings that still run keep theirs.
 
-    Files of trainings that still run are left to those.
-
-    Args:
-        outbox: Where the files are.
-        client_of: Gives the client for a server's URL, or None to leave that server's files alone. A `ZeusBSOError` of
-            it is the problem of those files alone.
+    `client_of` gives the client for a server's URL, or None to leave that server's files alone. A `ZeusBSOError` of it
+    is the problem of those files alone.
     """
     problem_of: dict[str, str] = {}
     for box in _opened(outbox):
@@ -153,7 +163,7 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
             problem_of[server_url] = str(unusable)
             client = None
         if server_url in problem_of:
-            yield _described(box, delivered=0, left=len(box), problem=problem_of[server_url])
+            yield _described(box, problem=problem_of[server_url])
             box.close()
         elif client is None:
             box.close()
@@ -171,7 +181,7 @@ def listed(outbox: Outbox) -> Iterator[Delivered]:
         if isinstance(box, Delivered):
             yield box
         else:
-            yield _described(box, delivered=0, left=len(box))
+            yield _described(box)
             box.close()
 
 
@@ -189,7 +199,6 @@ def _opened(outbox: Outbox) -> Iterator[OutboxFile | Delivered]:
 def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
     waiting = len(box)
     problem: ZeusBSOError | None = None
-    aside: Path | None = None
     try:
         is_ended = box.has_ending
         verdict = deliver(box, client)
@@ -198,19 +207,20 @@ def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOErr
     except ZeusBSOError as error:
         problem = error
     left = len(box)
-    if problem is not None and is_refusal(problem):
-        aside = box.refuse()
-    else:
-        box.close()
+    aside = box.refuse() if problem is not None and is_refusal(problem) else box.close()
     told = None if problem is None else str(problem)
-    return _described(box, delivered=waiting - left, left=left, problem=told, set_aside=aside), problem
+    return replace(_described(box, problem=told), delivered=waiting - left, left=left, set_aside=aside), problem
 
 
-def _described(
-    box: OutboxFile, *, delivered: int, left: int, problem: str | None = None, set_aside: Path | None = None
-) -> Delivered:
-    job_id = box.sender.registration.job_id or ""
-    return Delivered(box.path, job_id, box.sender.server_url, delivered, left, problem, set_aside)
+def _described(box: OutboxFile, *, problem: str | None = None) -> Delivered:
+    header = box.sender
+    return Delivered(
+        *(box.path, header.registration.job_id or "", header.server_url),
+        delivered=0,
+        left=len(box),
+        problem=problem,
+        damaged_lines=box.damaged_lines,
+    )
 
 
 def _leave(client: ServerPort, trial: TrialId) -> None:

@@ -1,4 +1,4 @@
-"""`ServerPort` over HTTP: the only module of the training side that knows the HTTP library.
+"""`ServerPort` over HTTP: with `_transport.py` under it, all of the training side that knows the HTTP library.
 
 `BsoClient` has one method per route. It works against this project's server and against Zeus 0.16's, whose answers lack
 our optional fields and whose errors have another shape.
@@ -6,6 +6,7 @@ our optional fields and whose errors have another shape.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import os
@@ -13,7 +14,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from itertools import count
+from http import HTTPStatus
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import quote
 
@@ -21,6 +22,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from zeus_plugins.client._refusals import error_of, said_in_error_body
+from zeus_plugins.client._transport import DeadlineTransport, proxy_of
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     NO_RETRIES,
@@ -28,9 +30,6 @@ from zeus_plugins.client.port import (
     TOKEN_VARIABLE,
     Retries,
     ServerPort,
-    end_of,
-    heartbeat_of,
-    power_profile_of,
 )
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -40,6 +39,7 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import (
     Ending,
+    Heartbeat,
     HeartbeatResponse,
     JobList,
     JobRegistration,
@@ -50,14 +50,19 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialDispatch,
+    TrialEnd,
     TrialId,
     TrialPage,
+    TrialPowerProfile,
     TrialView,
 )
 
-__all__ = ["BsoClient"]
-
 _EXCERPT_LENGTH = 200
+_LONGEST_WORDS = 4000
+# A page of 1000 trials is a twentieth of it.
+_LARGEST_ANSWER_BYTES = 16 * 2**20
+_FAULTS_TO_TELL = 3
+_FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_PORT = 65535
 _LARGEST_PAGE = "1000"
 
@@ -80,7 +85,7 @@ class BsoClient(ServerPort):
             password inside it are sent as HTTP basic authentication. The server in this process has no such URL:
             `zeus_plugins.client.client_from_environment` gives either.
         token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
-        timeout_s: Longest wait in seconds for each of connecting, sending, and receiving a part of the answer.
+        timeout_s: Longest wait in seconds for an answer: connecting, sending and receiving all of it.
         retries: How often a request is sent that gets no answer.
         transport: Takes the place of the network.
 
@@ -111,6 +116,8 @@ class BsoClient(ServerPort):
         self._transport = transport
         self._http: httpx.Client | None = None
         self._http_pid = 0
+        # Shared with the copies of this client, which are of the same training.
+        self._faults: list[str] = []
 
     def __repr__(self) -> str:
         return f"BsoClient({self._server_url!r})"
@@ -125,7 +132,7 @@ class BsoClient(ServerPort):
 
     @property
     def timeout_s(self) -> float:
-        """Longest wait in seconds for a part of an answer."""
+        """Longest wait in seconds for an answer as a whole."""
         return self._timeout_s
 
     def with_retries(self, retries: Retries) -> BsoClient:
@@ -159,16 +166,18 @@ class BsoClient(ServerPort):
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """See `ServerPort.end_trial`."""
-        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end_of(trial, ending)))
+        end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
+        self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """See `ServerPort.heartbeat`."""
-        beat = heartbeat_of(trial, regular=regular)
+        beat = Heartbeat(**trial.model_dump(), regular=regular)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         """See `ServerPort.store_power_profile`."""
-        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=power_profile_of(trial, choice)))
+        profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
+        self._expect_ours(self._request("PUT", Paths.POWER_PROFILE, body=profile))
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""
@@ -184,11 +193,12 @@ class BsoClient(ServerPort):
             jobs += page.jobs
         return JobList(jobs=jobs)
 
-    def show_job(self, job_id: str) -> JobView:
-        """Show a job with its arms and all of its trials. A Zeus server does not offer this."""
+    def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
+        """See `ServerPort.show_job`."""
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
-        view = self._decode(self._request("GET", path), JobView)
-        if view.trial_count is None or len(view.trials) >= view.trial_count:
+        params = None if limit is None else {"limit": str(limit)}
+        view = self._decode(self._request("GET", path, params=params), JobView)
+        if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
             return view
         trials: list[TrialView] = []
         cursor: int | None = 0
@@ -222,27 +232,65 @@ class BsoClient(ServerPort):
         )
         retries = retries or self._retries
         end = time.monotonic() + retries.patience_s
-        for attempt in count(1):
-            is_last = attempt >= retries.attempts
+        attempt = 1
+        while True:
             try:
                 return self._answered(request)
             except ZeusBSORuntimeError as error:
                 wait_s = retries.wait_s(attempt)
-                if is_last or not error.is_outage or time.monotonic() + wait_s > end:
+                if attempt >= retries.attempts or not error.is_outage or time.monotonic() + wait_s > end:
                     raise
                 _logger.debug("attempt %d of %s %s: %s", attempt, method, path, error)
             time.sleep(wait_s)
-        raise AssertionError("unreachable: the last attempt returns or raises")
+            attempt += 1
 
     def _answered(self, request: httpx.Request) -> httpx.Response:
         try:
-            answer = self._connection().send(request)
+            answer = self._received(request)
         except httpx.RequestError as error:
             # The HTTP library's own traceback is sixty lines that say less than this one.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
         if not answer.is_success:
-            raise self._refusal(answer)
+            refusal = self._refusal(answer)
+            if answer.status_code == HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._count_fault(str(refusal))
+            raise refusal
         return answer
+
+    def _count_fault(self, told: str) -> None:
+        """Say, once, that the server is there and fails: what is taken for an outage does not end by waiting."""
+        if len(self._faults) == _FAULTS_TO_TELL:
+            return
+        self._faults.append(told)
+        if len(self._faults) == _FAULTS_TO_TELL:
+            _logger.warning(
+                "THE SERVER AT %s FAILS: it is not away, but has answered %d requests of this training with 500, an "
+                "error of its own (%s). As long as it does, trainings take the default batch size and it learns "
+                "nothing: have whoever runs it look at its log",
+                *(self._server_url, _FAULTS_TO_TELL, told),
+            )
+
+    def _received(self, request: httpx.Request) -> httpx.Response:
+        """Send a request once and receive all of its answer, as long as that is within bounds.
+
+        What is packed is not received: a few bytes of it fill any memory.
+        """
+        with contextlib.closing(self._connection().send(request, stream=True)) as answer:
+            encoding = answer.headers.get("content-encoding", "identity")
+            if encoding.lower() != "identity":
+                raise httpx.DecodingError(f"its answer is encoded ({encoding!r:.40}), which it was asked not to be")
+            body = bytearray()
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > _LARGEST_ANSWER_BYTES:
+                    raise httpx.ReadError(f"its answer is larger than {_LARGEST_ANSWER_BYTES} bytes")
+        return httpx.Response(
+            answer.status_code,
+            headers=[pair for pair in answer.headers.raw if pair[0].lower() not in _FRAMING],
+            content=bytes(body),
+            request=request,
+            extensions=answer.extensions,
+        )
 
     def _connection(self) -> httpx.Client:
         # A forked process must not speak on its parent's connections.
@@ -250,12 +298,17 @@ class BsoClient(ServerPort):
             self._http_pid = os.getpid()
             self._http = httpx.Client(
                 auth=self._login,
-                headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+                headers={"Accept-Encoding": "identity"}
+                | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
                 timeout=self._timeout_s,
                 # Closing a connection closes its transport, which a copy of this client may be using.
-                transport=copy.copy(self._transport),
+                transport=copy.copy(self._transport) or self._network(),
             )
         return self._http
+
+    def _network(self) -> DeadlineTransport:
+        url = httpx.URL(self._server_url)
+        return DeadlineTransport(is_encrypted=url.scheme == "https", proxy=proxy_of(url))
 
     def _decode(self, answer: httpx.Response, message: type[_Message]) -> _Message:
         try:
@@ -271,13 +324,13 @@ class BsoClient(ServerPort):
             return
         try:
             answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             self._raise_foreign(answer, "not JSON")
 
     def _raise_foreign(self, answer: httpx.Response, problem: str) -> NoReturn:
         raise ZeusBSORuntimeError(
-            f"{_shown_request(answer)} was answered with something else than expected ({problem}): this does not look "
-            f"like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
+            f"{answer.request.method} {answer.request.url} was answered with something else than expected ({problem}): "
+            f"this does not look like a batch size optimization server. Check server_url or {SERVER_URL_VARIABLE}",
             status=answer.status_code,
             is_foreign=True,
         )
@@ -288,23 +341,20 @@ class BsoClient(ServerPort):
             answer.status_code,
             self._without_secrets(_refusal_text(answer)),
             server_url=self._server_url,
-            request=_shown_request(answer),
+            request=f"{request.method} {request.url}",
             is_registration=request.method == "POST" and request.url.path.endswith(Paths.JOBS),
-            is_foreign=not said_in_error_body(answer.text),
+            is_foreign=not said_in_error_body(_text_of(answer)),
         )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:
-        if isinstance(error, httpx.TimeoutException):
-            cause = f"timed out after {self._timeout_s:g} s"
-        else:
-            cause = str(error) or type(error).__name__
+        timed_out = f"timed out after {self._timeout_s:g} s" if isinstance(error, httpx.TimeoutException) else ""
+        cause = timed_out or str(error) or type(error).__name__
         return (
             f"no answer from the batch size optimization server at {self._server_url}: {self._without_secrets(cause)}. "
             f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
         )
 
     def _without_secrets(self, text: str) -> str:
-        """Hide what a server may have echoed."""
         return text.replace(self._token, "***") if self._token else text
 
 
@@ -344,17 +394,18 @@ def _checked_token(token: str | None) -> str | None:
     return token or None
 
 
-def _shown_request(answer: httpx.Response) -> str:
-    return f"{answer.request.method} {answer.request.url}"
-
-
 def _refusal_text(answer: httpx.Response) -> str:
     """The server's own words on what is wrong, or, of another server, the beginning of its answer."""
-    said = said_in_error_body(answer.text)
+    said = said_in_error_body(_text_of(answer))
     if said:
-        return said
+        return said if len(said) <= _LONGEST_WORDS else f"{said[:_LONGEST_WORDS]}…"
     if answer.is_redirect:
         where = _without_secret_parts(answer.headers.get("location", ""))
         return f"redirected to {where}; set server_url or {SERVER_URL_VARIABLE} to the server's final address"
-    excerpt = " ".join(answer.text.split())[:_EXCERPT_LENGTH] or "no text"
+    excerpt = " ".join(_text_of(answer).split())[:_EXCERPT_LENGTH] or "no text"
     return f"{answer.reason_phrase}: {excerpt}. Is this a batch size optimization server? Check server_url"
+
+
+def _text_of(answer: httpx.Response) -> str:
+    """The body as UTF-8, whatever the answer calls it: what decodes to something else than text would raise."""
+    return answer.content.decode("utf-8", "replace")

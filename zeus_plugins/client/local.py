@@ -1,14 +1,8 @@
 """`ServerPort` in the training's own process, on a SQLite file: what a training without a server URL uses.
 
-What a server does is a plain function over a transaction (`bso_server.service.commands`). Here it runs in the thread
-that asks: there is no port, no HTTP, no event loop and no token, and nothing that is started or has to be stopped.
-Locks live in the file, so that any number of trainings share it, and ``bso-server serve`` and ``bso-server jobs`` with
-them. A killed process leaves nothing but its trial, whose lease ends.
-
-SQLite must not be carried into a forked child, which would take its parent's locks for its own
-(https://www.sqlite.org/howtocorrupt.html, 2.6) even on a connection of its own: the library remembers them per process.
-The connection to a file is therefore closed before each `os.fork`, after the transaction that is under way in another
-thread; parent and child open their own when they need one.
+What a server does is a plain function over a transaction (`bso_server.service.commands`), which runs in the thread that
+asks; docs/architecture.md says what follows from that. SQLite must not be carried into a forked child
+(https://www.sqlite.org/howtocorrupt.html, 2.6), so the connection to a file is closed before each `os.fork`.
 
 The only module of this package that imports `bso_server`, but for its pure policies in `zeus_plugins.master.policy`; it
 needs the extra ``server``.
@@ -46,13 +40,11 @@ from zeus_plugins.client.port import (
     SERVER_URL_VARIABLE,
     Retries,
     ServerPort,
-    end_of,
-    heartbeat_of,
-    power_profile_of,
 )
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,
+    Heartbeat,
     HeartbeatResponse,
     JobList,
     JobRegistration,
@@ -62,10 +54,10 @@ from zeus_plugins.protocol import (
     ReportResponse,
     TrainingResult,
     TrialDispatch,
+    TrialEnd,
     TrialId,
+    TrialPowerProfile,
 )
-
-__all__ = ["LocalServer"]
 
 _DATABASE_VARIABLE = variable_of("database_url")
 
@@ -140,9 +132,10 @@ class LocalServer(ServerPort):
 
     def report(self, result: TrainingResult) -> ReportResponse:
         """See `ServerPort.report`."""
+        sent = TrainingResult(**dict(result))  # each field told, as over HTTP
 
         def report(transaction: Transaction) -> ReportResponse:
-            (answer,) = ReportBatch(transaction, [(result, UNRESTRICTED)], self._commands.moment()).take()
+            (answer,) = ReportBatch(transaction, [(sent, UNRESTRICTED)], self._commands.moment()).take()
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -151,17 +144,17 @@ class LocalServer(ServerPort):
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """See `ServerPort.end_trial`."""
-        end = end_of(trial, ending)
+        end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
         self._write("end of a trial", lambda transaction: self._commands.end_trial(transaction, end))
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """See `ServerPort.heartbeat`."""
-        beat = heartbeat_of(trial, regular=regular)
+        beat = Heartbeat(**trial.model_dump(), regular=regular)
         return self._write("heartbeat", lambda transaction: self._commands.heartbeat(transaction, beat))
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         """See `ServerPort.store_power_profile`."""
-        profile = power_profile_of(trial, choice)
+        profile = TrialPowerProfile(**trial.model_dump(), **choice.model_dump())
         self._write("power limits", lambda transaction: self._commands.store_power_profile(transaction, profile))
 
     def delete_job(self, job_id: str) -> None:
@@ -170,20 +163,15 @@ class LocalServer(ServerPort):
 
     def list_jobs(self) -> JobList:
         """List all jobs."""
-        from bso_server.service.queries import jobs_page
+        from bso_server.service.queries import list_jobs
 
-        page = self._read("list of jobs", jobs_page)
-        jobs = page.jobs
-        while page.next_cursor is not None:
-            page = self._read("list of jobs", partial(jobs_page, cursor=page.next_cursor))
-            jobs += page.jobs
-        return JobList(jobs=jobs)
+        return self._read("list of jobs", partial(list_jobs, limit=None))
 
-    def show_job(self, job_id: str) -> JobView:
-        """Show a job with its arms and trials."""
-        from bso_server.service.queries import shown_job
+    def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
+        """See `ServerPort.show_job`."""
+        from bso_server.service.queries import show_job
 
-        return self._read("job", lambda transaction: shown_job(transaction, job_id))
+        return self._read("job", lambda transaction: show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
         return self._asked(request, lambda store: store.write(work, timeout_s=self._timeout_s))
@@ -241,15 +229,16 @@ class _Files:
         self._lock = threading.RLock()
 
     def store(self, path: Path, settings: Settings) -> SyncStore:
-        """The one store of a file.
-
-        Raises:
-            ZeusBSOConfigError: There can be no SQLite file at this place any more.
-        """
+        """The one store of a file."""
         with self._lock:
             if path not in self._stores:
                 self._stores[path] = SyncStore(_opened(settings), self._lock)
-                _announce(path)
+                url = _database_url(path)
+                _logger.info(
+                    "the batch size optimization server runs in this process, on %s; look at it with: bso-server jobs "
+                    "list%s",
+                    *(path, "" if url == Settings().database_url else f" --database-url '{url}'"),
+                )
             return self._stores[path]
 
     def close(self, *paths: Path) -> None:
@@ -267,14 +256,6 @@ class _Files:
     def after_fork(self) -> None:
         """Let transactions begin; the lock is held by the thread that forked, in the child as well."""
         self._lock.release()
-
-
-def _announce(path: Path) -> None:
-    url = _database_url(path)
-    _logger.info(
-        "the batch size optimization server runs in this process, on %s; look at it with: bso-server jobs list%s",
-        *(path, "" if url == Settings().database_url else f" --database-url '{url}'"),
-    )
 
 
 def _settings_of(server_url: str) -> tuple[Settings, Path]:

@@ -13,38 +13,40 @@ import errno
 import hashlib
 import json
 import os
+import re
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import IO, Literal
 
 from pydantic import ValidationError
 
-from zeus_plugins.protocol import Ending, Evaluation, JobRegistration, PowerLimitChoice, TrialId, WireMessage
+from zeus_plugins.client import _files
+from zeus_plugins.protocol import (
+    Ending,
+    Evaluation,
+    JobRegistration,
+    PowerLimitChoice,
+    TrialId,
+    TrialState,
+    WireMessage,
+)
 from zeus_plugins.training import environment
-
-__all__ = [
-    "Item",
-    "Outbox",
-    "OutboxFile",
-    "OutboxFileBusyError",
-    "OutboxFileError",
-    "OutboxHeader",
-    "default_outbox",
-    "state_directory",
-]
-
 
 _SUFFIX = ".jsonl"
 _REFUSED_SUFFIX = ".refused"
+_DAMAGED_SUFFIX = ".damaged"
 _NAME_LENGTH = 80
+_COPY = re.compile(r"-[0-9a-f]{16}-\d+\.jsonl$")
 
-# What flock and Windows say of a lock that another process has; any other error is the file system's.
-_LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK})
-
+# Some 200,000 evaluations.
+_LARGEST_FILE_BYTES = 64 * 2**20
+# Where memory ran out on many ranks at once, one of the first to say so is enough.
+_RANKS_ASKED = 8
 
 Item = Evaluation | Ending | PowerLimitChoice
 """What can wait: where a trial stood, how it ended, and what it found out of its power limits."""
@@ -54,20 +56,17 @@ class OutboxFileError(Exception):
     """A file of the outbox cannot be read as one."""
 
 
-class OutboxFileBusyError(Exception):
-    """Another process writes the file or delivers from it."""
+OutboxFileBusyError = _files.FileBusyError
+"""Another process writes the file or delivers from it."""
 
 
 class OutboxHeader(WireMessage):
-    """Whose results a file holds: its first line.
+    """The first line of a file: the job, the trial and the server that its results belong to.
 
     Attributes:
-        format: Says what this is.
-        version: Version of the format.
-        server_url: Where the results belong.
         registration: The job on its hardware, with its `job_id`.
-        batch_size: The trial's global batch size.
-        trial: The trial, or None for one that began while the server was away.
+        guessed: Fields of the job that a registration under its id overrides.
+        trial: None for one that began while the server was away.
         key: By which such a trial is recorded, once; None for any other.
     """
 
@@ -76,6 +75,7 @@ class OutboxHeader(WireMessage):
     server_url: str
     registration: JobRegistration
     batch_size: int
+    guessed: tuple[str, ...] = ()
     trial: TrialId | None = None
     key: str | None = None
 
@@ -89,12 +89,7 @@ class OutboxHeader(WireMessage):
 
 
 class _Line(WireMessage):
-    """A line after the first: exactly one of its fields.
-
-    Attributes:
-        delivered: The number of items that were delivered so far, in all.
-        trial: The trial as the server has recorded it.
-    """
+    """A line after the first: exactly one of its fields. `delivered` counts the items that were, so far."""
 
     evaluation: Evaluation | None = None
     ending: Ending | None = None
@@ -103,17 +98,20 @@ class _Line(WireMessage):
     trial: TrialId | None = None
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """An item and, once it is on the disk, its number among the items of the file."""
+
+    item: Item
+    number: int | None = None
+
+
 class OutboxFile:
     """One open and locked file of the outbox; not for several threads at once. `Outbox` opens it.
 
-    Args:
-        path: The file.
-        file: The same, open, locked and unbuffered. None: there is none, and what is put in is kept in memory alone.
-        sender: Whose results these are.
-
-    Attributes:
-        trial: The trial, or None while the server has not recorded it.
-        latest: The last evaluation that was put in, delivered or not.
+    Without a file, what is put in is kept in memory alone. `trial` is None while the server has not recorded it;
+    `latest` is the last evaluation that was put in, delivered or not. Lines that cannot be read hold up no other: there
+    are `damaged_lines` of them, and the file is set aside with them once nothing else in it waits.
     """
 
     def __init__(self, path: Path, file: IO[bytes] | None, sender: OutboxHeader) -> None:
@@ -121,9 +119,10 @@ class OutboxFile:
         self._file = file
         self.sender = sender
         self.trial = sender.trial
-        # Each with whether it is on the disk: what is delivered of the file is counted by its lines.
-        self._waiting: deque[tuple[Item, bool]] = deque()
-        self._delivered = 0
+        # Those on the disk come first.
+        self._waiting: deque[_Waiting] = deque()
+        self._written = 0
+        self.damaged_lines = 0
         self.latest: Evaluation | None = None
 
     @property
@@ -134,27 +133,49 @@ class OutboxFile:
     @property
     def first(self) -> Item | None:
         """The next item to deliver, or None."""
-        return self._waiting[0][0] if self._waiting else None
+        return self._waiting[0].item if self._waiting else None
 
     @property
     def has_ending(self) -> bool:
         """Whether the last thing to be delivered, but for power limits, is how the training ended."""
-        others = (item for item, _ in reversed(self._waiting) if not isinstance(item, PowerLimitChoice))
+        others = (it.item for it in reversed(self._waiting) if not isinstance(it.item, PowerLimitChoice))
         return isinstance(next(others, None), Ending)
+
+    @property
+    def kept(self) -> int:
+        """The number of items to deliver that are on the disk."""
+        return sum(waiting.number is not None for waiting in self._waiting)
 
     def __len__(self) -> int:
         """The number of items to deliver."""
         return len(self._waiting)
 
     def put(self, item: Item) -> None:
-        """Add something to be delivered; it is on the disk when this returns.
+        """Add something to be delivered, on the disk; where that raises, it is still delivered by this process."""
+        self._take_in(item)
+        self.keep()
 
-        Raises:
-            OSError: The disk does not take it. It is still delivered if this process lives long enough.
-        """
-        self._take_in(item, is_on_disk=False)
-        if self._write(_line_of(item)):
-            self._waiting[-1] = item, True
+    def keep(self) -> None:
+        """Put on the disk, in order, what could not be put there before."""
+        for index, waiting in enumerate(self._waiting):
+            if waiting.number is None and self._write(_line_of(waiting.item)):
+                self._written += 1
+                self._waiting[index] = _Waiting(waiting.item, self._written)
+
+    def true_ending(self, ending: Ending) -> Ending:
+        """The end of the training: not as this process takes it if memory ran out on another of its ranks."""
+        if ending.outcome not in (TrialState.FAILED, TrialState.SUSPENDED):
+            return ending
+        for copy in range(_RANKS_ASKED):
+            path = self.path.with_name(self.sender.file_name(copy))
+            # The rank that wrote it may still have it locked.
+            with contextlib.suppress(OSError, ValueError, IndexError, _files.ForeignFileError):  # empty, too
+                if path != self.path:
+                    with _files.open_own(path) as file:
+                        last = _Line.model_validate_json(file.read(_LARGEST_FILE_BYTES).splitlines()[-1:][0]).ending
+                    if last is not None and last.outcome is TrialState.INFEASIBLE:
+                        return last
+        return ending
 
     def name(self, trial: TrialId) -> None:
         """Note under which name the server has recorded the trial."""
@@ -165,17 +186,16 @@ class OutboxFile:
 
     def drop_first(self) -> None:
         """Note that the first item was delivered."""
-        _, is_on_disk = self._waiting.popleft()
-        if not is_on_disk:
+        number = self._waiting.popleft().number
+        if number is None:
             return
-        self._delivered += 1
         # Without the note it is delivered again, which the server bears.
         with contextlib.suppress(OSError):
-            self._write(_Line(delivered=self._delivered))
+            self._write(_Line(delivered=number))
 
     def drop_all(self) -> None:
         """Note that nothing more is to be delivered but power limits, which a trial that has ended may have left."""
-        kept = [item for item, _ in self._waiting if isinstance(item, PowerLimitChoice)]
+        kept = [waiting.item for waiting in self._waiting if isinstance(waiting.item, PowerLimitChoice)]
         while self._waiting:
             self.drop_first()
         for item in kept:
@@ -186,21 +206,25 @@ class OutboxFile:
     def refuse(self) -> Path | None:
         """Set the file aside, because the server does not want it; where it is now, or None if that was impossible."""
         aside: Path | None = None
-        if self._file is not None:
-            # Somebody may have removed it, or taken the right to its directory.
-            with contextlib.suppress(OSError):
-                aside = _set_aside(self.path)
+        # Somebody may have removed it, or taken the right to its directory.
+        with contextlib.suppress(OSError):
+            aside = _files.set_aside(self.path, _REFUSED_SUFFIX) if self._file is not None else None
         self._waiting.clear()
         self._release()
         return aside
 
-    def close(self) -> None:
-        """Let others have the file. It is removed if nothing in it waits."""
+    def close(self) -> Path | None:
+        """Let others have the file. It is removed if nothing in it waits; where it is now if it was set aside."""
+        aside: Path | None = None
         if self._file is not None and not self._waiting:
             # What stays is found to be delivered already.
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                if self.damaged_lines:
+                    aside = _files.set_aside(self.path, _DAMAGED_SUFFIX)
+                else:
+                    self.path.unlink()
         self._release()
+        return aside
 
     def _write(self, line: WireMessage) -> bool:
         """Whether the line is on the disk: there may be no file."""
@@ -220,26 +244,34 @@ class OutboxFile:
             raise
         return True
 
-    def _take_in(self, item: Item, *, is_on_disk: bool) -> None:
-        self._waiting.append((item, is_on_disk))
+    def _take_in(self, item: Item, number: int | None = None) -> None:
+        self._waiting.append(_Waiting(item, number))
         if isinstance(item, Evaluation):
             self.latest = item
 
-    def _read(self, lines: list[bytes]) -> None:
+    def _read(self, lines: Iterable[bytes]) -> None:
         for text in lines:
-            line = _Line.model_validate_json(text)
+            try:
+                line = _Line.model_validate_json(text)
+            except ValidationError:
+                line = _Line()
             item = line.evaluation or line.ending or line.power_limits
             if item is not None:
-                self._take_in(item, is_on_disk=True)
+                self._written += 1
+                self._take_in(item, self._written)
             elif line.trial is not None:
                 self.trial = line.trial
-            while line.delivered is not None and self._delivered < line.delivered and self._waiting:
-                self._waiting.popleft()
-                self._delivered += 1
+            elif line.delivered is not None:
+                while self._waiting and (self._waiting[0].number or 0) <= line.delivered:
+                    self._waiting.popleft()
+            else:
+                # It counts as an item, so that no other one is taken for delivered in its place.
+                self._written += 1
+                self.damaged_lines += 1
 
     def _release(self) -> None:
         if self._file is not None:
-            _close(self._file)
+            _files.close(self._file)
             self._file = None
 
 
@@ -254,31 +286,27 @@ def _line_of(item: Item) -> _Line:
 
 
 class Outbox:
-    """A directory of results that wait.
-
-    Args:
-        directory: Made when the first result is put into it.
-    """
+    """A directory of results that wait; made when the first one is put into it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def waiting(self) -> list[Path]:
-        """Files with results that wait, oldest first."""
-        return sorted(self.directory.glob(f"*{_SUFFIX}"), key=_age)
+        """Files with results that wait, oldest first; the second and further ones of a trial after all first ones."""
+        return sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: (bool(_COPY.search(path.name)), *_age(path)))
 
     def refused(self) -> list[Path]:
         """Files that a server did not want, oldest first."""
         return sorted(self.directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
 
-    def box(self, sender: OutboxHeader) -> OutboxFile:
-        """The trial's file, as an earlier run has left it, or a new one.
+    def damaged(self) -> list[Path]:
+        """Files with lines that could not be read, from which all else was delivered, oldest first."""
+        return sorted(self.directory.glob(f"*{_DAMAGED_SUFFIX}"), key=_age)
 
-        Raises:
-            OSError: The disk does not take it.
-        """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        for copy in count():
+    def box(self, sender: OutboxHeader, *, is_first: bool = True) -> OutboxFile:
+        """The trial's file, as an earlier run has left it, or a new one; not the first for who only adds to it."""
+        _files.make_private(self.directory)
+        for copy in count(0 if is_first else 1):
             path = self.directory / sender.file_name(copy)
             # An earlier run's may be just being delivered.
             with contextlib.suppress(OutboxFileBusyError):
@@ -301,11 +329,11 @@ class Outbox:
         except FileNotFoundError:
             pass
         except OutboxFileError:
-            _set_aside(path)
-        box = OutboxFile(path, _locked(path, create=True), sender)
+            _files.set_aside(path, _REFUSED_SUFFIX)
+        box = OutboxFile(path, _files.open_locked(path, create=True), sender)
         try:
             box._write(sender)
-            _sync_directory(self.directory)
+            _files.sync_directory(self.directory)
         except OSError:
             box.close()
             raise
@@ -316,39 +344,40 @@ class Outbox:
 
         Raises:
             OutboxFileBusyError: Another process has it.
-            OutboxFileError: It is none, or from another version.
+            OutboxFileError: It is none, or from another version; it is left as it is.
             FileNotFoundError: Its last result was delivered meanwhile.
         """
-        file = _locked(path)
         try:
-            text = file.read()
-            # The last line of a process that died while it wrote.
-            whole = text[: text.rfind(b"\n") + 1]
-            file.truncate(len(whole))
-            first, *lines = whole.splitlines() or [b""]
-            box = OutboxFile(path, file, OutboxHeader.model_validate_json(first))
-            box._read(lines)
+            file = _files.open_locked(path)
+        except _files.ForeignFileError as error:
+            raise OutboxFileError(f"{error}: nothing is delivered from it") from None
+        try:
+            if os.fstat(file.fileno()).st_size > _LARGEST_FILE_BYTES:
+                raise OutboxFileError(f"{path} is too large for a file of results that wait for a server")
+            # The last line, without an end, is of a process that died while it wrote.
+            first, *lines = file.read().split(b"\n")
+            box = OutboxFile(path, file, OutboxHeader.model_validate_json(first if lines else b""))
+            box._read(lines[:-1])
+            file.truncate(sum(len(line) + 1 for line in (first, *lines[:-1])))
         except ValidationError as error:
-            _close(file)
+            _files.close(file)
             raise OutboxFileError(f"{path} is no file of results that wait for a server: {error}") from None
-        except OSError:
-            _close(file)
+        except (OSError, OutboxFileError):
+            _files.close(file)
             raise
         return box
 
 
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where this user's results wait: ``ZEUS_STATE_DIR``, else ``zeus-plugins`` in the platform's place for state.
-
-    Args:
-        environ: Environment variables; those of the process by default.
-    """
+    """The directory of waiting results: ``ZEUS_STATE_DIR``, else ``zeus-plugins`` in the platform's place for state."""
     stated = environment.STATE_DIRECTORY.text(environ)
     if stated:
         return Path(stated)
     try:
         home = Path.home()
-    except RuntimeError:  # A container's user without a name or a HOME.
+    except RuntimeError:  # A container's user without a name or a HOME. Others share the place for temporary files.
+        if sys.platform != "win32":
+            return Path(environment.XDG_STATE_HOME.text(environ) or _temporary()) / "zeus-plugins"
         home = Path(tempfile.gettempdir())
     if sys.platform == "win32":
         base = Path(environment.LOCALAPPDATA.text(environ) or home / "AppData" / "Local")
@@ -371,79 +400,5 @@ def _age(path: Path) -> tuple[float, str]:
         return 0.0, path.name
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a file that is not to be delivered; what was set aside before under its name stays."""
-    aside = path.with_suffix(_REFUSED_SUFFIX)
-    for copy in count(1):
-        if not aside.exists():
-            break
-        aside = path.with_name(f"{path.stem}-{copy}{_REFUSED_SUFFIX}")
-    os.replace(path, aside)
-    return aside
-
-
-def _locked(path: Path, *, create: bool = False) -> IO[bytes]:
-    """Open and lock a file that is still the one of this name once it is locked.
-
-    Raises:
-        OutboxFileBusyError: Another process has the lock, or has made the file that was to be created.
-        FileNotFoundError: There is no such file, and none is to be created.
-        OSError: The file cannot be used, or this file system knows no locks.
-    """
-    while True:
-        try:
-            descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        except FileExistsError as error:
-            raise OutboxFileBusyError(f"another process has made {path}") from error
-        file = os.fdopen(descriptor, "r+b", buffering=0)
-        try:
-            _lock(file)
-        except OSError as error:
-            file.close()
-            if error.errno in _LOCKED_BY_ANOTHER:
-                raise OutboxFileBusyError(f"another process has {path}") from error
-            if create:
-                path.unlink(missing_ok=True)
-            raise
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        # It was removed between opening and locking.
-        _close(file)
-
-
-def _close(file: IO[bytes]) -> None:
-    # Closing alone would leave the lock to children that were forked meanwhile.
-    _unlock(file)
-    file.close()
-
-
-if sys.platform == "win32":
-    import msvcrt
-
-    def _lock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-
-    def _unlock(file: IO[bytes]) -> None:
-        file.seek(0)
-        msvcrt.locking(file.fileno(), msvcrt.LK_UNLCK, 1)
-
-    def _sync_directory(directory: Path) -> None:
-        """Windows has no such thing."""
-
-else:
-    import fcntl
-
-    def _lock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def _unlock(file: IO[bytes]) -> None:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-    def _sync_directory(directory: Path) -> None:
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _temporary() -> Path:
+    return Path(tempfile.gettempdir()) / f"user-{os.geteuid()}"

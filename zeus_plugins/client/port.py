@@ -9,37 +9,21 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from zeus_plugins.protocol import (
     Ending,
-    Heartbeat,
     HeartbeatResponse,
     JobRegistration,
+    JobView,
     OfflineTrial,
     PowerLimitChoice,
     ReportResponse,
     TrainingResult,
     TrialDispatch,
-    TrialEnd,
     TrialId,
-    TrialPowerProfile,
 )
 from zeus_plugins.training import environment
-
-__all__ = [
-    "DEFAULT_TIMEOUT_S",
-    "EMBEDDED",
-    "NO_RETRIES",
-    "SERVER_URL_VARIABLE",
-    "TIMEOUT_VARIABLE",
-    "TOKEN_VARIABLE",
-    "Retries",
-    "ServerPort",
-    "end_of",
-    "heartbeat_of",
-    "power_profile_of",
-]
 
 SERVER_URL_VARIABLE = environment.SERVER_URL.name
 TOKEN_VARIABLE = environment.TOKEN.name
@@ -102,14 +86,10 @@ class ServerPort(Protocol):
 
     @property
     def timeout_s(self) -> float:
-        """Longest wait in seconds for the server, or for a part of its answer."""
+        """Longest wait in seconds for the server's answer as a whole."""
 
     def with_retries(self, retries: Retries) -> ServerPort:
-        """Another port of the same server, to be closed by itself.
-
-        Args:
-            retries: How often a request is repeated that gets no answer, where repeating helps.
-        """
+        """Another port of the same server, to be closed by itself, that repeats requests so, where repeating helps."""
 
     def close(self) -> None:
         """Close what is open. The port can be used again afterwards."""
@@ -127,9 +107,6 @@ class ServerPort(Protocol):
 
         A job without a `job_id` gets a new one each time: whoever repeats the call sends the job that was answered.
 
-        Args:
-            job: The job on its hardware.
-
         Returns:
             The job as the server keeps it, with its `job_id`.
 
@@ -137,16 +114,22 @@ class ServerPort(Protocol):
             ZeusBSOConfigError: It is there with another configuration (409), or invalid (422).
         """
 
-    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """Start a trial of a registered job.
+    def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
+        """Show a registered job with its arms and trials. A Zeus server does not offer this.
 
         Args:
             job_id: The job.
-            key: Made for this trial, printable ASCII: however often it is asked for with the same key, it is one trial.
-                A Zeus server starts one each time. None: a new key, with which no later call can ask again.
+            limit: At most so many trials, the latest ones, up to 1000. None: all of them.
 
-        Returns:
-            The trial with its global batch size.
+        Raises:
+            ZeusBSORuntimeError: No such job (404).
+        """
+
+    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """Start a trial of a registered job; the answer says its global batch size.
+
+        However often it is asked for with the same key, printable ASCII, it is one trial; a Zeus server starts one each
+        time. None is a new key, with which no later call can ask again.
 
         Raises:
             ZeusBSORuntimeError: No such job (404); no batch size reached the target, or the key's trial has ended
@@ -156,9 +139,7 @@ class ServerPort(Protocol):
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
         """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
 
-        Args:
-            trial: The trial.
-            key: Made for this trial, as in `suggest`; the trial may have ended meanwhile.
+        The key is one as in `suggest`; its trial may have ended meanwhile.
 
         Returns:
             The trial with its number.
@@ -187,11 +168,8 @@ class ServerPort(Protocol):
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is.
 
-        Any process may say so, not only the one that asked for the trial.
-
-        Args:
-            trial: The trial. Only its three identifying fields are used.
-            ending: How it ended; None: it failed. A Zeus server takes every end for a failure.
+        Any process may say so, not only the one that asked for the trial. Without an ending it failed; a Zeus server
+        takes every end for a failure.
 
         Raises:
             ZeusBSORuntimeError: No such trial (404).
@@ -201,9 +179,7 @@ class ServerPort(Protocol):
     def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
 
-        Args:
-            trial: The trial.
-            regular: Whether more heartbeats follow at the interval that the answer names.
+        It is `regular` if more heartbeats follow at the interval that the answer names.
 
         Returns:
             Where the trial stands, even if it has ended, and when the next heartbeat is due.
@@ -216,30 +192,9 @@ class ServerPort(Protocol):
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
 
-        Args:
-            trial: The trial, in whatever state.
-            choice: What it knows of its limits, and the one that it chose.
+        The trial may be in any state.
 
         Raises:
             ZeusBSORuntimeError: No such trial (404).
             ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
         """
-
-
-def end_of(trial: TrialId, ending: Ending | None) -> TrialEnd:
-    """The message that ends a trial."""
-    return TrialEnd(**_name_of(trial), **(ending or Ending()).model_dump())
-
-
-def heartbeat_of(trial: TrialId, *, regular: bool) -> Heartbeat:
-    """The message that keeps a trial alive."""
-    return Heartbeat(**_name_of(trial), regular=regular)
-
-
-def power_profile_of(trial: TrialId, choice: PowerLimitChoice) -> TrialPowerProfile:
-    """The message that holds a trial's power limits."""
-    return TrialPowerProfile(**_name_of(trial), **choice.model_dump())
-
-
-def _name_of(trial: TrialId) -> dict[str, Any]:
-    return trial.model_dump(include=set(TrialId.model_fields))

@@ -7,10 +7,10 @@ and delivers what waits as soon as the server is back.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
@@ -27,8 +27,6 @@ from zeus_plugins.protocol import (
     TrainingResult,
     TrialId,
 )
-
-__all__ = ["TrialReporter", "judged_without_server"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -48,27 +46,12 @@ def judged_without_server(
 class TrialReporter:
     """Takes a trial's results, gives verdicts on them, and sees to it that the server gets them.
 
-    No method raises because of the server. One warning tells of each kind of trouble, at its first time.
-
-    Args:
-        client: Talks to the server.
-        outbox: Where results wait while the server is away.
-        sender: The job and the trial, which may be one that the server has not recorded yet.
-        rule: The stop rule as far as is known.
-        takes_heartbeats: Whether the server offers heartbeats; a Zeus server does not.
-
-    Attributes:
-        job: The job on its hardware.
+    No method raises because of the server. One warning tells of each kind of trouble, at its first time. The sender's
+    trial may be one that the server has not recorded yet; a Zeus server takes no heartbeats.
     """
 
     def __init__(
-        self,
-        client: ServerPort,
-        outbox: Outbox,
-        sender: OutboxHeader,
-        rule: StopRule,
-        *,
-        takes_heartbeats: bool,
+        self, client: ServerPort, outbox: Outbox, sender: OutboxHeader, rule: StopRule, *, takes_heartbeats: bool
     ) -> None:
         self._client = client
         self._outbox = outbox
@@ -97,6 +80,17 @@ class TrialReporter:
         """The trial, or None while the server has not recorded it."""
         with self._lock:
             return self._trial
+
+    @property
+    def sender(self) -> OutboxHeader:
+        """The trial to which waiting results belong."""
+        return self._sender
+
+    @property
+    def is_away(self) -> bool:
+        """Whether results wait for the server, or it refuses them."""
+        with self._lock:
+            return self._box is not None or self._is_refused
 
     @property
     def rule(self) -> StopRule:
@@ -146,10 +140,7 @@ class TrialReporter:
         )
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the trial's power limits kept on the server, at once or, while it is away, later.
-
-        The thread sends them: no step of a training waits for a server.
-        """
+        """Have the thread send the trial's power limits, now or later: no step of a training waits for a server."""
         with self._lock:
             if self._is_refused:
                 return
@@ -162,11 +153,7 @@ class TrialReporter:
         return judged_without_server(self.job, self.rule, metric=metric, epochs=epoch, cost_j=None)
 
     def end(self, ending: Ending | None = None) -> None:
-        """End the line, after one last attempt to deliver what waits.
-
-        Args:
-            ending: What ends the trial. None: its last verdict did.
-        """
+        """End the line, after one last attempt to deliver what waits; without an ending, a verdict ended the trial."""
         if self._is_ended:
             return
         self._is_ended = True
@@ -188,19 +175,22 @@ class TrialReporter:
                 self._close_box()
 
     def _tell_what_waits(self) -> None:
-        box = self._box
+        box, url = self._box, self._client.server_url
         if box is None or not len(box):
             return
-        if box.is_on_disk:
+        with contextlib.suppress(OSError):  # There may be room again.
+            box.keep()
+        kept, lost = box.kept, len(box) - box.kept
+        if kept:
             _logger.warning(
                 "%d results of job %s wait in %s until the server at %s is back: the next training on this machine "
                 "delivers them, or: zeus-plugins sync",
-                *(len(box), self.job.job_id, box.path, self._client.server_url),
+                *(kept, self.job.job_id, box.path, url),
             )
-        else:
+        if lost:
             _logger.warning(
                 "%d results of job %s are lost: the server at %s is away, and they could not be written to %s",
-                *(len(box), self.job.job_id, self._client.server_url, self._outbox.directory),
+                *(lost, self.job.job_id, url, self._outbox.directory),
             )
 
     def _close_box(self) -> None:
@@ -239,7 +229,7 @@ class TrialReporter:
                     "this process ends before it is back",
                 )
                 if self._box is None:
-                    self._box = OutboxFile(Path(), None, self._sender)
+                    self._box = OutboxFile(self._outbox.directory / self._sender.file_name(), None, self._sender)
                     self._box.put(item)
         self._start_thread()
         self._wake.set()
@@ -272,7 +262,6 @@ class TrialReporter:
         _logger.log(level, "%s", message)
 
     def _run(self) -> None:
-        """The thread's work."""
         try:
             self._beat_and_deliver()
         finally:
