@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import MAX_DETAIL_LENGTH, TrialState
 from zeus_plugins.training.outcomes import detail_of, is_lost_peer, outcome_of
 
@@ -35,6 +36,7 @@ def caused_by(cause: BaseException) -> Exception:
         (MemoryError(), TrialState.INFEASIBLE),
         (caused_by(torch.OutOfMemoryError("CUDA out of memory")), TrialState.INFEASIBLE),
         (caused_by(ValueError("no such label")), TrialState.FAILED),
+        (ZeusBSOConfigError("there is no such metric"), TrialState.WITHDRAWN),
     ],
     ids=repr,
 )

@@ -106,7 +106,8 @@ def test_changes_of_one_attribute_are_undone_in_reverse_order() -> None:
 def test_an_item_gets_its_value_back() -> None:
     hyperparameters, patches = {"batch_size": 16, "depth": 3}, Patches()
     patches.set_item(hyperparameters, "batch_size", 48)
-    assert hyperparameters == {"batch_size": 48, "depth": 3}
+    patches.set_item(hyperparameters, "zeus/batch_size", 48)
+    assert hyperparameters == {"batch_size": 48, "depth": 3, "zeus/batch_size": 48}
     patches.undo()
     assert hyperparameters == {"batch_size": 16, "depth": 3}
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,7 +18,10 @@ import torch
 
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.servers import Server
+from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Outbox
+from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
@@ -28,7 +32,8 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, ReportResponse, StopRule, TrialState
 from zeus_plugins.training.entry import OnUnreachable
-from zeus_plugins.training.session import TrialSession, end_trial_from_another_rank
+from zeus_plugins.training.failures import end_trial_from_another_rank
+from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.trial import TrialInfo
 
 JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
@@ -74,13 +79,6 @@ def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size()
     (registration,) = server.sent("POST", "/jobs")
     assert registration == JOB.model_dump(mode="json") | GPUS.model_dump()
     assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
-
-
-def test_the_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="zeus_plugins")
-    session_of(ContractDouble(batch_size=64)).ask()
-    messages = [record.getMessage() for record in caplog.records if record.name == "zeus_plugins"]
-    assert messages == ["job mnist-1, trial 7: batch size 64 (chosen by the server)"]
 
 
 def test_the_job_id_of_the_environment_names_an_unnamed_job() -> None:
@@ -213,7 +211,7 @@ def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
     session.end()
     assert server.sent("POST", "/report") == []
     assert server.sent("PATCH", "/trials") == [
-        TRIAL | {"outcome": "failed", "detail": f"the metric is {metric}: training diverged"}
+        TRIAL | {"outcome": "failed", "ended_early": False, "detail": f"the metric is {metric}: training diverged"}
     ]
 
 
@@ -426,7 +424,7 @@ def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
         session.begin_measurement()
     session.end()
     session.end()
-    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "detail": None}]
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}]
 
 
 def test_ending_after_the_verdict_tells_the_server_nothing() -> None:
@@ -640,6 +638,44 @@ def test_another_rank_says_what_ended_its_training(client: BsoClient) -> None:
     end_trial_from_another_rank(client, session.trial, torch.OutOfMemoryError("CUDA out of memory"))
     session.end(RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
     assert [trial.state for trial in client.show_job(session.trial.job_id).trials] == [TrialState.INFEASIBLE]
+
+
+@pytest.mark.parametrize(
+    ("is_offline", "who_ends_first", "is_back"),
+    [(False, "rank 1", True), (False, "rank 0", False), (True, "rank 1", False)],
+    ids=["the server is back at the end", "rank 0 has had its word", "begun without the server"],
+)
+def test_memory_that_ran_out_on_another_rank_while_the_server_was_away(
+    server: Server, is_offline: bool, who_ends_first: str, is_back: bool, state_directory: Path
+) -> None:
+    outbox = Outbox(state_directory / "outbox")
+    with BsoClient(server.url, retries=NO_RETRIES) as client:
+        if is_offline:
+            server.kill()
+        session = session_on(client, monitor_of((1.0, 10.0), (1.0, 10.0), (1.0, 10.0)))
+        session.ask()
+        session.begin_measurement()
+        server.kill()
+        session.report(0.1, 1)
+        trial, sender = session.trial, session.sender
+
+        def rank_1_ends() -> None:
+            end_trial_from_another_rank(client, trial, torch.OutOfMemoryError("CUDA out of memory"), sender)
+
+        if who_ends_first == "rank 1":
+            rank_1_ends()
+            if is_back:
+                server.start()
+        session.end(RuntimeError("Connection closed by peer [127.0.0.1]:42191"))
+        if who_ends_first == "rank 0":
+            rank_1_ends()
+        if server.process is None:
+            server.start()
+        delivered = list(deliver_waiting(outbox, lambda _: client))
+        assert all(file.set_aside is None and file.left == 0 for file in delivered), delivered
+        (shown,) = client.show_job(trial.job_id).trials
+        assert (shown.state, shown.epochs) == (TrialState.INFEASIBLE, 1)
+        assert outbox.waiting() == []
 
 
 def test_another_rank_that_lost_the_first_leaves_the_word_to_it(client: BsoClient) -> None:

@@ -20,7 +20,8 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
 from zeus_plugins.training.loaders import BatchSplit
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.options import TrialOptions
+from zeus_plugins.training.run import TrialRun
 
 JOB = JobSpec(
     job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3, beta_knob=None
@@ -174,7 +175,7 @@ def test_a_size_that_is_not_the_jobs_is_refused_on_all_ranks_and_ends_the_trial(
 
     said = "the server chose batch size 48, which is not one of the job's: [32, 64]"
     assert [str(error) for error in on_each_rank(world_size, train)] == [said] * world_size
-    assert ends(server) == [("failed", f"ZeusBSOConfigError: {said}")]
+    assert ends(server) == [("withdrawn", f"ZeusBSOConfigError: {said}")]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -239,7 +240,8 @@ def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
         return port.logged
 
     logged = [{"zeus/batch_size": 64.0, "zeus/trial_number": 7.0, "zeus/lr_factor": 2.0}]
-    assert on_each_rank(2, train) == [logged] * 2
+    bound = {"zeus/epoch_bound": 3.0}
+    assert on_each_rank(2, train) == [[*logged, bound | {"zeus/cost_j": 55.0}], [*logged, bound]]
     assert reports(server) == [(0.25, 1.0, 1.0, 10.0)]
 
 
@@ -258,10 +260,9 @@ def test_the_size_in_force_passes() -> None:
         ([16], 1, r"deliver \[16\] samples per batch instead of 32 \(batch size 64 over 2 devices × 1 accumulated"),
         ([32, 16.5], 1, r"deliver \[32, 16.5\] samples per batch instead of 32 "),
         ([None], 1, r"deliver \[\?\] samples per batch instead of 32 "),
-        ([], 1, r"deliver \[\] samples per batch instead of 32 "),
         ([21], 3, r"deliver \[21\] samples per batch instead of 10.6667 "),
     ],
-    ids=["accumulation", "loader", "one of two loaders", "unknown", "none", "uneven"],
+    ids=["accumulation", "loader", "one of two loaders", "unknown", "uneven"],
 )
 def test_another_size_is_an_error(
     monkeypatch: pytest.MonkeyPatch, delivered: list[float | None], accumulation: int, problem: str

@@ -21,10 +21,11 @@ Example:
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,12 +35,16 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
+from zeus_plugins.training.configured import as_job
 from zeus_plugins.training.entry import OnUnreachable, check_on_unreachable
-from zeus_plugins.training.run import train_fail_error
+from zeus_plugins.training.failures import show_in_one_paragraph, train_fail_error
 from zeus_plugins.training.session import TrialSession
 from zeus_plugins.training.signals import raise_at_sigterm, termination
 
 __all__ = ["BatchSizeOptimizer"]
+
+
+_logger = logging.getLogger("zeus_plugins")
 
 
 class BatchSizeOptimizer:
@@ -58,7 +63,7 @@ class BatchSizeOptimizer:
             (`zeus_plugins.energy.auto`).
         server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
             that one a server in this process, on a SQLite file (needs the extra ``server``).
-        job: The recurring job.
+        job: The recurring job; its fields in a mapping will do.
         rank: Rank of this process in distributed training.
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
         client: Takes the place of `server_url` and `token`; it stays open when the optimizer is closed.
@@ -75,7 +80,7 @@ class BatchSizeOptimizer:
         self,
         monitor: EnergyMonitor | WindowMonitor | None,
         server_url: str | None,
-        job: JobSpec,
+        job: JobSpec | Mapping[str, Any],
         rank: int = 0,
         *,
         token: str | None = None,
@@ -87,6 +92,7 @@ class BatchSizeOptimizer:
         self._trial_session: TrialSession | None = None
         if rank != 0:
             return
+        job = as_job(job)
         self._own_client: ServerPort | None = None
         if client is None:
             client = self._own_client = client_from_environment(server_url, token)
@@ -141,6 +147,11 @@ class BatchSizeOptimizer:
         """
         if not self._session.has_trial:
             self._session.ask()
+            trial = self._session.trial
+            _logger.info(
+                "job %s, %s: batch size %d (%s)",
+                *(trial.job_id, trial.name, trial.batch_size, trial.reason or "chosen by the server"),
+            )
             self._undo_signals.append(raise_at_sigterm())
         return self._session.trial.batch_size
 
@@ -168,7 +179,8 @@ class BatchSizeOptimizer:
         """
         verdict = self._session.report(metric)
         if self._session.failed:
-            raise train_fail_error(verdict)
+            show_in_one_paragraph()
+            raise train_fail_error(verdict, self._session.trial.advice)
 
     def close(self) -> None:
         """End the trial (as failed when it is not finished) and close the connection. Safe to call more than once."""

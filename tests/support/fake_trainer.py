@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.loaders import BatchSplit
 from zeus_plugins.training.patches import Patches
 
@@ -47,6 +49,7 @@ class FakeTrainer:
     accumulation = 1
     no_accumulation: str | None = None
     keeps_optimizers = True
+    schedule_remedy = "Make it anew"
     spans_nodes = False
 
     def __init__(self, rank: int = 0, group: Group | None = None, devices: int | None = None) -> None:
@@ -60,6 +63,13 @@ class FakeTrainer:
         self.scheduler = SimpleNamespace(base_lrs=[0.1])
         self.logged: list[dict[str, float]] = []
         self.is_stopped = False
+        self.miscounted: Exception | None = None
+        self.said: list[str] = []
+        self.hyperparameters: dict[str, str | int] = {}
+        self.progress = ""
+        self.told = TrainingFacts(
+            script="train", model="Net", samples=1000, step_size=64, devices=self.devices, unit=self.devices
+        )
 
     def broadcast(self, thing: Any) -> Any:
         return self._group.exchanged(self.rank, thing)[0]
@@ -72,11 +82,33 @@ class FakeTrainer:
         patches.set_attribute(self, "accumulation", split.accumulation)
         patches.set_attribute(self.loader, "batch_size", split.per_device)
 
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(model="Net", framework="none")
+
+    def facts(self, patches: Patches) -> TrainingFacts:  # noqa: ARG002 - a port's signature
+        return self.told
+
+    def say(self, line: str) -> None:
+        self.said.append(line)
+
+    def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:  # noqa: ARG002 - as above
+        self.hyperparameters |= values
+
+    def show_progress(self, text: str, patches: Patches) -> None:  # noqa: ARG002 - a port's signature
+        self.progress = text
+
     def delivered(self) -> Collection[float | None]:
         return [self.loader.batch_size]
 
+    def check_samples(self) -> None:
+        if self.miscounted is not None:
+            raise self.miscounted
+
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         return [self.optimizer], [self.scheduler]
+
+    def schedules(self) -> Sequence[tuple[Any, float | None]]:
+        return [(self.scheduler, 6)]
 
     def log(self, metrics: dict[str, float]) -> None:
         self.logged.append(metrics)

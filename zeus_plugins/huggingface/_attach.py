@@ -63,7 +63,7 @@ class TrainWrapper(TrainerCallback):
     # The server is not asked here: a trainer may be made for its evaluation alone.
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Take charge of the trainer whose constructor calls this."""
-        trainer = trainer_under_construction(args)
+        trainer = trainer_under_construction(state)
         if trainer is not None:
             self.attach(trainer)
 

@@ -9,31 +9,34 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
+import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import Trainer, TrainerState, TrainingArguments
+from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from zeus_plugins.huggingface._deepspeed import engine_batch_sizes, resize_deepspeed
+from zeus_plugins.huggingface._relatives import batches_per_fetch, generation_unit, resize_generations
+from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.counting import SampleCount
+from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
 
-__all__ = [
-    "HuggingFacePort",
-    "afterwards",
-    "arguments_of_train",
-    "beforehand",
-    "checkpointed",
-    "log",
-    "processes_here",
-    "saved_in_checkpoint",
-    "trainer_under_construction",
-]
+_logger = logging.getLogger("zeus_plugins")
+
+_FOLLOW = (
+    "make the loader in get_train_dataloader() with self._train_batch_size, or have its sampler read batch_size in "
+    "each __iter__"
+)
 
 
 class HuggingFacePort:
@@ -48,6 +51,7 @@ class HuggingFacePort:
 
     no_accumulation = None
     keeps_optimizers = True
+    schedule_remedy = "Let the trainer make the scheduler (lr_scheduler_type), or override create_scheduler"
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -62,6 +66,7 @@ class HuggingFacePort:
         self._processes = trainer.get_total_train_batch_size(args) // per_process
         self._devices_here = max(1, args.n_gpu)
         self.devices = self._processes * self._devices_here
+        self._count: SampleCount | None = None
 
     @property
     def gpu_indices(self) -> Sequence[int]:
@@ -89,6 +94,7 @@ class HuggingFacePort:
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
         """Set the arguments, and the size of every train loader there will be."""
         trainer, args = self._trainer, self._args
+        resize_generations(trainer, split, self._processes, patches)
         # With split batches, accelerate deals the trainer's batch out to all processes.
         shares = self._processes if trainer.accelerator.split_batches else 1
         patches.set_attribute(args, "per_device_train_batch_size", split.per_device * shares)
@@ -97,26 +103,119 @@ class HuggingFacePort:
         patches.set_attribute(trainer, "_train_batch_size", args.train_batch_size)
 
         def resize(loader: Any) -> None:
-            if _rebalancing_sampler(loader) is None:  # that one follows the arguments
-                resize_process_loader(loader, split.per_device * self._devices_here, self._processes, patches)
+            if _rebalancing_sampler(loader) is not None:  # that one follows the arguments, its batches being uneven
+                return
+            size = split.per_device * self._devices_here * batches_per_fetch(trainer)
+            resize_process_loader(loader, size, self._processes, patches)
+            # One process may fetch the batch of all, to deal it out.
+            fetched = self._processes if getattr(loader, "split_batches", False) else 1
+            self._count = SampleCount(size * fetched, _FOLLOW)
+            self._count.watch(loader, patches)
 
         afterwards(trainer, "get_train_dataloader", resize, patches)
+        if trainer.is_deepspeed_enabled:
+            resize_deepspeed(trainer, split, self.devices, patches)
+
+    def fingerprint(self) -> Fingerprint:
+        """Model, framework, and the optimizer that was passed or is named by the arguments."""
+        trainer = self._trainer
+        given = trainer.optimizer
+        optimizer = str(getattr(self._args.optim, "value", self._args.optim))
+        return Fingerprint(
+            model=type(trainer.model).__name__,
+            framework="transformers",
+            optimizer=optimizer if given is None else type(given).__name__,
+        )
+
+    def facts(self, patches: Patches) -> TrainingFacts:
+        """The facts that the arguments and the data tell."""
+        args, data = self._args, self._trainer.train_dataset
+        shares = self._processes if self._trainer.accelerator.split_batches else 1
+        unit = self.devices * self.accumulation
+        step_size = args.per_device_train_batch_size // shares * unit
+        samples = samples_of(data)
+        epochs = args.num_train_epochs
+        if args.max_steps > 0:  # of a stream, the Trainer takes all steps for one epoch
+            epochs = args.max_steps * step_size / samples if samples else 1
+        ends_by_steps = args.max_steps > 0 and args.eval_strategy != "steps" and samples is not None
+        return TrainingFacts(
+            script=script_name(sys.argv[0]),
+            model=type(self._trainer.model).__name__,
+            samples=samples,
+            step_size=step_size,
+            devices=self.devices,
+            unit=math.lcm(unit, generation_unit(self._trainer)),
+            max_epochs=max(1, int(epochs)),
+            least_size=-(-(samples or 0) // args.max_steps) if ends_by_steps else 1,
+        )
+
+    def say(self, line: str) -> None:
+        """Print it: the logger of transformers shows nothing below warnings."""
+        if self.rank == 0:
+            print(line, file=sys.stderr, flush=True)
+
+    def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:
+        """Tell the integrations with a place for them, once they have begun: TensorBoard, Weights & Biases, MLflow."""
+        ways: dict[str, Callable[[Any], Any]] = {
+            "tb_writer": lambda writer: [writer.add_text(name, str(value)) for name, value in values.items()],
+            "_wandb": lambda wandb: wandb.config.update(values, allow_val_change=True),
+            "_ml_flow": lambda mlflow: mlflow.log_params(values),
+        }
+        for callback in self._trainer.callback_handler.callbacks if self.rank == 0 else ():
+            for name, tell in ways.items():
+
+                def told(_: Any, owner: Any = callback, name: str = name, tell: Callable[[Any], Any] = tell) -> None:
+                    try:
+                        if getattr(owner, name) is not None:
+                            tell(getattr(owner, name))
+                    except Exception as error:  # MLflow takes another value of a parameter for a mistake
+                        _logger.warning("%s was not told the batch size: %s", type(owner).__name__, error)
+
+                if hasattr(callback, name):
+                    afterwards(callback, "on_train_begin", told, patches)
+
+    def show_progress(self, text: str, patches: Patches) -> None:
+        """Put it behind the bar, which is made after all other callbacks have heard of the training's begin."""
+        for callback in self._trainer.callback_handler.callbacks:
+            if not isinstance(callback, ProgressCallback):
+                continue
+
+            def show(_: Any, callback: ProgressCallback = callback) -> None:
+                if callback.training_bar is not None:
+                    callback.training_bar.set_postfix_str(f"zeus={text}")
+
+            show(None)
+            if callback.training_bar is None:
+                afterwards(callback, "on_train_begin", show, patches)
 
     def delivered(self) -> set[float | None]:
         """Samples per batch and device that the parts of the present train loader would deliver."""
         loader = self._trainer.callback_handler.train_dataloader
         sampler = _rebalancing_sampler(loader)
         if sampler is None:
-            return {size / self._devices_here for size in process_batch_sizes(loader, self._processes)}
+            shares = self._devices_here * batches_per_fetch(self._trainer)
+            engine_sizes = engine_batch_sizes(self._trainer, self.devices, self.accumulation)
+            return {size / shares for size in process_batch_sizes(loader, self._processes)} | engine_sizes
         return {sampler.effective_batch_size / (self.devices * self.accumulation)}
+
+    def check_samples(self) -> None:
+        """Compare batches of different sizes with what was set."""
+        if self._count is not None:
+            self._count.check()
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """The optimizer and its scheduler."""
         return [self._trainer.optimizer], [self._trainer.lr_scheduler]
 
+    def schedules(self) -> list[tuple[Any, float | None]]:
+        """The scheduler, and how often it is stepped in all."""
+        return [(self._trainer.lr_scheduler, self._trainer.state.max_steps)]
+
     def log(self, metrics: dict[str, float]) -> None:
         """Have all callbacks that log take note."""
+        should_log = self.control.should_log
         self._trainer.callback_handler.on_log(self._args, self._trainer.state, self.control, metrics)
+        self.control.should_log = should_log  # logging takes back a request that the trainer may still have to follow
 
     def stop(self) -> None:
         """Have `train` end."""
@@ -152,6 +251,26 @@ def saved_in_checkpoint(
     return saved
 
 
+def samples_of(data: Any) -> int | None:
+    """Samples of an epoch over a data set, or over several in a mapping; None for a stream."""
+    if isinstance(data, Mapping):
+        parts = [samples_of(part) for part in data.values()]
+        return None if None in parts else sum(cast("list[int]", parts))
+    return len(data) if isinstance(data, Sized) else None
+
+
+def early_end(trainer: Trainer) -> str | None:
+    """The rule by which a training has ended before its last epoch, in words; None where none is known."""
+    for each in trainer.callback_handler.callbacks:
+        if isinstance(each, EarlyStoppingCallback) and each.early_stopping_patience_counter >= (
+            each.early_stopping_patience
+        ):
+            return f"EarlyStoppingCallback(early_stopping_patience={each.early_stopping_patience})"
+    if 0 < trainer.args.max_steps <= trainer.state.global_step:
+        return f"TrainingArguments(max_steps={trainer.args.max_steps})"
+    return "control.should_training_stop" if trainer.control.should_training_stop else None
+
+
 def checkpointed(state: TrainerState) -> dict[str, Any]:
     """The part of the trainer's checkpoints that is the callbacks', by name."""
     return cast("dict[str, Any]", state.stateful_callbacks)  # a list is what the trainer's constructor makes it of
@@ -167,11 +286,12 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
     control.should_log = should_log
 
 
-def trainer_under_construction(args: TrainingArguments) -> Trainer | None:
+def trainer_under_construction(state: TrainerState) -> Trainer | None:
+    """The trainer that has this state, and whose constructor runs; its arguments may be those of another around it."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer) and getattr(owner, "args", None) is args:
+        if isinstance(owner, Trainer) and getattr(owner, "state", None) is state:
             return owner
         frame = frame.f_back
     return None
@@ -189,9 +309,9 @@ def beforehand(trainer: Trainer, name: str, first: Callable[[], None], patches: 
     patches.set_attribute(trainer, name, extended)
 
 
-def afterwards(trainer: Trainer, name: str, then: Callable[[Any], None], patches: Patches) -> None:
-    """Do something with what a method of the trainer has returned, each time."""
-    method = getattr(trainer, name)
+def afterwards(owner: Any, name: str, then: Callable[[Any], None], patches: Patches) -> None:
+    """Do something with what a method of a trainer or of its callback has returned, each time."""
+    method = getattr(owner, name)
 
     @functools.wraps(method)
     def extended(*args: Any, **kwargs: Any) -> Any:
@@ -199,7 +319,7 @@ def afterwards(trainer: Trainer, name: str, then: Callable[[Any], None], patches
         then(result)
         return result
 
-    patches.set_attribute(trainer, name, extended)
+    patches.set_attribute(owner, name, extended)
 
 
 def processes_here(args: TrainingArguments) -> int:

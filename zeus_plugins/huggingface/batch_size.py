@@ -10,16 +10,26 @@ from transformers import Trainer, TrainerControl, TrainerState, TrainingArgument
 
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.huggingface._attach import TrainWrapper, not_attached
+from zeus_plugins.huggingface._deepspeed import check_deepspeed, scale_deepspeed_rates
+from zeus_plugins.huggingface._relatives import check_generations, warn_of_in_batch_negatives
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     afterwards,
     arguments_of_train,
     beforehand,
     checkpointed,
+    early_end,
+    samples_of,
     saved_in_checkpoint,
 )
 from zeus_plugins.training.callbacks import BatchSizeArguments
-from zeus_plugins.training.metrics import EVALUATION_PREFIX, TRAINING_METRICS, EvaluationMetric, LoggedMetric
+from zeus_plugins.training.metrics import (
+    EVALUATION_PREFIX,
+    TRAINING_METRICS,
+    EvaluationMetric,
+    LoggedMetric,
+    check_evaluated_metric,
+)
 from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.signals import raise_at_sigterm
 from zeus_plugins.training.trial import TrialInfo
@@ -41,10 +51,15 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     checkpoint without a trial is left alone. Evaluating and predicting concern no trial.
 
     Args:
-        job: The recurring job. Its batch sizes are global: samples per optimizer step over all devices and accumulated
-            batches.
+        job: The recurring job, or its fields in a mapping. Its batch sizes are global: samples per optimizer step over
+            all devices and accumulated batches. None: `target` is enough, and the rest is read from the training;
+            docs/reference.md says how.
         monitor: Name of the metric that `job.target_metric` is about, with or without its prefix ``eval_``; with
             ``eval_strategy="no"``, a name in the training's logs such as ``loss``.
+        target: Value of the metric at which the training is done; in place of a job.
+        job_id: The job's id, in place of one that is made of the script's name, the model's class, the data's length
+            and the GPUs.
+        higher_is_better_metric: Whether the metric rises as the model improves; None: its name tells.
         server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
             that one a server in this process, on a SQLite file (needs the extra ``server``).
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
@@ -57,6 +72,9 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         on_unreachable: What `train` does when it begins while the server is away: ``"default"``, train with
             `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
             later never ends a training.
+        strict: Whether it is an error, and not a warning, that earlier trainings of the job had another model,
+            framework or optimizer.
+        quiet: Whether to leave out the lines that tell of the trial at its begin and end.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `train` raises it for a job, trainer or data that cannot work.
@@ -67,6 +85,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     # Of the training that runs.
     _port: HuggingFacePort | None = None
     _metric: EvaluationMetric | LoggedMetric | None = None
+    _has_fractions = False
 
     @property
     def trial(self) -> TrialInfo:
@@ -97,6 +116,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if self._concerns(state, control):
             self._run.check()
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count the first batches and optimizer steps."""
+        if self._concerns(state, control):
+            self._batch_trained()
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Count the first batches that are accumulated."""
+        if self._concerns(state, control):
+            self._batch_trained()
+
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -118,7 +147,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             return
         data = self._trainer.eval_dataset
         data_sets = len(data) if isinstance(data, dict) else 1
-        self._report(args, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
+        self._report(state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
 
     def on_log(
         self,
@@ -135,7 +164,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if isinstance(source, EvaluationMetric):
             source.note(logs or {})
         elif source is not None and source.note(logs or {}, step=state.global_step):
-            self._report(args, state, source.value)
+            self._report(state, source.value)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
@@ -145,7 +174,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if source.awaits_log(step=state.global_step):
             control.should_log = True
         else:
-            self._report(args, state, source.value)
+            self._report(state, source.value)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the end of a training whose last evaluation was earlier."""
@@ -159,9 +188,11 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 "hyperparameter_search trains with other settings each time, which are no recurrences of one job: "
                 "search without the ZeusBSOTrainerCallback (trainer.remove_callback), then train with it"
             )
-        run = TrialRun(self._job, self._options)
+        run = TrialRun(self._wish, self._options)
         self._check(trainer, run)
+        warn_of_in_batch_negatives(trainer)
         is_evaluated = trainer.args.eval_strategy != "no"
+        self._has_fractions = trainer.args.eval_strategy == "steps"
         self._metric = EvaluationMetric(self._metric_name) if is_evaluated else LoggedMetric(self._metric_name)
         self._run, self._port = run, HuggingFacePort(trainer)
         undo_signals = raise_at_sigterm()
@@ -172,7 +203,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
             if run.is_active:
                 # Optimizer and scheduler exist after this, and a checkpoint's state, which is scaled, is loaded later.
-                afterwards(trainer, "create_scheduler", lambda _: run.scale_learning_rate(), run.patches)
+                if trainer.is_deepspeed_enabled:
+                    scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
+                else:
+                    afterwards(trainer, "create_scheduler", lambda _: run.scale_learning_rate(), run.patches)
                 beforehand(trainer, "_save_checkpoint", lambda: self._keep_state(trainer.state), run.patches)
             result = train(*args, **kwargs)
         except BaseException as error:
@@ -181,7 +215,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         finally:
             self._port = None
             undo_signals()
-        run.finish()
+        run.finish(early_end=early_end(trainer))
         run.raise_failure()
         return result
 
@@ -189,12 +223,12 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         """Refuse a training that cannot work, as far as can be said before it has a trial."""
         args = trainer.args
         if trainer.is_deepspeed_enabled:
-            raise ZeusBSOConfigError(
-                "DeepSpeed takes the batch size from its own configuration, which the callback does not change: train "
-                "without DeepSpeed or without the ZeusBSOTrainerCallback"
-            )
+            check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
+        check_generations(trainer, self._wish.job.batch_sizes if self._wish.job is not None else ())
         if args.max_steps <= 0:
             run.check_epochs(args.num_train_epochs, "TrainingArguments(num_train_epochs={})")
+        elif args.eval_strategy != "steps" and (samples := samples_of(trainer.train_dataset)) is not None:
+            run.check_steps(args.max_steps, samples, "TrainingArguments(max_steps={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
         if args.eval_strategy == "no" and (
             self._metric_name.startswith(EVALUATION_PREFIX)
@@ -204,6 +238,10 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 f"monitor={self._metric_name!r} would come from evaluations, and TrainingArguments(eval_strategy='no') "
                 "makes none: set eval_strategy='epoch' or 'steps', or monitor a metric of the training such as 'loss'"
             )
+        others = trainer.callback_handler.callbacks  # a script's own may add metrics to those of an evaluation
+        has_own = any(not type(each).__module__.startswith(("transformers.", "zeus_plugins.")) for each in others)
+        if logs_only_its_own and not has_own and args.eval_strategy != "no" and trainer.compute_metrics is None:
+            check_evaluated_metric(self._metric_name, trainer.eval_dataset)
 
     def _concerns(self, state: TrainerState, control: TrainerControl) -> bool:
         """Whether an event is one of the training that has the trial: another trainer may share the callback."""
@@ -212,10 +250,17 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         self._port.control = control
         return self._run.is_active
 
-    def _report(self, args: TrainingArguments, state: TrainerState, metric: Callable[[], float | None]) -> None:
+    def _report(self, state: TrainerState, metric: Callable[[], float | None]) -> None:
         # An epoch that `max_steps` cuts short counts as one.
-        epochs = float(state.epoch) if args.eval_strategy == "steps" else float(math.ceil(state.epoch))
+        epochs = float(state.epoch) if self._has_fractions else float(math.ceil(state.epoch))
         self._run.report(metric, epochs)
+
+    def _batch_trained(self) -> None:
+        self._run.batch_trained()
+        if not self._run.is_counting_steps:  # nothing is left to do in a step
+            for hook in ("on_step_end", "on_substep_end"):
+                if getattr(type(self), hook) is getattr(ZeusBSOTrainerCallback, hook):
+                    self._run.patches.set_attribute(self, hook, getattr(super(), hook))
 
     def _keep_state(self, state: TrainerState) -> None:
         """Put the trial where the trainer's checkpoints take it from; process 0 writes them."""

@@ -14,6 +14,7 @@ from zeus_plugins.lightning._trainer import (
     Trainer,
     before_each_epoch,
     continues_checkpoint,
+    early_end,
     epochs_trained,
     finders,
     hide_step_hooks,
@@ -21,7 +22,8 @@ from zeus_plugins.lightning._trainer import (
     mean_of_ranks,
 )
 from zeus_plugins.training.callbacks import BatchSizeArguments
-from zeus_plugins.training.run import TrialOptions, TrialRun
+from zeus_plugins.training.options import TrialOptions
+from zeus_plugins.training.run import TrialRun
 from zeus_plugins.training.trial import TrialInfo
 
 _logger = logging.getLogger("zeus_plugins")
@@ -42,9 +44,14 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     `fast_dev_run` and under a `Tuner`, the callback does nothing.
 
     Args:
-        job: The recurring job. Its batch sizes are global: samples per optimizer step over all devices and accumulated
-            batches.
+        job: The recurring job, or its fields in a mapping. Its batch sizes are global: samples per optimizer step over
+            all devices and accumulated batches. None: `target` is enough, and the rest is read from the training;
+            docs/reference.md says how.
         monitor: Name of the logged metric that `job.target_metric` is about.
+        target: Value of the metric at which the training is done; in place of a job.
+        job_id: The job's id, in place of one that is made of the script's name, the model's class, the data's length
+            and the GPUs.
+        higher_is_better_metric: Whether the metric rises as the model improves; None: its name tells.
         server_url: The batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, and without
             that one a server in this process, on a SQLite file (needs the extra ``server``).
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
@@ -59,6 +66,9 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         on_unreachable: What `fit` does when it begins while the server is away: ``"default"``, train with
             `job.default_batch_size` and have that trial recorded later; ``"raise"``, nothing. A server that goes away
             later never ends a training.
+        strict: Whether it is an error, and not a warning, that earlier trainings of the job had another model,
+            framework or optimizer.
+        quiet: Whether to leave out the lines that tell of the trial at its begin and end.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `fit` raises it for a job, trainer or data that cannot work.
@@ -103,7 +113,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
                 "largest size that a device holds as max_per_device_batch_size (Tuner.scale_batch_size finds it before "
                 "fit)"
             )
-        self._run = TrialRun(self._job, self._options_for(trainer))
+        self._run = TrialRun(self._wish, self._options_for(trainer))
         self._first_epoch = trainer.current_epoch
         self._awaits_checkpoint = continues_checkpoint(trainer)
         if not self._awaits_checkpoint:
@@ -129,9 +139,27 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._continue(trainer, pl_module, None)
         self._run.scale_learning_rate()
 
+    # A module may leave some metrics out of the sanity check, so that this is no error yet.
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn of a metric that the sanity check has not logged, before an epoch is trained."""
+        known = sorted(trainer.callback_metrics)
+        if known and self._metric_name not in known and self._run.is_reporting and trainer.is_global_zero:
+            _logger.warning(
+                "monitor=%r is not among the metrics of the sanity check %s: if the first validation does not log it "
+                "either, the training ends there",
+                *(self._metric_name, known),
+            )
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the choice, and begin to measure."""
         self._run.start()
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Count the first batches and optimizer steps."""
+        self._run.batch_trained()
+        is_counted = self._run.is_active and not self._run.is_counting_steps
+        if is_counted and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
+            self._run.patches.set_attribute(self, "on_train_batch_end", None)  # nothing is left to do in a step
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the validation, and stop the trainer when the server says so."""
@@ -151,7 +179,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take all changes back; raise when the trial failed."""
         if stage == "fit" and self._run.is_active:
-            self._run.finish()
+            self._run.finish(early_end=early_end(trainer))
             self._run.raise_failure()
 
     # Lightning calls no teardown after an exception.

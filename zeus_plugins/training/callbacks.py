@@ -6,19 +6,23 @@ Each callback's own docstring describes the arguments to its users.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import SecretStr
 
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import OptimumSelector, PowerLimitDevice, PowerLimitProfile, ZeusCost
 from zeus_plugins.protocol import JobSpec, PowerLimitChoice
+from zeus_plugins.training.configured import as_job, revealed
+from zeus_plugins.training.defaults import JobWish
 from zeus_plugins.training.energy_run import EnergyRun
 from zeus_plugins.training.entry import OnUnreachable
+from zeus_plugins.training.options import TrialOptions
 from zeus_plugins.training.patches import Patches
 from zeus_plugins.training.power_run import PowerOptions, PowerRun
-from zeus_plugins.training.run import TrialOptions, TrialRun
-
-__all__ = ["BatchSizeArguments", "EnergyTotals", "PowerLimitFindings"]
+from zeus_plugins.training.run import TrialRun
 
 
 class BatchSizeArguments:
@@ -26,29 +30,49 @@ class BatchSizeArguments:
 
     def __init__(
         self,
-        job: JobSpec,
-        monitor: str,
+        job: JobSpec | Mapping[str, Any] | None = None,
+        monitor: str | None = None,
         *,
+        target: float | None = None,
+        job_id: str | None = None,
+        higher_is_better_metric: bool | None = None,
         server_url: str | None = None,
-        token: str | None = None,
+        token: SecretStr | str | None = None,
         lr_scaling: Literal["none", "linear", "sqrt"] = "none",
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
         max_per_device_batch_size: int | None = None,
         on_failure: Literal["raise", "stop"] = "raise",
         on_unreachable: OnUnreachable = "default",
+        strict: bool = False,
+        quiet: bool = False,
     ) -> None:
-        self._job = job
+        if monitor is None:
+            raise ZeusBSOConfigError("which metric is the target about? Say monitor=…, the name that it is logged by")
+        self._wish = JobWish(
+            job=None if job is None else as_job(job),
+            monitor=monitor,
+            target=target,
+            job_id=job_id,
+            higher_is_better_metric=higher_is_better_metric,
+        )
         self._metric_name = monitor
         self._options = TrialOptions(
             server_url=server_url,
-            token=token,
+            token=revealed(token),
             lr_scaling=lr_scaling,
             energy_monitor=energy_monitor,
             max_per_device_batch_size=max_per_device_batch_size,
             on_failure=on_failure,
             on_unreachable=on_unreachable,
+            strict=strict,
+            quiet=quiet,
         )
-        self._run = TrialRun(job, self._options)
+        self._run = TrialRun(self._wish, self._options)
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor on learning rates that goes with the trial's batch size, by `lr_scaling`; 1 before it is known."""
+        return self._run.lr_factor
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Have the server keep what a power-limit callback found out; called on the first of all processes."""

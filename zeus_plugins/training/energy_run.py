@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
 from zeus_plugins.training.port import Ranks, cluster_monitor, node_monitor
 
-__all__ = ["EnergyRun"]
-
 
 class EnergyRun:
     """The time and energy of the present or latest training, over all its machines.

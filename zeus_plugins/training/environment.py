@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["VARIABLES", "Variable"]
-
 
 @dataclass(frozen=True)
 class Variable:
@@ -92,7 +90,11 @@ XDG_STATE_HOME = Variable("XDG_STATE_HOME", "the user's state directory, on Linu
 LOCALAPPDATA = Variable("LOCALAPPDATA", "the user's state directory, on Windows", "`~/AppData/Local`")
 
 # The job, or one run that a master launches
-JOB_ID = Variable("ZEUS_JOB_ID", "the job's id; in a launched run, the run's name", "made by the server; `rec01+try01`")
+JOB_ID = Variable(
+    "ZEUS_JOB_ID",
+    "the job's id; in a launched run, the run's name",
+    "made of the training or by the server; `rec01+try01`",
+)
 LOG_DIR = Variable("ZEUS_LOG_DIR", "the directory of a launched run's logs and results", "`zeus_log`")
 TARGET_METRIC = Variable("ZEUS_TARGET_METRIC", "the value of the validation metric for a launched run to reach")
 COST_THRESHOLD_J = Variable("ZEUS_COST_THRESH", "the cost that a launched run must not cross", "`inf`", "joules")

@@ -6,20 +6,13 @@ Nothing here imports torch; a loader is whatever has a `batch_sampler` or a `bat
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.training.patches import Patches
-
-__all__ = [
-    "BatchSplit",
-    "delivered_batch_size",
-    "process_batch_sizes",
-    "resize_loader",
-    "resize_process_loader",
-    "split_batch",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +54,21 @@ def split_batch(
         if remainder == 0 and (max_per_device is None or per_device <= max_per_device):
             return BatchSplit(per_device, steps)
     return None
+
+
+def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
+    """Batch sizes of several loaders in the proportion of these, the largest being `largest`.
+
+    Raises:
+        ZeusBSOConfigError: One would not be whole.
+    """
+    before = max(sizes)
+    if any(size * largest % before for size in sizes):
+        raise ZeusBSOConfigError(
+            f"the train loaders mix {':'.join(map(str, sizes))} samples, which cannot become {largest} in the same "
+            f"proportion: choose batch sizes that are multiples of {before // math.gcd(*sizes)} for each device"
+        )
+    return [size * largest // before for size in sizes]
 
 
 def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
@@ -111,7 +119,8 @@ def resize_process_loader(loader: Any, batch_size: int, processes: int, patches:
         ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
     """
     batchers = _batchers(loader)
-    if not batchers:
+    # A sampler that says no size may have read it from the trainer's arguments; its batches are counted.
+    if not batchers and getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None) is None:
         raise _sizeless(loader, batch_size)
     for batcher, is_shared in batchers:
         patches.set_attribute(batcher, "batch_size", batch_size * processes if is_shared else batch_size)

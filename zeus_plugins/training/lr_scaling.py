@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
 
-__all__ = ["LrScaling", "lr_factor", "scale_learning_rate"]
 
 logger = logging.getLogger(__name__)
 

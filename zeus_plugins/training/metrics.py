@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-__all__ = ["EVALUATION_PREFIX", "TRAINING_METRICS", "EpochCount", "EvaluationMetric", "LoggedMetric", "as_written"]
-
 EVALUATION_PREFIX = "eval_"
 
 # What an unmodified Trainer logs while it trains.
 TRAINING_METRICS = ("loss", "grad_norm", "learning_rate")
+
+# What its evaluations return without a `compute_metrics`.
+_EVALUATED_METRICS = ("loss", "runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 
 # Nine significant digits tell all numbers in single precision apart.
 _SINGLE_DIGITS = 9
@@ -79,6 +80,25 @@ class EvaluationMetric:
                 "compute_metrics, or name one of these"
             )
         return None
+
+
+def check_evaluated_metric(monitor: str, data: object) -> None:
+    """Refuse a metric that evaluations without a `compute_metrics` do not return.
+
+    Args:
+        monitor: Name of the metric, with or without its prefix.
+        data: What is evaluated; a dictionary holds several data sets, each with its name.
+
+    Raises:
+        ZeusBSOConfigError: They return the loss and their speed, and never this.
+    """
+    sets = [f"{name}_" for name in data] if isinstance(data, dict) else [""]
+    names = [f"{each}{metric}" for each in sets for metric in _EVALUATED_METRICS]
+    if monitor.removeprefix(EVALUATION_PREFIX) not in names:
+        raise ZeusBSOConfigError(
+            f"monitor={monitor!r} will never be among the metrics of the evaluations, as this Trainer has no "
+            f"compute_metrics: pass Trainer(compute_metrics=…), or monitor one of {names[:: len(_EVALUATED_METRICS)]}"
+        )
 
 
 class LoggedMetric:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
 
-from zeus_plugins.protocol import MAX_DETAIL_LENGTH, Ending, TrialState
-
-__all__ = ["Outcome", "detail_of", "ending_of", "is_lost_peer", "outcome_of"]
-
-Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import MAX_DETAIL_LENGTH, Ending, EndingState, TrialState
 
 # PyTorch raises OutOfMemoryError for its own allocator; cuBLAS, the CPU's allocator and other accelerators say so
 # in the text of a RuntimeError.
@@ -26,23 +22,28 @@ _LOST_PEER_KINDS = frozenset({"DistBackendError", "DistNetworkError"})
 _PREEMPTIONS = frozenset({"KeyboardInterrupt", "SystemExit", "SIGTERMException"})
 
 
-def ending_of(error: BaseException | None) -> Ending:
-    """The message to the server about a training that this exception ended.
+def ending_of(error: BaseException | None, *, early_end: str | None = None) -> Ending:
+    """The message to the server about a training that ended before the server said so.
 
-    None: the training ended without one before the server said so, which counts as failed.
+    Args:
+        error: The exception that ended it; None: it ended by a rule of its own, which counts as failed.
+        early_end: That rule in words, where it is known.
     """
     if error is None:
-        return Ending()
+        return Ending(ended_early=True, detail=early_end)
     return Ending(outcome=outcome_of(error), detail=detail_of(error))
 
 
-def outcome_of(error: BaseException) -> Outcome:
+def outcome_of(error: BaseException) -> EndingState:
     """The outcome of a trial whose training was ended by this exception.
 
     Returns:
-        SUSPENDED for an interruption from outside (Ctrl-C, SIGTERM), after which the training may go on; INFEASIBLE
-        when a device ran out of memory; otherwise FAILED.
+        SUSPENDED for an interruption from outside (Ctrl-C, SIGTERM), after which the training may go on; WITHDRAWN when
+        the configuration or the data cannot work, whatever the batch size; INFEASIBLE when a device ran out of memory;
+        otherwise FAILED.
     """
+    if isinstance(error, ZeusBSOConfigError):
+        return TrialState.WITHDRAWN
     if _kinds(error) & _PREEMPTIONS:
         return TrialState.SUSPENDED
     # A wrapper raised "from" the error tells of the same event.

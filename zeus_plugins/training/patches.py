@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Patches"]
-
 
 class Patches:
     """Remembers what it changes, and undoes it in reverse order. Keeps no changed object alive."""
@@ -39,10 +37,22 @@ class Patches:
         self._undo.append(undo)
 
     def set_item(self, target: dict[str, Any], key: str, value: object) -> None:
-        """Set an item that is there already."""
-        before = target[key]
+        """Set an item; a new one is removed again."""
+        if key in target:
+            before = target[key]
+            self._undo.append(lambda: target.__setitem__(key, before))
+        else:
+            self._undo.append(lambda: target.pop(key, None))
         target[key] = value
-        self._undo.append(lambda: target.__setitem__(key, before))
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether there is something to undo."""
+        return bool(self._undo)
+
+    def include(self, others: Patches) -> None:
+        """Undo these, too; they may be undone before."""
+        self._undo.append(others.undo)
 
     def undo(self) -> None:
         """Take every change back; safe to call again."""

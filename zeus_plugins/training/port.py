@@ -7,10 +7,10 @@ from typing import Any, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.loaders import BatchSplit
 from zeus_plugins.training.patches import Patches
-
-__all__ = ["Ranks", "TrainerPort", "cluster_monitor", "decided_by_rank_zero", "node_monitor"]
 
 T = TypeVar("T")
 
@@ -71,15 +71,54 @@ class TrainerPort(Ranks, Protocol):
             split: Samples per batch of one device, and accumulated batches per step.
             patches: Takes note of every change; the run undoes them.
 
+        From then on the batches of each epoch are counted as `SampleCount` does, which raises `ZeusBSOConfigError`
+        within the epoch when they are others.
+
         Raises:
             ZeusBSOConfigError: The data come in batches that cannot be changed.
         """
 
     def delivered(self) -> Collection[float | None]:
-        """Samples per batch and device, of each loader of the present epoch; None where one does not say."""
+        """Samples per batch and device, as each loader of the present epoch says; none where none says.
+
+        Of loaders that deliver different sizes in a fixed proportion, what the largest delivers.
+        """
+
+    def check_samples(self) -> None:
+        """Compare the samples counted in the epoch's batches, where their sizes differ, with what was set.
+
+        Raises:
+            ZeusBSOConfigError: On average they are others.
+        """
+
+    def fingerprint(self) -> Fingerprint:
+        """The making of the training, as far as is known before it begins."""
+
+    def facts(self, patches: Patches) -> TrainingFacts:
+        """What the training tells of itself before it begins.
+
+        Args:
+            patches: Takes note of what has to be undone.
+        """
+
+    def say(self, line: str) -> None:
+        """Show the user a line, once for all ranks, whatever logging is set up."""
+
+    def log_hyperparameters(self, values: dict[str, str | int], patches: Patches) -> None:
+        """Put values among the hyperparameters of the training that begins, in every experiment tracker that it has."""
+
+    def show_progress(self, text: str, patches: Patches) -> None:
+        """Show a text as field ``zeus`` of the progress bar, where there is one."""
 
     def optimizers(self) -> tuple[Sequence[Any], Sequence[Any]]:
         """The optimizers and the learning rate schedulers of the training."""
+
+    def schedules(self) -> Sequence[tuple[Any, float | None]]:
+        """The schedulers, and how often the whole training steps each; None where nobody knows."""
+
+    @property
+    def schedule_remedy(self) -> str:
+        """The framework's way to schedules that follow the batch size, as a sentence."""
 
     def log(self, metrics: dict[str, float]) -> None:
         """Log metrics beside those of the training."""

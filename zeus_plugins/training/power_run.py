@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice
-from zeus_plugins.power_limit.find import find_devices
+from zeus_plugins.power_limit.nvml import find_devices
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector
@@ -22,8 +22,6 @@ from zeus_plugins.power_limit.states import Window
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
 from zeus_plugins.training.port import Ranks, node_monitor
 from zeus_plugins.training.trial import TrialInfo
-
-__all__ = ["PowerOptions", "PowerRun", "TrialKeeper"]
 
 _METRIC = "zeus/power_limit_w"
 

@@ -14,37 +14,32 @@ from typing import Any
 
 from zeus_plugins.client.delivery import recorded
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
-from zeus_plugins.client.port import ServerPort
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
-from zeus_plugins.errors import (
-    ZeusBSOBadOperationError,
-    ZeusBSOError,
-    ZeusBSOOperationOrderError,
-    ZeusBSORuntimeError,
-)
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
 from zeus_plugins.protocol import (
+    LEAST_TIME_S,
     MAX_DETAIL_LENGTH,
     Ending,
     Evaluation,
     JobRegistration,
     JobSpec,
+    JobView,
     PowerLimitChoice,
     PowerProfile,
     ReportResponse,
     StopRule,
     TrialState,
 )
+from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.entry import OnUnreachable, TrialEntry
 from zeus_plugins.training.metrics import as_written
-from zeus_plugins.training.outcomes import detail_of, ending_of, is_lost_peer
+from zeus_plugins.training.outcomes import detail_of, ending_of
+from zeus_plugins.training.outlook import LATEST_TRIALS, advice
 from zeus_plugins.training.trial import TrialInfo
 
-__all__ = ["TrialSession", "end_trial_from_another_rank"]
-
 _WINDOW = "zeus_bso_trial"
-# The wire asks for a time above 0, and a coarse clock may see none pass between two evaluations.
-_LEAST_TIME_S = 1e-6
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -57,8 +52,8 @@ class TrialSession:
     can travel to spawned worker processes.
 
     Args:
-        job: The recurring job. Its `job_id` wins over the environment variable ``ZEUS_JOB_ID``; with neither, the
-            server makes a new job.
+        job: The recurring job, or a plan for it. Its `job_id` wins over the environment variable ``ZEUS_JOB_ID``; with
+            neither, the server makes a new job.
         client: Talks to the server. The session uses it but does not close it.
         monitor: Measures energy and time, and knows the GPUs of the job. One that measures as Zeus's `ZeusMonitor` does
             will do.
@@ -69,11 +64,17 @@ class TrialSession:
 
     Raises:
         ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or there is no such `on_unreachable`.
+
+    Attributes:
+        job_view: The job with its latest trials as the server shows it after the verdict that ended this one; None
+            before that, and where the server does not show it.
     """
+
+    job_view: JobView | None = None
 
     def __init__(
         self,
-        job: JobSpec,
+        job: JobSpec | JobPlan,
         client: ServerPort,
         monitor: EnergyMonitor | WindowMonitor,
         *,
@@ -120,6 +121,13 @@ class TrialSession:
         )
 
     @property
+    def cost_j(self) -> float | None:
+        """The trial's cost so far, joules; None while that is unknown."""
+        if self._reporter is None or self.trial.unmeasured is not None:
+            return None
+        return self._reporter.job.cost_j(time_s=self.trial.time_s, energy_j=self.trial.energy_j)
+
+    @property
     def finished(self) -> bool:
         """Whether a verdict says stop. The server hears no more of this trial."""
         return self._trial is not None and self._trial.is_over
@@ -129,10 +137,18 @@ class TrialSession:
         """Whether a verdict says stop although the target was not reached."""
         return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
 
-    def ask(self) -> int:
+    @property
+    def plan(self) -> JobPlan:
+        """The job, as the server has it once a trial has been asked for, and what of it was guessed."""
+        return self._entry.plan
+
+    def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
         """Register the job on this hardware and start a trial.
 
         What earlier trainings have left for this server is delivered first.
+
+        Args:
+            check: As of `TrialEntry.ask`.
 
         Returns:
             The GLOBAL batch size of the trial: samples per optimizer step over all devices.
@@ -145,17 +161,28 @@ class TrialSession:
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
-        self._trial, registration, trouble = self._entry.ask()
+        self._trial, registration, trouble = self._entry.ask(check)
         self._open_line(registration, told_of=trouble)
         return self._trial.batch_size
 
-    def begin_measurement(self) -> None:
+    @property
+    def sender(self) -> OutboxHeader | None:
+        """The trial to which results that wait for the server belong; None before there is a trial to report on."""
+        return None if self._reporter is None else self._reporter.sender
+
+    def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
+        Args:
+            optimizer: The optimizer's class, which the job's fingerprint may lack.
+
         Raises:
+            ZeusBSOConfigError: As of `TrialEntry.tell_optimizer`.
             ZeusBSOOperationOrderError: There is no trial, it is over, or the window is open already.
         """
-        self._require_live_trial()
+        reporter = self._require_live_trial()
+        if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
+            self._entry.tell_optimizer(reporter.job, optimizer)
         if self._measuring:
             raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
         self._begin_window()
@@ -202,7 +229,9 @@ class TrialSession:
             else:
                 verdict = reporter.judge_unmeasured(metric=metric, epoch=epoch)
         self._update(verdict=verdict)
-        if not verdict.stop_train:
+        if verdict.stop_train:
+            self._look_at_job(reporter)
+        else:
             self._measure(self._begin_window)
         return verdict
 
@@ -225,7 +254,7 @@ class TrialSession:
         elif self.trial.has_extended_server:
             self._reporter.keep_power_limits(choice)
 
-    def end(self, error: BaseException | None = None) -> None:
+    def end(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
         """End the session; a trial without a final verdict ends on the server, too.
 
         The open window counts, for a checkpoint that is written later.
@@ -234,15 +263,16 @@ class TrialSession:
         fails, so that it never hides the error that ended the training.
 
         Args:
-            error: What ended the training: `outcomes.outcome_of` says what becomes of the trial. None: it ended before
-                the server said so, which counts as failed.
+            error: What ended the training: `outcomes.outcome_of` says what becomes of the trial. None: it ended by a
+                rule of its own before the server said so, which counts as failed.
+            early_end: That rule in words, where it is known.
         """
         if self._ended:
             return
         self._ended = True
         self._close_window()
         if self._reporter is not None:
-            self._reporter.end(None if self.finished else ending_of(error))
+            self._reporter.end(None if self.finished else ending_of(error, early_end=early_end))
 
     def state_dict(self) -> dict[str, Any]:
         """The trial for a checkpoint, in plain types (readable by ``torch.load(weights_only=True)``).
@@ -364,6 +394,7 @@ class TrialSession:
         return OutboxHeader(
             server_url=self._client.server_url,
             registration=registration,
+            guessed=tuple(sorted(self.plan.guessed)),
             batch_size=trial.batch_size,
             trial=trial.trial_id,
             key=trial.key,
@@ -395,12 +426,24 @@ class TrialSession:
     def _evaluation(self, metric: float, epoch: float) -> Evaluation:
         trial = self.trial
         return Evaluation(
-            time=max(trial.time_s, _LEAST_TIME_S),
+            time=max(trial.time_s, LEAST_TIME_S),
             energy=trial.energy_j,
             metric=metric,
             current_epoch=epoch,
             energy_source=trial.energy_source,
         )
+
+    def _look_at_job(self, reporter: TrialReporter) -> None:
+        """Learn how the job stands after this trial, for people to be told."""
+        if reporter.is_away or not self.trial.has_extended_server:
+            return
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                self.job_view = client.show_job(self.trial.job_id, limit=LATEST_TRIALS)
+        except ZeusBSOError as error:
+            _logger.debug("the server does not show the job: %s", error)
+        else:
+            self._update(advice=advice(self.job_view))
 
     def _diverged(self, metric: float, reporter: TrialReporter) -> ReportResponse:
         reporter.end(Ending(detail=f"the metric is {metric}: training diverged"))
@@ -452,23 +495,3 @@ class TrialSession:
             # Not worth an error in place of the one that ended the training; but no later training adds to the rest.
             self._update(unmeasured=detail_of(error))
             _logger.debug("could not close the last measurement window: %s", error)
-
-
-def end_trial_from_another_rank(client: ServerPort, trial: TrialInfo | None, error: BaseException | None) -> None:
-    """Say what ended the training of a process that has no session.
-
-    Rank 0 hears of such an error as a lost connection at best, and not that memory ran out. Logs a warning where the
-    server fails, as `TrialSession.end` does.
-
-    Args:
-        client: Talks to the server.
-        trial: The trial as rank 0 broadcast it, or None.
-        error: What ended the training of this process.
-    """
-    trial_id = None if trial is None or trial.is_over else trial.trial_id
-    if error is None or trial_id is None or is_lost_peer(error):
-        return
-    try:
-        client.end_trial(trial_id, ending_of(error))
-    except ZeusBSOError as failure:
-        _logger.warning("could not end trial %d of job %s: %s", trial_id.trial_number, trial_id.job_id, failure)

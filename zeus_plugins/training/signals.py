@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["raise_at_sigterm", "termination"]
-
 # What was raised at SIGTERM: the interpreter keeps no note of a SystemExit that nobody has caught.
 _raised: list[SystemExit] = []
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pydantic import ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from zeus_plugins.energy import Measurement
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
@@ -21,8 +21,6 @@ from zeus_plugins.protocol import (
     TrialId,
     WireMessage,
 )
-
-__all__ = ["TrialInfo"]
 
 _MAX_SOURCE_LENGTH = 255
 
@@ -45,6 +43,8 @@ class TrialInfo(WireMessage):
         epoch: Epochs trained as of the latest evaluation.
         metric: The latest finite validation metric.
         verdict: The latest answer of the server.
+        advice: What the job's owner should change, where no batch size has reached the target; None elsewhere. No part
+            of a checkpoint.
         unmeasured: Why what the trial costs is no longer known; None while it is.
     """
 
@@ -61,6 +61,7 @@ class TrialInfo(WireMessage):
     epoch: float | None = None
     metric: float | None = None
     verdict: ReportResponse | None = None
+    advice: str | None = Field(default=None, exclude=True)
     unmeasured: str | None = None
 
     @model_validator(mode="after")

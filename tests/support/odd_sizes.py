@@ -1,0 +1,94 @@
+"""Data and modules of Lightning trainings that do not simply train at the batch size that their attributes say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, Sampler, Subset
+
+from tests.support.lightning_models import TRAIN_IMAGES, Classifier, digits, train_loader, val_loader
+
+
+class Buckets(Sampler[list[int]]):
+    """Makes its batches once, in the beginning; its `batch_size` says whatever it is told later."""
+
+    def __init__(self, samples: int = TRAIN_IMAGES, batch_size: int = 16) -> None:
+        self.batch_size = batch_size
+        self._batches = [list(range(first, first + batch_size)) for first in range(0, samples - batch_size, batch_size)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class Ragged(Sampler[list[int]]):
+    """Batches of different sizes around one that its `batch_size` asks for, give or take a factor."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.batch_size = 16
+        self._factor = factor
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for more in (-4, 4, -2, 2, -1, 1):
+            yield list(range(round(self.batch_size * self._factor) + more))
+
+
+class ReadOnce:
+    """No torch loader: cuts its batches as it was told in the beginning."""
+
+    def __init__(self) -> None:
+        self.batch_size = 16
+        self._batches = list(train_loader())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+class ByHand(Classifier):
+    """Accumulates the gradients of two batches itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int = 0) -> Any:
+        loss = super().training_step(batch)
+        self.manual_backward(loss)
+        if batch_idx % 2 == 1:
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+
+class EveryOther(Classifier):
+    """Leaves out every other step that the trainer wants."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:  # noqa: ARG002
+        if batch_idx % 2:
+            optimizer.step(closure=optimizer_closure)
+        else:
+            optimizer_closure()
+
+
+def small_loader() -> Any:
+    return DataLoader(Subset(digits()[0], range(100, 142)), batch_size=4)
+
+
+class MixedData(LightningDataModule):
+    """One of its loaders follows its `batch_size`, the other does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 16
+
+    def train_dataloader(self) -> Any:
+        return CombinedLoader([DataLoader(digits()[0], batch_size=self.batch_size), small_loader()])
+
+    def val_dataloader(self) -> Any:
+        return val_loader()

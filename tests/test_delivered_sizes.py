@@ -1,0 +1,132 @@
+"""Real fits that would not train at the size that was set: none reports it, and none costs a batch size a try."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch.utils.data import DataLoader, Subset
+
+from tests.support.job_bench import EPOCH_OF_48, NEVER, JobBench
+from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
+from tests.support.lightning_models import Classifier, digits, quiet_trainer, train_loader
+from tests.support.odd_sizes import Buckets, ByHand, EveryOther, MixedData, Ragged, ReadOnce, small_loader
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import EndReason, TrialState
+
+pytestmark = QUIET
+
+
+LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "batches made before": (
+        Classifier,
+        lambda: DataLoader(digits()[0], batch_sampler=Buckets()),
+        r"\(DataLoader with Buckets\) delivered 16 samples in each batch, in place of 48",
+    ),
+    "size read once": (Classifier, ReadOnce, r"\(ReadOnce\) delivered 16 samples in each batch, in place of 48"),
+    "little data": (
+        Classifier,
+        lambda: DataLoader(Subset(digits()[0], range(24)), batch_size=16),
+        "a single batch of 24 samples in place of 48: the data set is smaller",
+    ),
+    "other on average": (
+        Classifier,
+        lambda: DataLoader(digits()[0], batch_sampler=Ragged(1.25)),
+        "60 samples on average over 6 batches of different sizes, in place of 48",
+    ),
+    "accumulated by hand": (ByHand, train_loader, "an optimizer step followed after each 2 batches in place of 1"),
+    "steps left out": (EveryOther, train_loader, "an optimizer step followed after each 2 batches in place of 1"),
+}
+
+
+def is_withdrawn(bench: JobBench) -> bool:
+    """Whether the only trial was, without a report; then the next one gets the same size."""
+    trial = bench.only_trial()
+    return (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
+
+
+@pytest.mark.parametrize(("module", "data", "problem"), LIGHTNING.values(), ids=LIGHTNING.keys())
+def test_a_lightning_training_at_another_size_is_refused(
+    bench: Bench, module: Callable[[], Any], data: Callable[[], Any], problem: str
+) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        quiet_trainer(bench.callback()).fit(module(), data())
+    assert is_withdrawn(bench)
+
+
+def test_all_of_the_data_dropped_is_an_end_without_a_report(bench: Bench) -> None:
+    loader = DataLoader(Subset(digits()[0], range(24)), batch_size=16, drop_last=True)
+    with pytest.raises(ZeusBSOConfigError, match="has no batch of 48 samples: the data set"):
+        quiet_trainer(bench.callback()).fit(Classifier(), loader)
+    assert is_withdrawn(bench)
+
+
+def test_batches_of_different_sizes_that_follow_are_trained(bench: Bench) -> None:
+    module = Classifier()
+    quiet_trainer(bench.callback()).fit(module, DataLoader(digits()[0], batch_sampler=Ragged()))
+    assert module.seen_sizes == [44, 52, 46, 50, 47, 49]
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+MIXTURES: dict[str, Callable[[], dict[str, Any]]] = {
+    "list": lambda: {"train_dataloaders": [train_loader(), small_loader()]},
+    "combined": lambda: {"train_dataloaders": CombinedLoader([train_loader(), small_loader()])},
+    "data module": lambda: {"datamodule": MixedData()},
+}
+
+
+@pytest.mark.parametrize("data", MIXTURES.values(), ids=MIXTURES.keys())
+def test_several_loaders_keep_their_proportion(
+    bench: Bench, data: Callable[[], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "zeus_plugins")
+    module = Classifier()
+    quiet_trainer(bench.callback()).fit(module, **data())
+    assert module.seen_sizes == [size for pair in zip(EPOCH_OF_48, [12, 12, 12, 6], strict=True) for size in pair]
+    assert caplog.text.count("keep their proportion: [16, 4] samples become [48, 12]") == 1
+
+
+def test_a_proportion_that_cannot_be_kept_is_refused(bench: Bench) -> None:
+    loaders = [DataLoader(digits()[0], batch_size=16), DataLoader(digits()[0], batch_size=3)]
+    with pytest.raises(ZeusBSOConfigError, match=r"16:3 samples, which cannot become 24 .* multiples of 16 for each"):
+        quiet_trainer(bench.callback(bench.job(batch_sizes=(24,), default_batch_size=24))).fit(Classifier(), loaders)
+    assert is_withdrawn(bench)
+
+
+def test_a_metric_that_does_not_exist_costs_the_batch_size_nothing(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="'accuracy' is not among the logged metrics"):
+        quiet_trainer(bench.callback(monitor="accuracy")).fit(Classifier(), train_loader())
+    assert bench.only_trial().end_reason is EndReason.REFUSED
+    said = "monitor='accuracy' is not among the metrics of the sanity check ['score', 'val_acc']"
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [message.startswith(said) for message in warnings] == [True]
+
+
+EARLY: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "EarlyStopping": (
+        lambda: {"callbacks": [EarlyStopping("score", patience=1)]},
+        r"\(EarlyStopping\(monitor='score'\) in epoch 2\)",
+    ),
+    "max_steps": (lambda: {"max_steps": 6}, r"\(Trainer\(max_steps=6\)\)"),
+    "max_time": (lambda: {"callbacks": [Timer({"seconds": 0})]}, r"\(Trainer\(max_time=…\)\)"),
+}
+
+
+@pytest.mark.parametrize(("options", "rule"), EARLY.values(), ids=EARLY.keys())
+def test_a_lightning_training_that_ends_by_its_own_rule_says_which(
+    bench: Bench, options: Callable[[], dict[str, Any]], rule: str
+) -> None:
+    given = options()
+    callbacks = given.pop("callbacks", [])
+    zeus = bench.callback(bench.job(NEVER, max_epochs=9), on_failure="stop")
+    quiet_trainer(zeus, *callbacks, **{"max_epochs": 9} | given).fit(Classifier(), train_loader())
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason) == (TrialState.FAILED, EndReason.ENDED_EARLY)
+    assert re.search(rule, trial.message or "")

@@ -1,0 +1,252 @@
+"""Counts what a training really gets: the samples of its batches, and the batches of its optimizer steps.
+
+A size that was set is not a size in force. A sampler may have made its batches before, a data set may read the size
+once, a module may accumulate by hand. So the first batches of each epoch are counted, and the first optimizer steps of
+a training; after these nothing is done in a step. Batches of different sizes are counted throughout.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.patches import Patches
+
+TOLERANCE = 0.1
+"""Batches of different sizes may have so many samples more or less than were set, on average, as a share."""
+
+# Batches of an epoch after which one size is taken for the size of all.
+_FIRST = 4
+# Packages whose samplers deliver the same number of samples in each batch but the last.
+_EVEN_SAMPLERS = ("torch.", "accelerate.")
+
+
+class SampleCount:
+    """Counts the samples in the batches of one loader.
+
+    Args:
+        expected: Samples in each batch but the last of an epoch.
+        remedy: What makes a loader follow, for the error.
+    """
+
+    def __init__(self, expected: int, remedy: str) -> None:
+        self._expected = expected
+        self._remedy = remedy
+        self._name = ""
+        self._lone_only = False
+        self._settles = True
+        self._parts = 1
+        self._sizes: list[int] = []
+
+    def watch(self, loader: Any, patches: Patches) -> None:
+        """Count from the loader's next iteration on.
+
+        Batches of indices are counted where a sampler deals them out. Elsewhere the batches themselves are: of a stream
+        that a torch DataLoader cuts into batches only a lone one, since those may hold tensors of any shape.
+
+        Args:
+            loader: A torch DataLoader, accelerate's wrapper of one, or another iterable of batches.
+            patches: Takes note of every change.
+        """
+        inner = getattr(loader, "base_dataloader", loader)
+        sampler = getattr(inner, "batch_sampler", None)
+        self._name = type(inner).__name__
+        if sampler is None or _is_stream(getattr(inner, "dataset", None)):
+            self._lone_only = sampler is not None
+            _extend_iteration(inner, lambda batches: self._counted(batches, samples_in), patches)
+        else:
+            self._name = f"{self._name} with {type(sampler).__name__}"
+            self._settles = _deals_evenly(sampler)
+            self._parts = len(getattr(_inmost(sampler), "batch_samplers", ()))
+            _extend_iteration(sampler, lambda batches: self._counted(batches, len), patches)
+
+    def check(self) -> None:
+        """Compare the batches of the epoch so far with what was expected, the mean where their sizes differ.
+
+        Raises:
+            ZeusBSOConfigError: They are others, by more than `TOLERANCE` where their sizes differ.
+        """
+        sizes = self._sizes
+        if 0 < len(sizes) < _FIRST:
+            self._check_few()
+        if len(sizes) < _FIRST or self._lone_only or set(sizes[:-1]) == {self._expected}:
+            return
+        # Samplers of several data sets have a last batch of each.
+        full = sorted(sizes)[self._parts :] if self._parts > 1 else sizes
+        mean = sum(full) / len(full)
+        if abs(mean - self._expected) > TOLERANCE * self._expected:
+            raise self._error(f"{mean:.4g} samples on average over {len(sizes)} batches of different sizes")
+
+    def _counted(self, batches: Iterator[Any], size_of: Callable[[Any], int | None]) -> Iterator[Any]:
+        self._sizes = sizes = []
+        for batch in batches:
+            size = size_of(batch)
+            if size is None:  # nothing to be said of these batches
+                yield batch
+                return
+            self._check_first()
+            sizes.append(size)
+            yield batch
+            if len(sizes) > _FIRST and (self._lone_only or (self._settles and set(sizes) == {self._expected})):
+                return
+        if not self._sizes:
+            raise self._error("no batch at all")
+        self._check_few()
+
+    def _check_first(self) -> None:
+        """Compare the batches that others follow, once they are enough."""
+        sizes = self._sizes
+        if len(sizes) == _FIRST and not self._lone_only and len(set(sizes)) == 1 and sizes[0] != self._expected:
+            raise self._error(f"{sizes[0]} samples in each batch")
+
+    def _check_few(self) -> None:
+        """Compare the batches of an epoch that has delivered few, at least one."""
+        sizes, expected = self._sizes, self._expected
+        if len(sizes) == 1 and sizes[0] < expected:
+            raise ZeusBSOConfigError(
+                f"the train loader ({self._name}) delivered a single batch of {sizes[0]} samples in place of "
+                f"{expected}: the data set is smaller than the batch; give JobSpec(batch_sizes=…) only sizes that it "
+                "can fill"
+            )
+        is_even = len(set(sizes[:-1])) <= 1 and sizes[-1] <= sizes[0]
+        if is_even and self._settles and not self._lone_only and sizes[0] != expected:
+            raise self._error(f"{sizes[0]} samples in each batch")
+
+    def _error(self, delivered: str) -> ZeusBSOConfigError:
+        return ZeusBSOConfigError(
+            f"the train loader ({self._name}) delivered {delivered}, in place of {self._expected}, though its batch "
+            f"size was set: {self._remedy}"
+        )
+
+
+class StepCount:
+    """Counts the batches from one step of an optimizer to its next one, until they are as many as were set.
+
+    With several optimizers, it may be a step of any of them.
+
+    Args:
+        optimizers: Those of the training. Torch's are counted; others are left alone.
+        accumulation: Batches that are to be accumulated for a step.
+    """
+
+    def __init__(self, optimizers: Sequence[Any], accumulation: int) -> None:
+        self._accumulation = accumulation
+        self._batches = 0
+        self._gaps: dict[int | None, list[int]] = {None: []}  # None: of whichever optimizer
+        self._latest: dict[int | None, int] = {}
+        self._handles = []
+        for number, optimizer in enumerate(optimizers):
+            inner = getattr(optimizer, "optimizer", optimizer)  # accelerate's wrapper
+            if hasattr(inner, "register_step_post_hook"):
+                self._gaps[number] = []
+                self._handles.append(inner.register_step_post_hook(self._hook(number)))
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether it has not seen enough yet."""
+        return bool(self._handles)
+
+    def batch_trained(self) -> None:
+        """Note that the training has done with a batch, its step included."""
+        self._batches += 1
+        if any(self._accumulation in gaps for gaps in self._gaps.values()):
+            self.close()
+
+    def check(self) -> None:
+        """Compare the batches between steps, as far as steps were seen, with those that were set.
+
+        Raises:
+            ZeusBSOConfigError: They are others each time.
+        """
+        between = [gap for gap in self._gaps[None] if gap > 0]
+        # The first of them may be longer: mixed precision leaves out steps until it has found its scale.
+        if not self.is_counting or len(between) < 2 or self._accumulation in between:
+            return
+        seen = ", ".join(map(str, sorted(set(between))))
+        raise ZeusBSOConfigError(
+            f"an optimizer step followed after each {seen} batches in place of {self._accumulation}, so that it did "
+            "not train with the batch size that would be reported: leave the accumulation of gradients to the trainer, "
+            "and give each epoch at least as many batches as a step accumulates"
+        )
+
+    def close(self) -> None:
+        """Count no more."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _hook(self, number: int) -> Callable[..., None]:
+        def stepped(*_: Any) -> None:
+            for key in (number, None):
+                self._gaps[key].append(self._batches - self._latest.get(key, -1))
+                self._latest[key] = self._batches
+
+        return stepped
+
+
+def samples_in(batch: Any) -> int | None:
+    """The number of samples in a batch: the length that all its parts share; None where they share none.
+
+    Args:
+        batch: Tensors or arrays with a dimension of samples in front, alone or in mappings, sequences and tuples.
+    """
+    lengths = set(_lengths(batch))
+    return lengths.pop() if len(lengths) == 1 else None
+
+
+def _lengths(part: Any) -> Iterator[int]:
+    shape = getattr(part, "shape", None)
+    if shape is not None:
+        yield from shape[:1]
+    elif isinstance(part, Mapping):
+        for value in part.values():
+            yield from _lengths(value)
+    elif isinstance(part, list | tuple):
+        for value in part:
+            yield from _lengths(value)
+
+
+def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[Any]], patches: Patches) -> None:
+    """Have an object's iterations pass through `extend`, until that returns; the object stays one of its class."""
+    kind: Any = type(iterable)
+    if not hasattr(kind, "__iter__"):  # the old protocol of sequences
+        return
+    try:
+
+        class Counted(kind):  # type: ignore[misc]  # a class that is known at run time alone
+            __slots__ = ()
+
+            def __iter__(self) -> Iterator[Any]:
+                batches = iter(super().__iter__())
+                # What is counted comes first; the rest passes without a line of Python of ours.
+                return chain(extend(batches), batches)
+
+        Counted.__name__, Counted.__qualname__, Counted.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+        patches.set_attribute(iterable, "__class__", Counted)
+    except TypeError:  # built-in types stay what they are
+        raise ZeusBSOConfigError(
+            f"the training data come in a fixed {kind.__name__} of batches, so that their size cannot be chosen: give "
+            "a torch DataLoader with batch_size= or with a batch sampler"
+        ) from None
+
+
+def _is_stream(data_set: Any) -> bool:
+    return any(kind.__name__ == "IterableDataset" for kind in type(data_set).__mro__)
+
+
+def _inmost(sampler: Any) -> Any:
+    """The sampler that accelerate's own are put around."""
+    while hasattr(sampler, "batch_sampler"):
+        sampler = sampler.batch_sampler
+    return sampler
+
+
+def _deals_evenly(sampler: Any) -> bool:
+    while sampler is not None:
+        if not type(sampler).__module__.startswith(_EVEN_SAMPLERS):
+            return False
+        sampler = getattr(sampler, "batch_sampler", None)
+    return True

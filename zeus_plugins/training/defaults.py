@@ -1,0 +1,265 @@
+"""A job from little that its user says and what the training itself tells; pure.
+
+`planned` makes the job. What it guesses, a registration that exists under the job's id overrides.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import MAX_BATCH_SIZE, MAX_ID_LENGTH, Fingerprint, GpuConfig, JobSpec
+
+# Words in the name of a metric that falls as the model improves, and of one that rises.
+_FALLING = frozenset({"loss", "error", "perplexity", "wer", "cer", "mae", "mse", "rmse"})
+_RISING = frozenset(
+    {"acc", "accuracy", "f1", "auc", "auroc", "precision", "recall", "iou", "dice", "bleu", "rouge", "r2", "score"}
+)
+
+# Sizes lie between an eighth and eight times the script's own.
+_DOUBLINGS = range(-3, 4)
+
+_HALF_AN_ID = MAX_ID_LENGTH // 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobWish:
+    """A job as its user describes it: all of it, or a target.
+
+    Attributes:
+        job: The whole job.
+        monitor: Name of the metric that the target is about; empty where there is none.
+        target: Value of the metric at which the training is done.
+        job_id: The job's id.
+        higher_is_better_metric: Whether the metric rises as the model improves.
+
+    Raises:
+        ZeusBSOConfigError: There is neither a job nor a target, or something is said twice.
+    """
+
+    job: JobSpec | None = None
+    monitor: str = ""
+    target: float | None = None
+    job_id: str | None = None
+    higher_is_better_metric: bool | None = None
+
+    def __post_init__(self) -> None:
+        said = {
+            "target": "target_metric",
+            "job_id": "job_id",
+            "higher_is_better_metric": "higher_is_better_metric",
+        }
+        twice = [f"{name}= as JobSpec({field}=…)" for name, field in said.items() if getattr(self, name) is not None]
+        if self.job is not None and twice:
+            raise ZeusBSOConfigError(f"there is a job= already: say {', '.join(twice)}")
+        if self.job is None and self.target is None:
+            raise ZeusBSOConfigError(
+                "which value of the metric is the training to reach? Say target=…, or describe the whole job by "
+                "job=JobSpec(…)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """A training as it describes itself before it begins.
+
+    Attributes:
+        script: Name of the script.
+        model: The model's class.
+        samples: Length of the training data; None for a stream.
+        step_size: Samples per optimizer step over all devices and accumulated batches, as the script has it; None where
+            that cannot be told.
+        devices: Number of devices that train on different data.
+        unit: Every global batch size is a multiple of it: devices × accumulated batches.
+        max_epochs: Epochs after which the trainer ends; None for no limit.
+        least_size: Smallest global batch size with which it gets to the end of an epoch.
+    """
+
+    script: str
+    model: str
+    samples: int | None
+    step_size: int | None
+    devices: int = 1
+    unit: int = 1
+    max_epochs: int | None = None
+    least_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan:
+    """A job to register.
+
+    Attributes:
+        job: The job. Without a `job_id`, `on` gives it one, if it was guessed.
+        guessed: Its fields that a registration under its id overrides.
+        monitor: Name of the metric; may be empty.
+        warning: What the user may have meant otherwise; None for nothing.
+        devices: As in `TrainingFacts`.
+        fingerprint: What the training is made of; None for one that does not tell.
+        is_strict: Whether it is an error that earlier trainings of the job were made of something else.
+    """
+
+    job: JobSpec
+    guessed: frozenset[str] = frozenset()
+    monitor: str = ""
+    warning: str | None = None
+    devices: int = 1
+    fingerprint: Fingerprint | None = None
+    is_strict: bool = False
+
+    @property
+    def guesses(self) -> list[str]:
+        """The guesses in words, as far as they concern the user; as the server has them, once it has said so."""
+        job, better = self.job, "higher" if self.job.higher_is_better_metric else "lower"
+        words = {
+            "batch_sizes": f"batch sizes {', '.join(map(str, job.batch_sizes))}",
+            "max_epochs": f"at most {job.max_epochs} epochs",
+            "higher_is_better_metric": f"{better} {self.monitor} is better",
+            "job_id": "the job's id",
+        }
+        return [text for name, text in words.items() if name in self.guessed]
+
+    def on(self, gpus: GpuConfig) -> JobSpec:
+        """The job with its id: without one, that of its script, model and data on this hardware."""
+        if self.job.job_id is not None or "job_id" not in self.guessed:
+            return self.job
+        setup = _slug(f"{self.devices}x{gpus.gpu_model}", f"{gpus.max_power:g}W")
+        return self.job.model_copy(update={"job_id": f"{self.job.job_id_prefix}-{setup}"})
+
+    def named(self, job_id: str) -> JobPlan:
+        """The plan under this id."""
+        update = {"job_id": job_id} | ({"job_id_prefix": job_id} if "job_id_prefix" in self.guessed else {})
+        return replace(self, job=JobSpec(**{**dict(self.job), **update}), guessed=self.guessed - {"job_id"})
+
+
+def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
+    """The job that a user wishes.
+
+    Args:
+        wish: What the user says.
+        facts: What the training tells; needed without a whole job.
+
+    Raises:
+        ZeusBSOConfigError: Too little is known.
+    """
+    if wish.job is not None:
+        is_said = "higher_is_better_metric" in wish.job.model_fields_set
+        higher, warning = _direction(wish.monitor, wish.job.higher_is_better_metric if is_said else None)
+        if higher is wish.job.higher_is_better_metric:
+            return JobPlan(job=wish.job, warning=warning)
+        job = wish.job.model_copy(update={"higher_is_better_metric": higher})
+        return JobPlan(job=job, guessed=frozenset({"higher_is_better_metric"}), monitor=wish.monitor)
+    if facts is None:
+        raise ValueError("a job cannot be guessed without facts")
+    if facts.step_size is None:
+        raise ZeusBSOConfigError(
+            "the batch size of this training cannot be told before it begins: give the data a batch_size (of the data "
+            "module, the model or a DataLoader passed to fit), or describe the job by job=JobSpec(…)"
+        )
+    if facts.step_size < facts.least_size:
+        raise ZeusBSOConfigError(
+            f"the training ends within its first epoch at batch size {facts.step_size}, before there is anything to "
+            f"report: let it take more steps, or at least {facts.least_size} samples in each"
+        )
+    if facts.samples is not None and facts.step_size > facts.samples:
+        raise ZeusBSOConfigError(
+            f"the batch size of this training ({facts.step_size}) is larger than its data ({facts.samples} samples): "
+            "lower it, or describe the job by job=JobSpec(…)"
+        )
+    higher, warning = _direction(wish.monitor, wish.higher_is_better_metric)
+    sizes = _sizes(facts.step_size, facts)
+    epochs = {} if facts.max_epochs is None else {"max_epochs": facts.max_epochs}
+    prefix = _slug(facts.script, facts.model, "stream" if facts.samples is None else str(facts.samples))
+    job = JobSpec(
+        job_id_prefix=wish.job_id or prefix,
+        job_id=wish.job_id,
+        batch_sizes=sizes,
+        default_batch_size=facts.step_size,
+        target_metric=wish.target or 0.0,
+        higher_is_better_metric=higher,
+        **epochs,
+    )
+    said = {"target_metric"}
+    if wish.job_id is not None:
+        said.add("job_id")
+    if wish.higher_is_better_metric is not None:
+        said.add("higher_is_better_metric")
+    return JobPlan(
+        job=job,
+        guessed=frozenset(JobSpec.model_fields) - said,
+        monitor=wish.monitor,
+        warning=warning,
+        devices=facts.devices,
+    )
+
+
+def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reached: bool) -> str | None:
+    """A warning after the first report of a target that was hardly meant so; None for nothing.
+
+    Args:
+        job: The job.
+        monitor: Name of the metric; may be empty.
+        metric: Its first value.
+        is_reached: Whether it ended the trial, as the target is reached.
+    """
+    name, target = monitor or "the metric", job.target_metric
+    if is_reached:
+        side, other = ("at or above", "lower") if job.higher_is_better_metric else ("at or below", "higher")
+        return (
+            f"{name} was {metric:.4g} at the first report, {side} the target {target:g}, so that the training ends "
+            f"there. If it should not, set another target, or, where {other} is better, "
+            f"higher_is_better_metric={other == 'higher'}"
+        )
+    if job.higher_is_better_metric and 1 < target <= 100 and 0 <= metric <= 1:
+        return (
+            f"the target is {target:g}, and {name} was {metric:.4g} at the first report: if it lies between 0 and 1, "
+            f"it never gets there, and {target / 100:g} may be what was meant"
+        )
+    return None
+
+
+def script_name(argv0: str) -> str:
+    """The name of a script, from the first of a process's arguments."""
+    path = PurePath(argv0)
+    if path.stem == "__main__":  # python -m package
+        return path.parent.name or "python"
+    return path.stem if path.stem not in ("", "-c", "-") else "python"
+
+
+def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
+    """Whether higher is better, and a warning where what is said of it is hardly meant."""
+    words = set(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", monitor).lower()))
+    falls, rises = bool(words & _FALLING), bool(words & _RISING)
+    if said is None:
+        return not falls, None
+    if falls and not rises and said:
+        return said, _contradiction(monitor, "lower", said=said)
+    if rises and not falls and not said:
+        return said, _contradiction(monitor, "higher", said=said)
+    return said, None
+
+
+def _contradiction(monitor: str, better: str, *, said: bool) -> str:
+    return (
+        f"the job says higher_is_better_metric={said}, and of a metric called {monitor!r} {better} values are usually "
+        "better: if they are, the training ends at once or never"
+    )
+
+
+def _sizes(own: int, facts: TrainingFacts) -> tuple[int, ...]:
+    """The sizes to choose from: the script's own, halved and doubled, as devices, data and steps allow."""
+    scaled = [own * 2**n if n >= 0 else own // 2**-n for n in _DOUBLINGS if n >= 0 or own % 2**-n == 0]
+    most = min(MAX_BATCH_SIZE, facts.samples or MAX_BATCH_SIZE)
+    allowed = {size for size in scaled if size % facts.unit == 0 and facts.least_size <= size <= most}
+    return tuple(size for size in scaled if size == own or size in allowed)
+
+
+def _slug(*parts: str) -> str:
+    """A half of an id at most, of these parts and the same each time; a long one ends with a digest."""
+    text = "-".join(re.sub(r"[^A-Za-z0-9._:@-]+", "-", part).strip("-") or "x" for part in parts)
+    if len(text) <= _HALF_AN_ID:
+        return text
+    return f"{text[: _HALF_AN_ID - 9]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
