@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,14 @@ if not os.environ.get("CI"):
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, Seq2SeqTrainer, Trainer, TrainerCallback
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    get_linear_schedule_with_warmup,
+)
 
 from tests.support import hf_models as models
 from tests.support.hf_bench import (
@@ -113,7 +120,79 @@ def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: B
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
         trainer.train()
     assert sizes_of(trainer) == []
-    assert bench.only_trial().state is TrialState.FAILED
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+class Buckets(Sampler[list[int]]):
+    """Makes its batches once, in the beginning; its `batch_size` says whatever it is told later."""
+
+    def __init__(self) -> None:
+        self.batch_size = 16
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(first, first + 16)) for first in range(0, 160, 16))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class BucketsTrainer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(Digits(), batch_sampler=Buckets())
+        return self.accelerator.prepare(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": BucketsTrainer}, r"\(DataLoader with Buckets\) delivered 16 samples in each batch, in place of 48"),
+        ({"data": {"train_dataset": Digits(length=24)}}, "a single batch of 24 samples in place of 48"),
+    ],
+    ids=["batches made before", "little data"],
+)
+def test_a_training_at_another_size_is_refused(bench: Bench, options: dict[str, Any], problem: str) -> None:
+    trainer = bench.trainer(bench.callback(), **options)
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        trainer.train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
+
+
+def test_a_training_that_ends_by_its_own_rule_says_which(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=9), on_failure="stop")
+    options = {"num_train_epochs": 9, "metric_for_best_model": "score", "load_best_model_at_end": True}
+    bench.trainer(callback, EarlyStoppingCallback(1), save_strategy="epoch", **options).train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason) == (TrialState.FAILED, EndReason.ENDED_EARLY)
+    assert (trial.message or "").endswith("(EarlyStoppingCallback(early_stopping_patience=1))")
+
+
+def test_max_steps_within_the_first_epoch_are_refused_before_there_is_a_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), max_steps=6)
+    with pytest.raises(ZeusBSOConfigError, match=r"max_steps=6\) ends within .* \[24\], .*max_steps=7"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_schedule_for_the_default_size_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.complete_first_trial(bench.job())
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(EPOCH_OF_48))
+    bench.trainer(bench.callback(), data={"model": model, "optimizers": (optimizer, schedule)}).train()
+    (warning,) = (record.getMessage() for record in caplog.records if "docs/schedules.md" in record.getMessage())
+    assert warning.startswith("LambdaLR ends after 4 of the 7 steps that this training makes at batch size 24")
+
+
+def test_an_optimizer_without_a_schedule_gets_one_of_the_trial_s_length(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.complete_first_trial(bench.job())
+    model, rates = Classifier(), Watch()
+    data = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    bench.trainer(bench.callback(), rates, data=data, lr_scheduler_type="linear").train()
+    assert rates.rates == pytest.approx([0.1 * (1 - step / 7) for step in range(7)])
+    assert "docs/schedules.md" not in caplog.text
 
 
 class Meddler(TrainerCallback):
@@ -186,14 +265,6 @@ def test_a_trial_of_a_search_is_refused(bench: Bench) -> None:
     trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
     with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
         trainer.train(trial={"learning_rate": 0.5})
-    assert not bench.is_registered()
-
-
-def test_deepspeed_is_refused_before_a_trial(bench: Bench) -> None:
-    trainer = bench.trainer(bench.callback())
-    trainer.is_deepspeed_enabled = True  # what the Trainer sets itself where DeepSpeed is installed
-    with pytest.raises(ZeusBSOConfigError, match="train without DeepSpeed"):
-        trainer.train()
     assert not bench.is_registered()
 
 
@@ -402,7 +473,7 @@ def test_a_metric_that_is_not_computed_is_an_error_that_lists_those_that_are(
     last = "eval_right_score" if data else "eval_score"
     with pytest.raises(ZeusBSOConfigError, match=f"'f1' is not among .*{last}"):
         trainer.train()
-    assert bench.only_trial().state is TrialState.FAILED
+    assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
 def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) -> None:
@@ -468,22 +539,25 @@ class AddingTrainer(Trainer):
         super().log({**logs, "eval_added": 0.7} if "eval_loss" in logs else logs, start_time)
 
 
+@pytest.mark.parametrize(
+    ("monitor", "sets", "known"),
+    [("accuracy", False, "['loss']"), ("eval_loss", True, "['left_loss', 'right_loss']")],
+)
+def test_a_metric_that_no_evaluation_returns_is_refused_before_a_trial(
+    bench: Bench, monitor: str, *, sets: bool, known: str
+) -> None:
+    data: dict[str, Any] = {"compute_metrics": None}
+    if sets:
+        data["eval_dataset"] = {"left": val_digits(), "right": val_digits()}
+    trainer = bench.trainer(bench.callback(monitor=monitor), data=data)
+    with pytest.raises(ZeusBSOConfigError, match=f"'{monitor}' will never be among .*one of {re.escape(known)}"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
 def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Bench) -> None:
     bench.trainer(bench.callback(monitor="added"), kind=AddingTrainer).train()
     assert bench.only_trial().metric == 0.7
-
-
-# TRL still sets an argument that transformers has renamed.
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
-def test_sft_trainer_trains_at_the_servers_size_and_reports_a_metric_of_its_own(bench: Bench) -> None:
-    trl = pytest.importorskip("trl", reason="SFTTrainer needs trl")
-    callback = bench.callback(monitor="mean_token_accuracy")
-    trainer = models.sft_trainer(trl, bench.folder, callback)
-    trainer.train()
-    assert sizes_of(trainer) == EPOCH_OF_48
-    assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
-    logged = [entry["eval_mean_token_accuracy"] for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert [bench.only_trial().metric] == pytest.approx(logged)
 
 
 # Verdicts

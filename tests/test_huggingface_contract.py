@@ -6,6 +6,7 @@ those modules have to change with it.
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
@@ -21,11 +22,21 @@ if not os.environ.get("CI"):
 
 from accelerate import Accelerator
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations import MLflowCallback, TensorBoardCallback, WandbCallback
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from tests.support.hf_bench import use_one_thread  # noqa: F401 - a fixture
-from tests.support.hf_models import Classifier, Stream, Tokens, quiet_trainer, tiny_bert
+from tests.support.hf_models import Classifier, Stream, Tokens, quiet_arguments, quiet_trainer, tiny_bert
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.huggingface._deepspeed import (
+    check_deepspeed,
+    engine_batch_sizes,
+    resize_deepspeed,
+    scale_deepspeed_rates,
+)
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
     afterwards,
@@ -64,7 +75,7 @@ class Recorder(TrainerCallback):
     port: Any = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        self.under_construction.append(trainer_under_construction(args))
+        self.under_construction.append(trainer_under_construction(state))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         self.events.append("train begin")
@@ -243,3 +254,63 @@ def test_a_trainer_says_where_it_trains(tmp_path: Path) -> None:
     args = trainer.args
     ranks = (args.process_index, args.local_process_index, args.world_size)
     holds(ranks == (0, 0, 1), "TrainingArguments.process_index, .local_process_index and .world_size")
+
+
+# DeepSpeed's configuration; the trainings themselves are in tests/test_huggingface_sharded.py.
+
+
+def deepspeed_trainer(tmp_path: Path, **numbers: Any) -> Any:
+    """A trainer with the objects that transformers and accelerate keep a configuration in, without DeepSpeed itself."""
+    # Where DeepSpeed is not installed, transformers leaves out the base class.
+    kinds = (HfTrainerDeepSpeedConfig, HfDeepSpeedConfig)
+    configuration = object.__new__(kinds[0] if issubclass(*kinds) else type("Configuration", kinds, {}))
+    HfDeepSpeedConfig.__init__(configuration, {**numbers, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
+    configuration.mismatches = []
+    arguments = quiet_arguments(tmp_path)
+    configuration.trainer_config_process(arguments)
+    plugin = argparse.Namespace(hf_ds_config=configuration, deepspeed_config=configuration.config)
+    state = argparse.Namespace(deepspeed_plugin=plugin)
+    return argparse.Namespace(args=arguments, accelerator=argparse.Namespace(state=state))
+
+
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+
+
+@pytest.mark.parametrize("numbers", [AUTO, {"train_batch_size": 16}, {}], ids=["auto", "numbers", "none"])
+def test_deepspeeds_configuration_follows_a_trial_and_is_put_back(tmp_path: Path, numbers: dict[str, Any]) -> None:
+    trainer, patches = deepspeed_trainer(tmp_path, **numbers), Patches()
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    before = plugin.hf_ds_config.config
+    check_deepspeed(trainer, scales_rates=False)
+    resize_deepspeed(trainer, BatchSplit(6, 4), 2, patches)
+    scale_deepspeed_rates(trainer, 0.5, patches)
+    holds(plugin.hf_ds_config.get_value("train_micro_batch_size_per_gpu") == 6, "HfDeepSpeedConfig.config is read")
+    assert [plugin.deepspeed_config[name] for name in AUTO] == [6, 4, 48]
+    assert (plugin.deepspeed_config["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.05, 0.05)
+    patches.undo()
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config is before
+    assert (before["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.1, 0.1)
+    assert before.get("train_batch_size", 16) == 16
+
+
+def test_deepspeeds_numbers_that_contradict_the_arguments_are_refused(tmp_path: Path) -> None:
+    trainer = deepspeed_trainer(tmp_path, **AUTO | {"gradient_accumulation_steps": 2})
+    with pytest.raises(ZeusBSOConfigError, match=r'gradient_accumulation_steps=2 vs .*_steps=1.* to "auto"'):
+        check_deepspeed(trainer, scales_rates=False)
+
+
+def test_the_integrations_keep_what_they_log_to_under_known_names() -> None:
+    kinds = {"tb_writer": TensorBoardCallback, "_wandb": WandbCallback, "_ml_flow": MLflowCallback}
+    for name, kind in kinds.items():
+        holds(f"self.{name} = " in inspect.getsource(kind.__init__), f"{kind.__name__} has {name} from the start")
+        holds(hasattr(kind, "on_train_begin"), f"{kind.__name__} begins in on_train_begin")
+    holds(ProgressCallback().training_bar is None, "a progress bar is made when the training begins")
+
+
+def test_an_engine_with_other_numbers_is_told() -> None:
+    trainer: Any = argparse.Namespace(deepspeed=None)
+    assert engine_batch_sizes(trainer, 2, 4) == set()
+    trainer.deepspeed = argparse.Namespace(train_micro_batch_size_per_gpu=lambda: 6, train_batch_size=lambda: 48)
+    assert engine_batch_sizes(trainer, 2, 4) == {6.0}
+    trainer.deepspeed.train_batch_size = lambda: 24  # of two accumulated batches
+    assert engine_batch_sizes(trainer, 2, 4) == {6.0, 3.0}

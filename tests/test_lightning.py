@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import os
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,7 +140,7 @@ def test_attributes_and_hyperparameters_name_the_servers_size_while_training(ben
 def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench, make: Callable[[], Any]) -> None:
     with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
         quiet_trainer(bench.callback()).fit(Classifier(), make())
-    assert bench.only_trial().state is TrialState.FAILED
+    assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
 def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
@@ -147,15 +149,21 @@ def test_accumulation_that_another_callback_changes_later_is_refused(bench: Benc
     with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
         trainer.fit(module, train_loader())
     assert module.seen_sizes == []
-    assert bench.only_trial().state is TrialState.FAILED
+    assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
-def test_the_chosen_size_is_logged_once(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="zeus_plugins"):
-        quiet_trainer(bench.callback()).fit(Classifier(), train_loader())
-    (said,) = [record for record in caplog.records if "batch size" in record.getMessage()]
-    assert said.levelno == logging.INFO
-    assert f"job {bench.job_id}, trial 1: batch size 48 (first run: your default size)" in said.getMessage()
+# In an interpreter of its own, where nobody has set up logging.
+@pytest.mark.slow
+def test_the_begin_and_the_end_are_told_once_without_any_logging_set_up(bench: Bench) -> None:
+    environ = os.environ | {"ZEUS_SERVER_URL": bench.server.url, "ZEUS_JOB_ID": bench.job_id}
+    command = [sys.executable, "-m", "tests.support.lightning_bare"]
+    trained = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert trained.returncode == 0, trained.stderr
+    begin, end = [line for line in (trained.stdout + trained.stderr).splitlines() if line.startswith("zeus: ")]
+    assert f"job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size. Kept in" in begin
+    assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 2 epochs; higher val_acc is better; job" in begin
+    assert "target reached: metric" in end
+    assert trained.stderr.count("State the watts") <= 1
 
 
 def test_the_callback_can_be_pickled_before_fit(bench: Bench) -> None:
@@ -348,7 +356,7 @@ def test_a_metric_that_is_not_logged_is_an_error_that_lists_those_that_are(bench
     trainer = quiet_trainer(bench.callback(monitor="val_accuracy"))
     with pytest.raises(ZeusBSOConfigError, match=r"'val_accuracy' is not among .* \['score', 'val_acc'\]"):
         trainer.fit(Classifier(), train_loader())
-    assert bench.only_trial().state is TrialState.FAILED
+    assert bench.only_trial().state is TrialState.WITHDRAWN
 
 
 def test_a_trainer_that_ends_before_the_job_is_refused(bench: Bench) -> None:
@@ -412,7 +420,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench, tmp_path
     callback = bench.callback(bench.job(NEVER))
     trainer = quiet_trainer(
         callback,
-        ModelCheckpoint(tmp_path, "last-{epoch}"),
+        ModelCheckpoint(tmp_path / "saved", "last-{epoch}"),
         logger=CSVLogger(tmp_path, name=None, version=""),
         enable_checkpointing=True,
         log_every_n_steps=1,
@@ -422,7 +430,7 @@ def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench, tmp_path
     header, first_row, *_ = (tmp_path / "metrics.csv").read_text().splitlines()
     logged = dict(zip(header.split(","), first_row.split(","), strict=True))
     assert (logged["zeus/batch_size"], logged["zeus/trial_number"], logged["zeus/lr_factor"]) == ("48.0", "1.0", "1.0")
-    assert (tmp_path / "last-epoch=0.ckpt").exists()
+    assert (tmp_path / "saved" / "last-epoch=0.ckpt").exists()
     assert callback.trial.verdict is not None
     assert bench.only_trial().state is TrialState.EXHAUSTED
 

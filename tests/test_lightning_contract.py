@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.tuner.tuning import Tuner
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
@@ -26,6 +27,7 @@ from tests.support.lightning_bench import QUIET
 from tests.support.lightning_models import (
     Classifier,
     HardCodedModule,
+    HyperparameterModule,
     SizedModule,
     digits,
     quiet_trainer,
@@ -207,7 +209,7 @@ def made_anew(module: LightningModule) -> Any:
             LightningPort(trainer, pl_module).deliver(BatchSplit(24, 1), Patches())
 
         def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
-            (loader,) = trainer.fit_loop._combined_loader.flattened  # type: ignore[union-attr]  # there is one by now
+            loader = _request_dataloader(trainer.fit_loop._data_source)
             made.append(_update_dataloader(loader, SequentialSampler(loader.dataset)))
 
     quiet_trainer(Resize(), max_steps=1, limit_val_batches=0).fit(module)
@@ -259,3 +261,22 @@ def test_lightning_makes_a_batch_sampler_anew_from_arguments_that_it_saved(
 
 def test_a_metric_is_a_tensor_that_any_callback_sees(fits: Fits) -> None:
     holds(isinstance(fits.trainer.callback_metrics["score"], torch.Tensor), "Trainer.callback_metrics holds tensors")
+
+
+def test_what_loggers_get_of_a_modules_hyperparameters_can_be_added_to() -> None:
+    module = HyperparameterModule()
+    holds(module._log_hyperparams is True, "a module that has saved its hyperparameters for loggers says so")
+    module._hparams_initial["zeus/job_id"] = "digits"
+    holds(module.hparams_initial["zeus/job_id"] == "digits", "hparams_initial is a copy of _hparams_initial")
+    holds("_hparams_initial" not in vars(Classifier()), "a module that has saved none has no _hparams_initial")
+
+
+def test_a_source_of_loaders_knows_whose_they_are(fits: Fits) -> None:
+    holds(
+        isinstance(fits.trainer.fit_loop._data_source.instance, LightningModule), "_data_source.instance is the module"
+    )
+
+
+def test_progress_bars_ask_for_their_metrics_by_one_method() -> None:
+    for bar in (TQDMProgressBar, RichProgressBar):
+        holds("self.get_metrics(" in inspect.getsource(bar), f"{bar.__name__} calls get_metrics")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -57,6 +58,7 @@ class Probe:
         own_sizes: Of all batches without it.
         epochs: That the server hears of.
         job: What the job needs to be told.
+        needs: Packages of the extra `integrations` that the script imports.
     """
 
     script: str
@@ -66,8 +68,12 @@ class Probe:
     own_sizes: list[int]
     epochs: int = 2
     job: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
 
     def source(self) -> str:
+        if not os.environ.get("CI"):
+            for package in self.needs:
+                pytest.importorskip(package, reason=f"{package} is in the extra integrations")
         return (PROBES / self.script).read_text()
 
     def source_with_callback(self) -> str:
@@ -140,6 +146,31 @@ LIST_OF_PROBES = [
         sizes=([48] * 16 + [32]) * 2,
         own_sizes=[16] * 50 * 2,
     ),
+    Probe(
+        "huggingface_run_clm.py",
+        before="        processing_class=tokenizer,",
+        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
+        sizes=([48] * 4 + [8]) * 2,
+        own_sizes=[8] * 25 * 2,
+        needs=("datasets",),
+    ),
+    Probe(
+        "huggingface_run_glue.py",
+        before="        processing_class=tokenizer,",
+        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
+        sizes=[24] * 25 * 2,
+        own_sizes=([32] * 18 + [24]) * 2,
+        needs=("datasets",),
+    ),
+    Probe(
+        "lightning_command_line.py",
+        before='            "max_epochs": 2,',
+        line='            "callbacks": [ZeusBSOCallback(job, monitor="valid_loss", on_failure="stop")],',
+        sizes=([48] * 29 + [8]) * 2,
+        own_sizes=([32] * 43 + [24]) * 2,
+        job=LOSS,
+        needs=("jsonargparse",),
+    ),
 ]
 
 each_probe = pytest.mark.parametrize("probe", LIST_OF_PROBES, ids=lambda probe: probe.script.removesuffix(".py"))
@@ -149,6 +180,8 @@ each_probe = pytest.mark.parametrize("probe", LIST_OF_PROBES, ids=lambda probe: 
 def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The scripts write to where they are started; so small a network gains nothing from several threads."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning calls what jsonargparse has deprecated
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

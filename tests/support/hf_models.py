@@ -17,9 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
     Seq2SeqTrainingArguments,
     T5Config,
     T5ForConditionalGeneration,
@@ -143,43 +140,6 @@ def tiny_t5() -> CountingT5:
     return CountingT5(
         T5Config(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )
-
-
-class CountingGpt2(GPT2LMHeadModel, Counting):
-    pass
-
-
-def sft_trainer(trl: Any, folder: Path, callback: Any) -> Trainer:
-    """TRL's trainer of a tiny model of language, which counts with a tokenizer of numbers."""
-    from datasets import Dataset as Table
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    words = {"<pad>": 0, "<end>": 1, "<unknown>": 2, **{str(number): number + 3 for number in range(17)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, unk_token="<unknown>")),  # noqa: S106 - a word, no password
-        pad_token="<pad>",  # noqa: S106 - as above
-        eos_token="<end>",  # noqa: S106 - as above
-        unk_token="<unknown>",  # noqa: S106 - as above
-    )
-    config = GPT2Config(vocab_size=len(words), n_positions=16, n_embd=8, n_layer=1, n_head=2)
-    rows = [{"input_ids": [int(token) + 3 for token in Tokens()[index]["input_ids"]]} for index in range(TRAIN_IMAGES)]
-
-    # It puts another forward into the model, so the batches are counted just before.
-    class CountingTrainer(trl.SFTTrainer):  # type: ignore[misc]  # trl is known at run time only
-        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            self.model.note(inputs["input_ids"])
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    trainer: Trainer = CountingTrainer(
-        model=CountingGpt2(config),
-        args=trl.SFTConfig(output_dir=str(folder), max_length=8, **QUIET),
-        train_dataset=Table.from_list(rows),
-        eval_dataset=Table.from_list(rows[:VAL_IMAGES]),
-        processing_class=tokenizer,
-        callbacks=[callback],
-    )
-    return trainer
 
 
 class Scores:

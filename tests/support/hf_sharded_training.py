@@ -1,0 +1,168 @@
+"""A Trainer's training on two processes under DeepSpeed or FSDP; each writes down what happened to it.
+
+Usage: ``python -m tests.support.hf_sharded_training SERVER_URL JOB_ID FOLDER WAY…``, as a rank of two.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainerCallback
+
+from tests.support.hf_models import Tokens, quiet_trainer, tiny_bert
+from tests.support.job_bench import seconds_and_joules
+from tests.support.process_end import leave
+from zeus_plugins import JobSpec
+from zeus_plugins.errors import ZeusBSOError
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+
+RATE = 0.1  # for the job's default size
+
+ZERO_1: dict[str, Any] = {"zero_optimization": {"stage": 1}}
+AUTO: dict[str, Any] = {
+    **ZERO_1,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+}
+# As the script's own arguments have it: 16 samples for each of two processes.
+NUMBERS: dict[str, Any] = {
+    **ZERO_1,
+    "train_micro_batch_size_per_gpu": 16,
+    "gradient_accumulation_steps": 1,
+    "train_batch_size": 32,
+}
+ADAM = {"optimizer": {"type": "Adam", "params": {"lr": "auto", "torch_adam": True}}}
+# It ends in the midst of the epoch.
+WARMUP = {
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {
+            **dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), "auto"),
+            "warmup_type": "linear",
+        },
+    }
+}
+
+
+FSDP: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["BertLayer"]}}
+
+
+class OwnOptimizerTrainer(Trainer):
+    """With rates that no argument tells."""
+
+    def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002 - the Trainer's signature
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=RATE)  # type: ignore[union-attr, unused-ignore]
+        return self.optimizer
+
+
+class LatestRates(TrainerCallback):
+    """Notes the rates of the latest step: those of optimizers that stay are put back after the training."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.rates = [group["lr"] for group in kwargs["optimizer"].param_groups]
+
+
+# Arguments of the Trainer, and of the callback.
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto": ({"deepspeed": {**AUTO, **ADAM}}, {}),
+    "zero 2": ({"deepspeed": {**AUTO, "zero_optimization": {"stage": 2}}}, {"lr_scaling": "sqrt"}),
+    "numbers": ({"deepspeed": {**NUMBERS, **ADAM}}, {"lr_scaling": "sqrt"}),
+    "total alone": ({"deepspeed": {**ZERO_1, **ADAM, "train_batch_size": 32}}, {}),
+    "its own scheduler": ({"deepspeed": {**AUTO, **ADAM, **WARMUP}, "warmup_steps": 2}, {"lr_scaling": "sqrt"}),
+    "accumulation": ({"deepspeed": {**AUTO, **ADAM}, "gradient_accumulation_steps": 2}, {}),
+    "small devices": ({"deepspeed": {**AUTO, **ADAM}}, {"max_per_device_batch_size": 8}),
+    "contradiction": ({"deepspeed": {**NUMBERS, **ADAM, "train_micro_batch_size_per_gpu": 8}}, {}),
+    "own optimizer": ({"deepspeed": AUTO, "kind": OwnOptimizerTrainer}, {"lr_scaling": "sqrt"}),
+    "fsdp": (FSDP, {}),
+    "fsdp scaled": (FSDP, {"lr_scaling": "sqrt"}),
+    "fsdp accumulation": ({**FSDP, "gradient_accumulation_steps": 2}, {}),
+}
+
+
+def shard_on_the_cpu() -> None:
+    """Have accelerate shard models as FSDP does, which it leaves out without a GPU, though torch can."""
+    construct = AcceleratorState.__init__
+
+    @functools.wraps(construct)
+    def construct_sharding(self: Any, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+    vars_of_class: Any = AcceleratorState
+    vars_of_class.__init__ = construct_sharding
+
+
+def train(server_url: str, job_id: str, folder: Path, way: str) -> dict[str, Any]:
+    """Train one epoch.
+
+    Returns:
+        What this process saw.
+    """
+    job = JobSpec.model_validate_json((folder / "job.json").read_text())
+    job = job.model_copy(update={"job_id": job_id})
+    options, arguments = WAYS[way]
+    monitor = seconds_and_joules(1.0, 10.0)
+    callback = ZeusBSOTrainerCallback(job, "score", server_url=server_url, energy_monitor=monitor, **arguments)
+    latest = LatestRates()
+    trainer = quiet_trainer(
+        folder / "checkpoints",
+        callback,
+        latest,
+        ddp_backend="gloo",
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        trainer_options={"model": tiny_bert(), "train_dataset": Tokens(), "eval_dataset": Tokens()},
+        **options,
+    )
+    seen: dict[str, Any] = {"rank": trainer.args.process_index}
+    try:
+        trainer.train()
+    except ZeusBSOError as error:
+        seen |= {"error": str(error)}
+    else:
+        weights = trainer.optimizer.param_groups[0]["params"]  # type: ignore[union-attr, unused-ignore]
+        seen["is_sharded"] = all(isinstance(each, DTensor) for each in weights)
+    engine = trainer.deepspeed
+    if engine is not None:
+        seen["engine"] = [
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+            engine.train_batch_size(),
+        ]
+        seen["configured"] = trainer.accelerator.state.deepspeed_plugin.deepspeed_config["train_batch_size"]
+    model: Any = trainer.model
+    return seen | {
+        "sizes": vars(model).get("seen_sizes", []),
+        "steps": trainer.state.global_step,
+        "rates": latest.rates,
+        "size_afterwards": trainer.args.per_device_train_batch_size,
+        "rate_afterwards": trainer.args.learning_rate,
+    }
+
+
+def main(server_url: str, job_id: str, folder: str, *ways: str) -> None:
+    """Train each way, and write what was seen to a file per process and way."""
+    torch.set_num_threads(1)
+    if "fsdp" in ways:
+        shard_on_the_cpu()
+    for way in ways:
+        seen = train(server_url, f"{job_id}-{way.replace(' ', '-')}", Path(folder), way)
+        Path(folder, f"{way} {seen['rank']}.json").write_text(json.dumps(seen))
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,13 @@
+"""A Lightning training as a new user writes it, without any logging set up."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Trainer
+
+from tests.support.lightning_models import Classifier, train_loader, val_loader
+from zeus_plugins.lightning import ZeusBSOCallback
+
+if __name__ == "__main__":
+    zeus = ZeusBSOCallback(monitor="val_acc", target=0.0)
+    trainer = Trainer(max_epochs=2, callbacks=[zeus], accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(Classifier(), train_loader(), val_loader())

@@ -1,0 +1,108 @@
+"""Trainings with the Hugging Face Trainer of which a target and a metric are said, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+from transformers import Trainer
+
+from tests.support import hf_models as models
+from tests.support.hf_bench import Bench, make_bench, use_one_thread  # noqa: F401 - fixtures
+from tests.support.hf_models import TRAIN_IMAGES, USERS_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+
+SIZES = (2, 4, 8, 16, 32, 64, 128)
+
+
+def callback(bench: Bench, target: float = 0.0, monitor: str = "score", **options: Any) -> ZeusBSOTrainerCallback:
+    said = bench.callback_options({"monitor": monitor, "target": target, "job_id": bench.job_id} | options)
+    return ZeusBSOTrainerCallback(**said)
+
+
+def test_sizes_and_epochs_are_read_from_the_arguments(bench: Bench) -> None:
+    trainer = bench.trainer(callback(bench), num_train_epochs=5)
+    trainer.train()
+    view = bench.view()
+    assert (view.job.batch_sizes, view.job.default_batch_size, view.job.max_epochs) == (SIZES, USERS_SIZE, 5)
+    assert view.job.fingerprint is not None
+    told = {"model": "Classifier", "framework": "transformers", "optimizer": "adamw_torch_fused"}
+    assert view.job.fingerprint.model_dump() == told
+    assert view.trials[0].state == "completed"
+
+
+def test_accumulated_batches_and_a_limit_on_steps_count(bench: Bench) -> None:
+    trainer = bench.trainer(callback(bench), gradient_accumulation_steps=2, max_steps=12)
+    trainer.train()
+    job = bench.view().job
+    # 12 steps of 32 are two epochs; those of 8 and less would end within the first.
+    assert (job.default_batch_size, job.batch_sizes, job.max_epochs) == (32, (16, 32, 64, 128), 2)
+
+
+def test_a_limit_on_steps_within_the_first_epoch_is_refused_before_a_trial(bench: Bench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="ends within its first epoch at batch size 16"):
+        bench.trainer(callback(bench), max_steps=2).train()
+    assert not bench.is_registered()
+
+
+def test_an_optimizer_that_is_passed_and_a_loss(bench: Bench) -> None:
+    model = models.Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zeus = callback(bench, target=1e9, monitor="loss")
+    trainer = bench.trainer(zeus, data={"model": model, "compute_metrics": None, "optimizers": (optimizer, None)})
+    trainer.train()
+    job = bench.view().job
+    assert job.fingerprint is not None
+    assert (job.fingerprint.optimizer, job.higher_is_better_metric) == ("SGD", False)
+
+
+def test_the_job_is_named_by_its_training(bench: Bench) -> None:
+    zeus = callback(bench, job_id=None)
+    bench.trainer(zeus).train()
+    assert zeus.trial.job_id.endswith(f"-Classifier-{TRAIN_IMAGES}-1xA40-100W")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_begin_and_the_end_are_told_once(bench: Bench, capsys: pytest.CaptureFixture[str], *, quiet: bool) -> None:
+    bench.trainer(callback(bench, quiet=quiet)).train()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("zeus: ")]
+    if quiet:
+        assert said == []
+        return
+    begin, end = said
+    assert f"job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size. Kept in" in begin
+    assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 1 epochs; higher score is better; job=" in begin
+    assert "target reached" in end
+
+
+def test_a_checkpoint_keeps_what_was_guessed(bench: Bench) -> None:
+    first = bench.trainer(
+        callback(bench, target=2.0, on_failure="stop"), num_train_epochs=2, save_strategy="epoch", scores=(0.5, 3.0)
+    )
+    first.train()
+    assert bench.only_trial().state == "completed"
+    checkpoint = min(bench.folder.glob("checkpoint-*"))
+    again = bench.trainer(callback(bench, target=2.0), num_train_epochs=2)
+    again.train(resume_from_checkpoint=str(checkpoint))
+    assert bench.view().trial_count == 1
+
+
+def test_the_progress_bar_tells_of_the_size(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.trainer(callback(bench), disable_tqdm=False).train()
+    assert "zeus=16 (≤1 epochs)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_tensorboard_has_what_is_trained(bench: Bench) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard")
+    trainer: Trainer = bench.trainer(callback(bench), report_to="tensorboard")
+    trainer.train()
+    (folder,) = {path.parent for path in bench.folder.rglob("events.out*")}
+    events = accumulator.EventAccumulator(str(folder)).Reload()
+    (text,) = events.Tensors("zeus/job_id/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == bench.job_id
+    assert events.Scalars("train/zeus/cost_j")[-1].value == 55.0
