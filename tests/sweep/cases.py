@@ -1,0 +1,229 @@
+"""The combinations, and the training of one of them on this rank."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from torch.utils.data import DataLoader, Subset, WeightedRandomSampler
+from transformers import TrainerCallback
+
+from tests.support import hf_models, odd_sizes
+from tests.support import lightning_models as models
+from tests.support.job_bench import seconds_and_joules
+from tests.support.lightning_models import Classifier, digits, train_loader
+from tests.sweep.counting import StepSizes
+from zeus_plugins import JobSpec
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.lightning import ZeusBSOCallback
+
+SIZE = 48
+EPOCHS = 2
+CAP = 12  # of what one device holds, where a combination has a cap
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        framework: ``lightning`` or ``transformers``.
+        source: The key of its data.
+        accumulation: ``1``, ``2`` as the user's own, or ``cap``: a limit of the device makes the callback accumulate.
+        schedule: The key of its learning rate schedule.
+    """
+
+    framework: str
+    source: str
+    accumulation: str
+    schedule: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of it on this rank.
+
+    Attributes:
+        steps: The samples of each optimizer step, by epoch.
+        reported: Epochs that were reported.
+        refusal: The error that refused the training, if one did.
+    """
+
+    steps: list[list[int]]
+    reported: float | None
+    refusal: str | None
+
+
+def weighted() -> Any:
+    return DataLoader(digits()[0], batch_size=16, sampler=WeightedRandomSampler([1.0] * 168, 168))
+
+
+def dropping() -> Any:
+    return DataLoader(digits()[0], batch_size=16, drop_last=True, shuffle=True)
+
+
+LIGHTNING: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": models.AttributeData()}),
+    "datamodule.hparams": lambda: (Classifier(), {"datamodule": models.HyperparameterData()}),
+    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
+    "built once in setup": lambda: (Classifier(), {"datamodule": models.BuiltOnceData()}),
+    "module.batch_size": lambda: (models.SizedModule(), {}),
+    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "loader that drops the rest": lambda: (Classifier(), {"train_dataloaders": dropping()}),
+    "weighted sampler": lambda: (Classifier(), {"train_dataloaders": weighted()}),
+    "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
+    "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
+    "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
+    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
+    "accumulated by hand": lambda: (odd_sizes.ByHand(), {"train_dataloaders": train_loader()}),
+    "steps left out": lambda: (odd_sizes.EveryOther(), {"train_dataloaders": train_loader()}),
+    "buckets made before": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(digits()[0], batch_sampler=odd_sizes.Buckets())},
+    ),
+    "size read once": lambda: (Classifier(), {"train_dataloaders": odd_sizes.ReadOnce()}),
+    "little data": lambda: (
+        Classifier(),
+        {"train_dataloaders": DataLoader(Subset(digits()[0], range(10)), batch_size=16)},
+    ),
+    "fixed batches": lambda: (Classifier(), {"train_dataloaders": models.list_of_batches()}),
+}
+# Those that Lightning can make anew for several devices.
+ON_TWO = (
+    "datamodule.batch_size",
+    "datamodule.hparams",
+    "hard-coded in the datamodule",
+    "built once in setup",
+    "module.batch_size",
+    "loader",
+    "loader that drops the rest",
+    "stream",
+    "little data",
+)
+# With manual optimization Lightning steps no scheduler, and of data without a length it estimates none.
+UNSCHEDULED = {"stream", "size read once", "manual optimization", "accumulated by hand"}
+
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "loader in a subclass": {"kind": hf_models.HardCodedTrainer},
+    "prepared loader in a subclass": {"kind": hf_models.PreparedTrainer},
+    "loader built once": {"kind": hf_models.BuiltOnceTrainer},
+    "stream": {"trainer_options": {"train_dataset": hf_models.Stream()}, "max_steps": 8},
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "drop_last": {"dataloader_drop_last": True, "per_device_eval_batch_size": 4},
+    "little data": {"trainer_options": {"train_dataset": hf_models.Digits(length=10)}},
+}
+
+ACCUMULATION = ("1", "2", "cap")
+SCHEDULES: dict[str, Callable[[Any, int], Any] | None] = {
+    "none": None,
+    "one cycle": lambda optimizer, steps: OneCycleLR(optimizer, max_lr=0.1, total_steps=steps),
+    "cosine": lambda optimizer, steps: CosineAnnealingLR(optimizer, T_max=steps),
+}
+
+
+def cases(world_size: int) -> Iterator[Case]:
+    """The combinations for so many processes."""
+    sources = LIGHTNING if world_size == 1 else ON_TWO
+    for source, accumulation, schedule in itertools.product(sources, ACCUMULATION, SCHEDULES):
+        if schedule == "none" or source not in UNSCHEDULED:
+            yield Case("lightning", source, accumulation, schedule)
+    for source, accumulation, schedule in itertools.product(TRANSFORMERS, ACCUMULATION, ("linear", "own")):
+        yield Case("transformers", source, accumulation, schedule)
+
+
+def outcome_of(case: Case, folder: Path) -> Outcome:
+    """Train it on this rank."""
+    options: dict[str, Any] = {
+        "server_url": f"embedded:///{folder}/sweep.sqlite3",
+        "energy_monitor": seconds_and_joules(1.0, 10.0),
+        "on_failure": "stop",
+    }
+    if case.accumulation == "cap":
+        options["max_per_device_batch_size"] = CAP
+    job_id = "-".join((case.framework, case.source, case.accumulation, case.schedule)).replace(" ", "_")
+    job = JobSpec(
+        job_id=job_id,
+        job_id_prefix=case.framework,
+        batch_sizes=(24, SIZE),
+        default_batch_size=SIZE,
+        target_metric=2.0,
+        max_epochs=EPOCHS,
+    )
+    train = _fit if case.framework == "lightning" else _train
+    return train(case, job, options)
+
+
+class _Observer(Callback):
+    def __init__(self, sizes: StepSizes) -> None:
+        self._sizes = sizes
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._sizes.watch(trainer.optimizers)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._sizes.begin_epoch()
+
+
+def _fit(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
+    module, data = LIGHTNING[case.source]()
+    module._scheduler = SCHEDULES[case.schedule]
+    sizes, callback = StepSizes(module.network), ZeusBSOCallback(job, "score", **options)
+    devices = int(os.environ.get("WORLD_SIZE", "1"))
+    own = {"accumulate_grad_batches": 2} if case.accumulation == "2" and module.automatic_optimization else {}
+    strategy = {"devices": devices, "strategy": "ddp"} if devices > 1 else {}
+    trainer = models.quiet_trainer(callback, _Observer(sizes), max_epochs=EPOCHS, **own, **strategy)
+    refusal = None
+    try:
+        trainer.fit(module, **data)
+    except ZeusBSOConfigError as error:
+        refusal = str(error)
+    return Outcome(sizes.epochs, callback.trial.epoch if callback.has_trial else None, refusal)
+
+
+class _HuggingFaceObserver(TrainerCallback):
+    def __init__(self, sizes: StepSizes) -> None:
+        self._sizes = sizes
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._sizes.watch([kwargs["optimizer"]])
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._sizes.begin_epoch()
+
+
+def _train(case: Case, job: JobSpec, options: dict[str, Any]) -> Outcome:
+    model = hf_models.Classifier()
+    sizes, callback = StepSizes(model.network), ZeusBSOTrainerCallback(job, "score", **options)
+    given = dict(TRANSFORMERS[case.source])
+    trainer_options = {"model": model} | given.pop("trainer_options", {})
+    if case.schedule == "own":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer_options["optimizers"] = (optimizer, LambdaLR(optimizer, lambda step: 0.9**step))
+    if case.accumulation == "2":
+        given["gradient_accumulation_steps"] = 2
+    refusal = None
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = hf_models.quiet_trainer(
+            Path(folder),
+            callback,
+            _HuggingFaceObserver(sizes),
+            trainer_options=trainer_options,
+            **{"num_train_epochs": EPOCHS} | given,
+        )
+        try:
+            trainer.train()
+        except ZeusBSOConfigError as error:
+            refusal = str(error)
+    has_trial = callback._run.trial is not None
+    return Outcome(sizes.epochs, callback.trial.epoch if has_trial else None, refusal)

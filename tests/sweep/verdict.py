@@ -1,0 +1,38 @@
+"""The judgement of what all ranks of a training have counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SIZE = 48
+
+
+def verdict_of(ranks: Sequence[Mapping[str, Any]], size: int = SIZE) -> str:
+    """``as reported``, ``refused: …``, or ``SILENT: …`` for a training at another size that was reported."""
+    refusals = {rank["refusal"] for rank in ranks}
+    if None not in refusals:
+        return f"refused: {ranks[0]['refusal']}"
+    if len(refusals) > 1:
+        return f"SILENT: only some of the ranks were refused: {refusals}"
+    epochs = [
+        [sum(steps) for steps in zip(*parts, strict=True)]
+        for parts in zip(*(rank["steps"] for rank in ranks), strict=True)
+    ]
+    if not any(epochs):
+        return "SILENT: nothing was trained"
+    wrong = [steps for number, steps in enumerate(epochs) if not _is_right(steps, size, is_first=number == 0)]
+    return f"SILENT: steps of {wrong} samples" if wrong else f"as reported, {len(epochs)} epochs"
+
+
+def _is_right(steps: Sequence[int], size: int, *, is_first: bool) -> bool:
+    """Whether an epoch's steps have so many samples, but for those that must differ.
+
+    The last step has what is left. Where nobody knows that an epoch ends, what is left goes into the first step of the
+    next one: that is the trainer's own way.
+    """
+    if not steps:
+        return True
+    first, *others = steps
+    fits = first == size or (not is_first and size < first < 2 * size)
+    return fits and not set(others[:-1]) - {size} and all(0 < last <= size for last in others[-1:])
