@@ -55,6 +55,16 @@ def test_every_page_can_be_found_from_the_readme() -> None:
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name}" not in linked] == []
 
 
+def test_the_tests_that_the_matrix_names_exist() -> None:
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+    spans = INLINE.findall((ROOT / "docs" / "matrix.md").read_text())
+    patterns = [span.replace("…", r"\w+") for span in spans if span.startswith("test_")]
+    assert len(patterns) > 50
+    assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)] == []
+    assert [span for span in spans if span.startswith("tests/") and not (ROOT / span).exists()] == []
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().splitlines()) <= 100
 
@@ -156,7 +166,7 @@ def example(package: str) -> str:
 @pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
 @pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
 def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.lightning_models import AttributeData, Batch, Classifier
+    from tests.support.lightning_models import USERS_SIZE, AttributeData, Batch, Classifier
     from zeus_plugins.client.connect import client_from_environment
 
     class Scoring(Classifier):
@@ -171,15 +181,17 @@ def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytes
     assert len([line for line in code.splitlines() if line]) <= 12
     exec(code, names)  # noqa: S102 - our own README
     with client_from_environment() as client:
-        (trial,) = client.show_job("digits-nightly").trials
-    assert (trial.state, trial.batch_size) == ("completed", 128)
-    assert names["model"].seen_sizes[0] == 128
+        (job,) = client.list_jobs().jobs
+        view = client.show_job(job.job_id)
+    (trial,) = view.trials
+    assert (trial.state, trial.batch_size) == ("completed", USERS_SIZE)
+    assert (view.job.batch_sizes, view.job.max_epochs) == ((2, 4, 8, 16, 32, 64, 128), 100)
+    assert names["model"].seen_sizes[0] == USERS_SIZE
 
 
 def test_the_readmes_hugging_face_example_makes_a_callback() -> None:
     pytest.importorskip("transformers")
-    job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
-    names: dict[str, Any] = {"job": job, "Trainer": lambda _, callbacks: callbacks}
+    names: dict[str, Any] = {"Trainer": lambda _, callbacks: callbacks}
     exec(example("zeus_plugins.huggingface"), names)  # noqa: S102 - our own README
     (callback,) = names["trainer"]
     assert type(callback).__name__ == "ZeusBSOTrainerCallback"

@@ -30,8 +30,14 @@ MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
         ("plain_pytorch.py", "digits-1", ["--recurrences", "1"]),
         ("plain_pytorch.py", "digits-1", ["--recurrences", "2"]),
         ("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"]),
+        ("accelerate_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("fabric_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("fabric_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
     ],
-    ids=["lightning", "lightning on two processes", "plain", "plain without a server URL", "hugging face"],
+    ids=[
+        *("lightning", "lightning on two processes", "plain", "plain without a server URL", "hugging face"),
+        *("accelerate", "fabric", "fabric on two processes"),
+    ],
 )
 def test_an_example_trains_as_often_as_asked(
     server: Server,
@@ -62,7 +68,7 @@ def run_example(script: str, *arguments: str) -> str:
     Returns:
         What it printed.
     """
-    if script.startswith("hf_") and not os.environ.get("CI"):
+    if script.startswith(("hf_", "accelerate_")) and not os.environ.get("CI"):
         pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
     # More threads than cores make small networks slow.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -98,8 +104,8 @@ def sentiment() -> Any:
 
 @pytest.mark.slow
 def test_each_recurrence_trains_on_the_next_slice_of_a_folder(server: Server, tmp_path: Path) -> None:
-    write_slice(tmp_path, 1, LIST, LINES)
-    write_slice(tmp_path, 2, LINES, LIST)
+    write_slice(tmp_path, 1, LINES * 100, LINES)
+    write_slice(tmp_path, 2, LINES * 100, LIST)
     options = ["--recurrences", "2", "--target", "0", "--server-url", server.url, "--job-id", "sentiment-1"]
     output = run_example("hf_sentiment.py", "--data", str(tmp_path), "--slice", "2", *options)
     assert [line.split()[3] for line in output.splitlines() if line.startswith("training on")] == ["2", "1"]
