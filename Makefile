@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
@@ -15,11 +16,14 @@ $(STAMP): pyproject.toml constraints.txt
 		|| { echo "zeus-plugins needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (once; a few minutes, mostly PyTorch) …"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP)
 	@$(BIN)/zeus-plugins demo
+
+# Processes of the tests read what the first of them has compiled, pytest's own files among it.
+test test-rest test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 
 # A file's tests share servers and processes, so that they stay together; the files come as tests/conftest.py says.
 PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import uuid
@@ -13,9 +14,13 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from tests.support import warm
 from tests.support.databases import DATABASES, empty_database
 from tests.support.servers import Server
 from tests.support.threads import heartbeat_threads
+
+# Until all test files are imported there is next to nothing to collect, in ever more to look through.
+gc.disable()
 
 # No test loads anything from a model hub; this keeps the libraries that could from trying, in child processes too.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -38,6 +43,7 @@ hypothesis.settings.load_profile("thorough")
 LONG_FILES = (
     *("test_huggingface", "test_lightning", "test_outages", "test_power_limit_processes", "test_nodes"),
     *("test_master", "test_lifecycle", "test_transfer", "test_embedded", "test_reporter", "test_outbox"),
+    *("test_cli", "test_operations", "test_recurrences", "test_session", "test_storms", "test_store", "test_probes"),
 )
 
 
@@ -49,6 +55,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marks = {mark.name for mark in item.iter_markers()}
         if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    """Fork while this process has imported everything and done nothing, see tests/support/warm.py."""
+    gc.enable()
+    distributes = session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput")
+    if hasattr(os, "fork") and not session.config.option.collectonly and not distributes:
+        warm.warm()
 
 
 @pytest.fixture(scope="session")

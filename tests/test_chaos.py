@@ -21,6 +21,7 @@ import pytest
 
 from bso_server.core.model import TrialRecord
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -105,7 +106,7 @@ def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
         return [trial for trial in trials if trial.state in ALIVE]
 
     async def explore_all(store: Store) -> int:
-        service = BatchSizeService(store, clock=lambda: datetime.now(UTC) + AFTER_ALL_LEASES)
+        service = BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + AFTER_ALL_LEASES))
         await service.reap()
         assert await store.read(alive) == []
         return sum([await explore(service, job) for job in every_job])
@@ -116,13 +117,13 @@ def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
 async def explore(service: BatchSizeService, job: Job) -> int:
     """Train until the job has nothing left to explore; how many trials it took."""
     for trials in range(MANY_TRIALS):
-        trial = await service.suggest(job.job_id)
+        trial = await service.run(service.commands.suggest, job.job_id)
         if trial.origin is Origin.BANDIT:
             return trials
         assert trial.origin is Origin.EXPLORATION, trial
         identity = {"job_id": job.job_id, "batch_size": trial.batch_size, "trial_number": trial.trial_number}
         if trial.batch_size == job.out_of_memory:
-            await service.end_trial(TrialEnd(**identity, outcome=TrialState.INFEASIBLE))
+            await service.run(service.commands.end_trial, TrialEnd(**identity, outcome=TrialState.INFEASIBLE))
             continue
         for epoch in count(1):
             if (await service.report(TrainingResult(**identity, **result(trial.batch_size, epoch)))).stop_train:

@@ -22,6 +22,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
@@ -150,7 +151,7 @@ class Scene:
         async def reap() -> int:
             store = Store(open_database(self._server.database_url))
             try:
-                return await BatchSizeService(store, clock=lambda: datetime.now(UTC) + HOURS_LATER).reap()
+                return await BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + HOURS_LATER)).reap()
             finally:
                 await store.close()
 

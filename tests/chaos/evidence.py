@@ -86,7 +86,7 @@ def _check_events(job: StoredJob, trials: Iterable[TrialRecord]) -> None:
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:
     """What decisions rest on is what a replay of all trials yields."""
     kept, _ = load_history(transaction, job)
-    replayed = History.of(job.config, trials, job.survivors)
+    replayed = History.of(job.registration, trials, job.survivors)
     assert kept.arms == replayed.arms
     assert kept.cheapest == replayed.cheapest
     assert kept.bandit_entered_at == replayed.bandit_entered_at

@@ -6,7 +6,6 @@ import io
 import signal
 import socket
 import subprocess
-import sys
 import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,7 +19,7 @@ from tests.support import warm
 
 SERVER_START_S = 60.0
 # What a server imports.
-NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop")
+NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop", "alembic.command")
 
 
 @dataclass
@@ -84,8 +83,7 @@ def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
     logging and the environment of its process.
     """
     if arguments[0] == "serve":
-        command = [sys.executable, "-m", "bso_server", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return warm.run("bso_server", *arguments, modules=NEEDED)
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         try:

@@ -4,16 +4,18 @@ Such a process runs ``python -m MODULE ARGUMENT…`` and has an environment, an 
 stopped and killed like any other. It ends with the tests at the latest. Where there is no ``os.fork``, it is started
 the ordinary way.
 
-Usage of the module itself, which the tests leave to `Warm`: ``python -m tests.support.warm MODULE…``. It imports the
-modules and takes one request a line, as JSON.
+The process that forks is itself a fork of this one, made by tests/conftest.py when all test files are imported and no
+test has begun. It imports what is missing when it is first asked for.
 """
 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import gc
 import importlib
 import json
+import logging
 import os
 import random
 import runpy
@@ -23,17 +25,27 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from tempfile import TemporaryDirectory
+from typing import Any, NoReturn, Protocol, TextIO
 
 REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.005
+# A process that hangs shows as a test that fails by this limit.
+LIMIT_S = 120.0
 
 # What processes of each kind need to have imported.
-LIGHTNING = ("lightning.pytorch", "torch.distributed", "zeus_plugins.lightning")
-TRANSFORMERS = ("transformers.trainer", "transformers.models.bert", "torch.distributed", "zeus_plugins.huggingface")
+LIGHTNING = ("lightning.pytorch", "httpcore", "torch.distributed", "zeus_plugins.lightning")
+TRANSFORMERS = (
+    "transformers.trainer",
+    "transformers.models.bert",
+    "torch.distributed",
+    "zeus_plugins.huggingface",
+    "httpcore",
+)
 
 
 class Process(Protocol):
@@ -53,54 +65,65 @@ class Process(Protocol):
 
 
 class Warm:
-    """A process that has imported modules, and forks.
+    """A process that imports modules, and forks."""
 
-    Args:
-        modules: The modules to import.
-    """
-
-    def __init__(self, *modules: str) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", *modules],
-            cwd=REPOSITORY,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        theirs, requests = os.pipe()
+        answers, back = os.pipe()
+        # What is there now is there to the end: no collection looks through it, and no fork copies it.
+        gc.collect()
+        gc.freeze()
+        with warnings.catch_warnings():
+            # From 3.12 on of other threads, such as pytest-xdist's, which hold no lock while they wait for tests.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            serve(theirs, back)
+        os.close(theirs)
+        os.close(back)
+        self._requests, self._answers = os.fdopen(requests, "w"), os.fdopen(answers)
         atexit.register(self._end)
 
     def start(
-        self, *command: str, output: Path, environ: Mapping[str, str] | None = None, folder: Path | None = None
+        self,
+        *command: str,
+        modules: Sequence[str],
+        output: Path,
+        errors: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        folder: Path | None = None,
     ) -> Process:
         """Run ``python -m`` with a module's name and its arguments.
 
         Args:
             command: The module and the arguments.
+            modules: What it needs to have imported.
             output: The file to which the process appends its standard output and error.
+            errors: The file for its standard error, if that is another one.
             environ: Its environment; the tests' own unless said otherwise.
             folder: Its working directory; the tests' own unless said otherwise.
         """
         started = self.ask(
             command=command,
+            modules=modules,
             output=str(output),
+            errors=str(errors or output),
             environ=dict(os.environ if environ is None else environ),
             folder=str(folder or Path.cwd()),
         )
         return Fork(self, started)
 
     def _end(self) -> None:
-        with self._process:
-            pass  # it ends with its input, and all forks with it
+        self._requests.close()  # it ends with its input, and all forks with it
+        self._answers.close()
+        os.waitpid(self._pid, 0)
 
     def ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            return json.loads(self._process.stdout.readline())
+            self._requests.write(json.dumps(request) + "\n")
+            self._requests.flush()
+            return json.loads(self._answers.readline())
 
 
 class Fork:
@@ -136,33 +159,81 @@ class Fork:
 
 
 @cache
-def warm(*modules: str) -> Warm:
-    """The process of this test run that has imported the modules."""
-    return Warm(*modules)
+def warm() -> Warm:
+    """The process of this test run that forks."""
+    return Warm()
 
 
 def start(
     *command: str,
     modules: Sequence[str],
     output: Path,
+    errors: Path | None = None,
     environ: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> Process:
-    """Run ``python -m`` with a module's name and its arguments, in a fork of a process that has imported `modules`."""
+    """Run ``python -m`` with a module's name and its arguments, in a process that has imported `modules`."""
     if hasattr(os, "fork"):
-        return warm(*modules).start(*command, output=output, environ=environ, folder=folder)
-    with output.open("a") as file:
-        arguments = [sys.executable, "-m", *command]
-        return subprocess.Popen(arguments, cwd=folder, env=environ, stdout=file, stderr=subprocess.STDOUT)
+        return warm().start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder)
+    with output.open("a") as file, (errors or output).open("a") as other:
+        return subprocess.Popen([sys.executable, "-m", *command], cwd=folder, env=environ, stdout=file, stderr=other)
 
 
-def main(modules: Sequence[str]) -> None:
-    requests, answers = sys.stdin, os.fdopen(os.dup(1), "w")
-    # Whatever an import prints is no answer.
-    os.dup2(2, 1)
-    for module in modules:
-        importlib.import_module(module)
-    gc.freeze()
+def run(
+    *command: str, modules: Sequence[str], environ: Mapping[str, str] | None = None, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """As `start`; it has ended."""
+    with TemporaryDirectory() as files:
+        output, errors = Path(files, "output"), Path(files, "errors")
+        status = start(*command, modules=modules, output=output, errors=errors, environ=environ, folder=folder).wait(
+            LIMIT_S
+        )
+        return subprocess.CompletedProcess(command, status, output.read_text(), errors.read_text())
+
+
+def serve(input_fd: int, output_fd: int) -> NoReturn:
+    """Be the process that forks, to the end of its input."""
+    status = 1
+    try:
+        forget_the_tests(input_fd, output_fd)
+        with os.fdopen(input_fd) as requests, os.fdopen(output_fd, "w") as answers:
+            take(requests, answers)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def forget_the_tests(*kept: int) -> None:
+    """Undo what pytest has set up in this process: its output, its hooks, its files."""
+    os.setsid()
+    faulthandler.disable()
+    low, high = sorted(kept)
+    os.closerange(3, low)
+    os.closerange(low + 1, high)
+    os.closerange(high + 1, 256)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # Whatever an import prints is no answer, and nothing that a test captures.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+    sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
+    threading.excepthook = threading.__excepthook__
+    logging.getLogger().handlers.clear()
+    for reference in logging._handlerList:  # type: ignore[attr-defined]  # those of the frameworks, too
+        handler = reference()
+        if type(handler) is logging.StreamHandler:
+            handler.setStream(sys.stderr)
+    warnings.resetwarnings()
+    for unseen in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", unseen)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+
+
+def take(requests: TextIO, answers: TextIO) -> None:
+    imported: set[str] = set()
     running: set[int] = set()
     for line in requests:
         request = json.loads(line)
@@ -171,6 +242,12 @@ def main(modules: Sequence[str]) -> None:
             running.discard(pid)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
+            missing = set(request.pop("modules")) - imported
+            if missing:
+                for module in sorted(missing):
+                    importlib.import_module(module)
+                imported |= missing
+                gc.freeze()
             answer = os.fork()
             if answer == 0:
                 become(**request)
@@ -181,20 +258,21 @@ def main(modules: Sequence[str]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def become(command: Sequence[str], output: str, environ: dict[str, str], folder: str) -> NoReturn:
+def become(command: Sequence[str], output: str, errors: str, environ: dict[str, str], folder: str) -> NoReturn:
     """Be the process that was asked for, to its end."""
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(nothing, 0)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.closerange(3, 256)
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)
     random.seed()
     module, *arguments = command
+    if not hasattr(sys.modules.get(module), "__path__"):
+        sys.modules.pop(module, None)  # a test file may have imported it
     sys.argv = [module, *arguments]
     status = 0
     try:
@@ -213,7 +291,3 @@ def become(command: Sequence[str], output: str, environ: dict[str, str], folder:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
