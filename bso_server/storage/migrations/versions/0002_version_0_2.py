@@ -1,4 +1,4 @@
-"""The making of a job's trainings: model, framework, optimizer."""
+"""What version 0.2 adds to the schema of 0.1."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Add the column; jobs get theirs from their next training."""
+    """Jobs get their fingerprint from their next training."""
     op.add_column("jobs", sa.Column("fingerprint", sa.Text))
