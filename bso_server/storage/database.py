@@ -45,6 +45,7 @@ _DRIVERS = {
     "mariadb": "mariadb+asyncmy",
 }
 _AIOSQLITE = "sqlite+aiosqlite"
+_OTHER_NAMES = {"postgres": "postgresql"}  # of Heroku and of libpq; SQLAlchemy has dropped it
 _EXTRAS = {"sqlite": "server", "postgresql": "postgres", "mysql": "mysql", "mariadb": "mysql"}
 
 # Seconds after which a host that says nothing counts as away.
@@ -313,9 +314,14 @@ def _url(database_url: str) -> URL:
             "the database URL cannot be read; it looks like sqlite:////var/lib/bso.sqlite3 "
             "or postgresql://user:password@host/database"
         ) from None
-    if url.get_backend_name() not in _DRIVERS:
+    backend = _OTHER_NAMES.get(url.get_backend_name(), url.get_backend_name())
+    if backend not in _DRIVERS:
+        raise ValueError(f"{backend} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB")
+    if url.drivername not in {*_DRIVERS, *_DRIVERS.values(), _AIOSQLITE, "sqlite+pysqlite"}:
+        written = url.set(drivername=backend, query={}).render_as_string(hide_password=True)
         raise ValueError(
-            f"{url.get_backend_name()} databases are not supported: use SQLite, PostgreSQL, MySQL or MariaDB"
+            f"the database URL begins with {url.drivername}://, a driver that this server does not use: write "
+            f"{written} (with your password), and the server's own driver is used"
         )
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
 
