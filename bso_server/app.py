@@ -47,7 +47,8 @@ def create_app(settings: Settings | None = None) -> Litestar:
     store = store_of(settings)
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
-    authenticator = Authenticator(tokens, insecure=settings.insecure)
+    allowed_hosts = [host.strip() for host in settings.allowed_hosts.split(",")]
+    authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts)
     request_counts = MemoryStore()
     rate_limit = settings.rate_limit_per_minute
     reader = JobReader(store)
@@ -72,7 +73,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         },
         middleware=[
             *([] if rate_limit is None else [_rate_limit(rate_limit)]),
-            AccessControl(authenticator, [host.strip() for host in settings.allowed_hosts.split(",")]),
+            AccessControl(authenticator, allowed_hosts),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,
@@ -131,8 +132,10 @@ async def _say_who_is_served(settings: Settings, tokens: Tokens) -> None:
             "INSECURE: everybody who reaches this server can read, change and delete every job, because of --insecure "
             "or ZEUS_BSO_INSECURE"
         )
-    elif not await tokens.any_valid():
+    elif not await tokens.any():
         logger.info("no tokens yet: only clients of this machine are served; bso-server token create makes a token")
+    elif not await tokens.any_valid():
+        logger.warning("all tokens are revoked: nobody is served until bso-server token create makes another one")
 
 
 def _rate_limit(per_minute: int) -> DefineMiddleware:

@@ -74,10 +74,14 @@ class ForbiddenError(BsoError):
 class UntrustedHostError(BsoError):
     """The request was sent to a host name that this server does not answer to."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, *, tokenless: bool = False) -> None:
         super().__init__(
-            f"this server does not answer to host {host!r}: use another name for it, or add this one to its setting "
-            "ZEUS_BSO_ALLOWED_HOSTS"
+            f"this server has no tokens yet and answers to names of its own machine only, such as localhost, not to "
+            f"{host!r}: use one of those, make a token by bso-server token create, or add this host to the server's "
+            "setting ZEUS_BSO_ALLOWED_HOSTS"
+            if tokenless
+            else f"this server does not answer to host {host!r}: use another name for it, or add this one to its "
+            "setting ZEUS_BSO_ALLOWED_HOSTS"
         )
 
 

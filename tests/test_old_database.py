@@ -85,7 +85,7 @@ def test_its_token_is_good(tmp_path: Path) -> None:
         assert [(token.token_id, token.name, sorted(token.scopes)) for token in await tokens.all()] == [
             (token["token_id"], token["name"], token["scopes"]) for token in EXPECTED["tokens"]
         ]
-        caller = await Authenticator(tokens).identify(f"Bearer {EXPECTED['token']}", "192.0.2.7")
+        caller = await Authenticator(tokens).identify(f"Bearer {EXPECTED['token']}", "192.0.2.7", "bso.example")
         assert caller.token_id == EXPECTED["tokens"][0]["token_id"]
 
     on_old_database(tmp_path, use)

@@ -10,16 +10,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 import pytest
-from litestar import get, post
+from litestar import Litestar, get, post
 from litestar.routes import ASGIRoute
 from sqlalchemy import Engine, event
 
-from bso_server.api.auth import needed_scope
+from bso_server.api.auth import PAGE, AccessControl, needed_scope, needs
+from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.app import create_app
+from bso_server.core.access import Scope
+from bso_server.service.security import Authenticator, TokenSource
 from bso_server.settings import Settings
 from tests.support.jobs import job
 from tests.support.power_limit_bench import found_out
@@ -271,7 +274,7 @@ class TestOwners:
 class TestFirstTokens:
     """On a server of its own, which has no tokens to begin with."""
 
-    def test_the_first_token_closes_the_server_and_the_last_revocation_opens_it(self, server: Server) -> None:
+    def test_the_first_token_closes_the_server_for_good(self, server: Server) -> None:
         assert "no tokens yet" in server.log.read_text()
         trial = {name: value for name, value in begin_openly(server.url).items() if name in TrialId.model_fields}
         token = make_token(server.database_url, "report")
@@ -280,16 +283,15 @@ class TestFirstTokens:
         assert httpx.post(f"{server.url}/report", json={**trial, **RESULT}, headers=bearer(token)).status_code == 200
         assert_refused(httpx.get(f"{server.url}/api/jobs"), 401)
 
-        owned = httpx.get(
-            f"{server.url}/jobs/batch_size", params={"job_id": trial["job_id"]}, headers=bearer(token)
-        ).json()
-        bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
+        revoked = bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
+        assert "until bso-server token create" in revoked.stderr
         server.kill()
         server.start()
+        assert "all tokens are revoked" in server.log.read_text()
         assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(token)), 401)
-        assert httpx.get(f"{server.url}/api/jobs").status_code == 200
-        # Nobody has the token that began this one any more.
-        assert httpx.post(f"{server.url}/report", json={**owned, **RESULT}).status_code == 200
+        assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, "bso-server token create")
+        another = make_token(server.database_url, "report")
+        assert httpx.get(f"{server.url}/api/jobs", headers=bearer(another)).status_code == 200
 
     def test_an_insecure_server_says_so_loudly_and_asks_nobody(self, server: Server) -> None:
         token = make_token(server.database_url, "read")
@@ -353,7 +355,7 @@ def in_app(
 
         def client(address: str) -> httpx.AsyncClient:
             transport = httpx.ASGITransport(app, client=(address, 1234))
-            return httpx.AsyncClient(transport=transport, base_url="http://bso.example:8000")
+            return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
 
         async with app.lifespan():
             return await use(client)
@@ -458,6 +460,63 @@ class TestLimits:
 
         in_app(Settings(database_url=sqlite_url), use)
 
+    def test_without_tokens_a_name_that_anybody_may_lead_here_is_refused(self, sqlite_url: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            here, evil = client(LOCAL), {"Host": "evil.example:8000"}
+            for refused in (await here.get("/api/jobs", headers=evil), await here.post("/jobs", headers=evil)):
+                assert_refused(refused, 400, "'evil.example:8000'", "localhost", "bso-server token create")
+            assert (await here.get("/health/live", headers=evil)).status_code == 200
+
+        in_app(Settings(database_url=sqlite_url), use)
+
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            ("POST", "/jobs"),
+            ("GET", "/jobs/batch_size?job_id=none"),
+            ("POST", "/report"),
+            ("PATCH", "/trials/heartbeat"),
+            ("DELETE", "/jobs?job_id=none"),
+            ("POST", "/api/import"),
+        ],
+    )
+    def test_a_foreign_page_changes_nothing(self, sqlite_url: str, method: str, path: str) -> None:
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            here = client(LOCAL)
+            for origin in ("http://evil.example", "http://localhost:3000", "null"):
+                refused = await here.request(method, path, headers={"Origin": origin})
+                assert_refused(refused, 403, repr(origin), "ZEUS_BSO_ALLOWED_HOSTS")
+            for origin in ("http://localhost:8000", "https://board.example", None):
+                answer = await here.request(method, path, headers={} if origin is None else {"Origin": origin})
+                assert answer.status_code not in {401, 403}
+
+        in_app(Settings(database_url=sqlite_url, allowed_hosts="localhost.example, board.example, *"), use)
+
+    def test_only_following_a_link_leads_from_another_site_to_a_page(self) -> None:
+        """On an application of this test's own, with a page and what is none."""
+
+        async def none() -> None: ...
+
+        authenticator = Authenticator(cast("TokenSource", None), insecure=True)
+        app = Litestar(
+            [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
+            middleware=[AccessControl(authenticator, ["*"])],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+        async def run() -> None:
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+                assert (await http.get("/page", headers=link)).status_code == 200
+                assert (await http.get("/data", headers={**link, "Sec-Fetch-Site": "none"})).status_code == 200
+                for otherwise in ({"Sec-Fetch-Mode": "no-cors"}, {"Sec-Fetch-Dest": "iframe"}):
+                    assert_refused(await http.get("/page", headers={**link, **otherwise}), 403, "another site")
+                assert_refused(await http.get("/page", headers={"Sec-Fetch-Site": "cross-site"}), 403)
+                assert_refused(await http.get("/data", headers=link), 403, "another site")
+                assert_refused(await http.post("/page", headers=link), 403, "another site")
+
+        asyncio.run(run())
+
     @pytest.mark.parametrize("announced", [True, False])
     def test_a_large_body_is_refused_before_it_is_read(self, sqlite_url: str, announced: bool) -> None:
         size, piece = 100 * 1024 * 1024, b"x" * 65536
@@ -500,7 +559,7 @@ class TestLimits:
             async with app.lifespan():
                 for address in ADDRESSES:
                     transport = httpx.ASGITransport(app, client=(address, 1234))
-                    async with httpx.AsyncClient(transport=transport, base_url="http://bso.example") as http:
+                    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
                         assert (await http.get("/api/jobs")).status_code == 200
                 counted = [f"RateLimitMiddleware::{address}" for address in ADDRESSES]
                 assert [await counts.exists(key) for key in counted] == [True] * len(counted)

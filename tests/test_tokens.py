@@ -16,7 +16,15 @@ import pytest
 
 from bso_server.core.access import UNRESTRICTED, Scope, TokenRecord
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UnknownTokenError, UntrustedHostError
-from bso_server.service.security import CACHE_S, Authenticator, is_loopback, new_token, require_allowed_host, token_in
+from bso_server.service.security import (
+    CACHE_S,
+    Authenticator,
+    is_loopback,
+    new_token,
+    refuse_other_origins,
+    require_allowed_host,
+    token_in,
+)
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -52,9 +60,9 @@ class Book:
         self.looks += 1
         return self.records.get(token_id)
 
-    async def any_valid(self) -> bool:
+    async def any(self) -> bool:
         self.looks += 1
-        return any(record.revoked_at is None for record in self.records.values())
+        return bool(self.records)
 
     def revoke(self, token_id: str) -> None:
         self.records[token_id] = replace(self.records[token_id], revoked_at=NOW)
@@ -166,21 +174,58 @@ def test_other_hosts(host: str) -> None:
         require_allowed_host(host, ["bso.example", "*.corp.example"])
 
 
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("", "bso.example"),
+        ("http://bso.example", "bso.example"),
+        ("http://BSO.example:8000", "bso.example:8000"),
+        ("https://bso.example", "bso.example:443"),
+        ("http://bso.example:80", "bso.example"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("https://board.example", "bso.example"),
+        ("http://board.example:3000", "bso.example"),
+        ("https://a.corp.example", "bso.example"),
+    ],
+)
+def test_origins_that_may_change_something(origin: str, host: str) -> None:
+    refuse_other_origins(origin, host, ["*", "board.example", "*.corp.example"])
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "null",
+        "http://evil.example",
+        "http://localhost:3000",
+        "http://localhost",
+        "https://localhost:8000.evil.example",
+        "http://",
+        "://",
+        "localhost:8000",
+        "file://",
+    ],
+)
+def test_other_origins(origin: str) -> None:
+    with pytest.raises(ForbiddenError, match="ZEUS_BSO_ALLOWED_HOSTS"):
+        refuse_other_origins(origin, "localhost:8000", ["*"])
+
+
 class TestAuthenticating:
     """With tokens in memory and a clock that is set by hand."""
 
     def identify(
-        self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN
+        self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN, host: str = "localhost"
     ) -> str | type[Exception] | None:
         """The caller's token id, or the kind of refusal."""
         try:
-            return asyncio.run(authenticator.identify(authorization, address)).token_id
-        except (ForbiddenError, UnauthenticatedError) as error:
+            return asyncio.run(authenticator.identify(authorization, address, host)).token_id
+        except (ForbiddenError, UnauthenticatedError, UntrustedHostError) as error:
             return type(error)
 
     def test_without_tokens_only_local_clients_are_served(self) -> None:
         authenticator = Authenticator(Book())
-        assert asyncio.run(authenticator.identify(None, LOCAL)) == UNRESTRICTED
+        assert asyncio.run(authenticator.identify(None, LOCAL, "localhost")) == UNRESTRICTED
         assert self.identify(authenticator, None, FOREIGN) is ForbiddenError
 
     def test_with_tokens_each_client_needs_one(self) -> None:
@@ -189,10 +234,36 @@ class TestAuthenticating:
         assert self.identify(authenticator, None, FOREIGN) is UnauthenticatedError
         assert self.identify(authenticator, f"Bearer {TOKEN}", FOREIGN) == RECORD.token_id
 
-    def test_when_all_tokens_are_revoked_only_local_clients_are_served(self) -> None:
+    @pytest.mark.parametrize(
+        "host",
+        ["localhost", "LOCALHOST:8000", "bso.localhost", "127.0.0.1:80", "127.1.2.3", "[::1]:8000", "[::1]", "box:1"],
+    )
+    def test_without_tokens_the_machines_own_names_are_served_and_those_that_the_operator_allows(
+        self, host: str
+    ) -> None:
+        assert self.identify(Authenticator(Book(), allowed_hosts=["*", "box"]), None, LOCAL, host) is None
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "evillocalhost",
+            "127.0.0.1.evil.example",
+            "10.0.0.1",
+            "[::2]:1",
+        ],
+    )
+    def test_without_tokens_no_other_name_is_served(self, host: str) -> None:
+        assert self.identify(Authenticator(Book(), allowed_hosts=["*", "box"]), None, LOCAL, host) is UntrustedHostError
+        assert self.identify(Authenticator(Book(RECORD)), f"Bearer {TOKEN}", LOCAL, host) == RECORD.token_id
+        assert self.identify(Authenticator(Book(), insecure=True), None, LOCAL, host) is None
+
+    def test_when_all_tokens_are_revoked_nobody_is_served(self) -> None:
         authenticator = Authenticator(Book(replace(RECORD, revoked_at=NOW)))
-        assert self.identify(authenticator, None, LOCAL) is None
-        assert self.identify(authenticator, None, FOREIGN) is ForbiddenError
+        assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+        assert self.identify(authenticator, None, FOREIGN) is UnauthenticatedError
 
     @pytest.mark.parametrize("book", [Book(), Book(RECORD)], ids=["no tokens", "tokens"])
     def test_an_insecure_server_serves_everybody(self, book: Book) -> None:
@@ -229,7 +300,7 @@ class TestAuthenticating:
         assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
         clock.now_s += 0.001
         assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
-        assert self.identify(authenticator, None, LOCAL) is None
+        assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
 
     def test_a_new_token_works_at_once_and_closes_the_server(self) -> None:
         book = Book()
@@ -269,7 +340,7 @@ class TestAuthenticating:
 
         async def show_all() -> None:
             for token, _ in made:
-                await authenticator.identify(f"Bearer {token}", FOREIGN)
+                await authenticator.identify(f"Bearer {token}", FOREIGN, "")
 
         asyncio.run(show_all())
         assert len(authenticator._known) == 1024
@@ -302,10 +373,12 @@ class TestKeeping:
             assert await tokens.find(record.token_id) == record
             assert record in await tokens.all()
             assert await tokens.any_valid()
+            assert await tokens.any()
             assert await tokens.find("00000000") is None
             assert token_in(f"Bearer {token}") == token
             await tokens.revoke(record.token_id)
             assert not await tokens.any_valid()
+            assert await tokens.any()
 
         in_tokens(database_url, use)
 
@@ -315,14 +388,14 @@ class TestKeeping:
             authenticator = Authenticator(tokens, clock=clock)
             _, other = await tokens.create("stays", [Scope.ADMIN])
             token, record = await tokens.create("goes", [Scope.ADMIN])
-            assert (await authenticator.identify(f"Bearer {token}", FOREIGN)).token_id == record.token_id
+            assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "")).token_id == record.token_id
 
             await tokens.revoke(record.token_id)
             revoked = await tokens.find(record.token_id)
             await tokens.revoke(record.token_id)
             clock.now_s += CACHE_S
             with pytest.raises(UnauthenticatedError, match="revoked"):
-                await authenticator.identify(f"Bearer {token}", FOREIGN)
+                await authenticator.identify(f"Bearer {token}", FOREIGN, "")
             assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
             assert await tokens.find(record.token_id) == revoked
             assert await tokens.find(other.token_id) == other

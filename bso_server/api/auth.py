@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from http import HTTPMethod
+from typing import Any, cast
 
 from litestar import Request
 from litestar.handlers.base import BaseRouteHandler
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
-from litestar.types import ASGIApp, Receive, Send
+from litestar.types import ASGIApp, HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
 from bso_server.core.access import Caller, Scope
-from bso_server.service.security import Authenticator, refuse_other_sites, require_allowed_host
+from bso_server.service.security import (
+    Authenticator,
+    refuse_other_origins,
+    refuse_other_sites,
+    require_allowed_host,
+)
 
 CallerRequest = Request[Caller, Any, Any]
 """A request whose `user` is the caller that `AccessControl` let through."""
 
 _NEEDS = "needs"
+
+PAGE: dict[str, Any] = {"page": True}
+"""The ``opt``, beside `needs`, of a page for people: links and bookmarks anywhere may lead to it."""
+
+# A link that somebody follows, and neither a frame nor a script.
+_NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 
 # Whoever set these, a proxy or the client itself, the address beside them may be anything.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
@@ -54,15 +66,33 @@ class AccessControl(ASGIMiddleware):
         needed = needed_scope(scope["route_handler"])
         if needed is not None:
             headers = dict(scope["headers"])
-            require_allowed_host(headers.get(b"host", b"").decode("latin-1"), self._allowed_hosts)
-            refuse_other_sites(headers.get(b"sec-fetch-site", b"").decode("latin-1"))
+            host = _text(headers, b"host")
+            require_allowed_host(host, self._allowed_hosts)
+            if not _is_navigation(scope, headers):
+                refuse_other_sites(_text(headers, b"sec-fetch-site"))
+            if needed is not Scope.READ:
+                # A batch-size request, which starts a trial, is a GET; but reading is not enough for it.
+                refuse_other_origins(_text(headers, b"origin"), host, self._allowed_hosts)
             authorization = headers.get(b"authorization")
             caller = await self._authenticator.identify(
-                None if authorization is None else authorization.decode("latin-1"), _address_of(scope, headers)
+                None if authorization is None else authorization.decode("latin-1"), _address_of(scope, headers), host
             )
             caller.require(needed)
             scope["user"] = caller
         await next_app(scope, receive, send)
+
+
+def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
+    """Whether somebody comes to a page by a link, perhaps of another site."""
+    return (
+        "page" in scope["route_handler"].opt
+        and cast("HTTPScope", scope)["method"] == HTTPMethod.GET
+        and all(headers.get(name) == value for name, value in _NAVIGATION.items())
+    )
+
+
+def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:
+    return headers.get(name, b"").decode("latin-1")
 
 
 def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:

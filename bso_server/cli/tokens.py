@@ -56,5 +56,16 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _revoke(options: argparse.Namespace) -> None:
-    with_ready_store(options, lambda store: Tokens(store).revoke(options.token_id))
+    async def revoke(store: Store) -> bool:
+        tokens = Tokens(store)
+        await tokens.revoke(options.token_id)
+        return await tokens.any_valid()
+
+    any_left = with_ready_store(options, revoke)
     print(f"token {options.token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
+    if not any_left:
+        print(
+            "no valid token is left, and servers of this database serve nobody, on this machine neither, until "
+            "bso-server token create makes another one",
+            file=sys.stderr,
+        )

@@ -72,11 +72,20 @@ def require_allowed_host(host: str, allowed: Collection[str]) -> None:
 
     ``*.example`` stands for all names below ``example``, and ``*`` for every host.
     """
-    name = re.sub(r":\d*$", "", host).lower()
-    for pattern in map(str.lower, allowed):
-        if pattern in ("*", name) or (pattern.startswith("*.") and name.endswith(pattern[1:])):
-            return
-    raise UntrustedHostError(host)
+    if not ("*" in allowed or _is_one_of(host, allowed)):
+        raise UntrustedHostError(host)
+
+
+def require_local_host(host: str, allowed: Collection[str]) -> None:
+    """Raise `UntrustedHostError` unless the ``Host`` header names the server's own machine or one of these hosts.
+
+    A site can have its own name lead to a loopback address, and the browser of somebody on this machine then takes this
+    server for a part of that site. So `allowed` is searched for what names a host: ``*`` does not.
+    """
+    name = _name_of(host)
+    is_local = name == "localhost" or name.endswith(".localhost") or is_loopback(name.strip("[]"))
+    if not (is_local or _is_one_of(host, allowed)):
+        raise UntrustedHostError(host, tokenless=True)
 
 
 def refuse_other_sites(fetch_site: str) -> None:
@@ -89,14 +98,42 @@ def refuse_other_sites(fetch_site: str) -> None:
         raise ForbiddenError("a page of another site cannot use this server from a browser")
 
 
+def refuse_other_origins(origin: str, host: str, allowed: Collection[str]) -> None:
+    """Raise `ForbiddenError` if a page that is neither this server's nor of one of these hosts sends a request.
+
+    Browsers say by the ``Origin`` header which page a request that changes something comes from, also those that send
+    no ``Sec-Fetch-Site``; others send none. The scheme is not compared: TLS may end at a proxy.
+    """
+    scheme, _, authority = origin.lower().partition("://")
+    default_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    is_same = authority.removesuffix(default_port) == host.lower().removesuffix(default_port)
+    if origin and not (authority and (is_same or _is_one_of(authority, allowed))):
+        raise ForbiddenError(
+            f"a page of another site (origin {origin!r}) cannot change anything on this server from a browser; if the "
+            "page is yours, add its host to the server's setting ZEUS_BSO_ALLOWED_HOSTS"
+        )
+
+
+def _is_one_of(host: str, patterns: Collection[str]) -> bool:
+    name = _name_of(host)
+    return any(
+        pattern == name or (pattern.startswith("*.") and name.endswith(pattern[1:]))
+        for pattern in map(str.lower, patterns)
+    )
+
+
+def _name_of(host: str) -> str:
+    return re.sub(r":\d*$", "", host).lower()
+
+
 class TokenSource(Protocol):
     """The place where tokens are kept."""
 
     async def find(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""
 
-    async def any_valid(self) -> bool:
-        """Whether there is a token that was not revoked."""
+    async def any(self) -> bool:
+        """Whether there is a token, be it revoked."""
 
 
 class Authenticator:
@@ -105,27 +142,40 @@ class Authenticator:
     What is known of tokens is remembered for `CACHE_S` seconds, so that most requests cost no look at the database. For
     that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
     A new token works at once. Only tokens that exist are remembered. An `insecure` server serves everybody who shows no
-    token; the clock is monotonic.
+    token. While there is none, requests may be sent to names of the machine itself and to `allowed_hosts`. The clock is
+    monotonic.
     """
 
     def __init__(
-        self, tokens: TokenSource, *, insecure: bool = False, clock: Callable[[], float] = time.monotonic
+        self,
+        tokens: TokenSource,
+        *,
+        insecure: bool = False,
+        allowed_hosts: Collection[str] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tokens = tokens
         self._insecure = insecure
+        self._allowed_hosts = allowed_hosts
         self._clock = clock
         self._known: OrderedDict[str, tuple[TokenRecord, float]] = OrderedDict()
         self._closed: tuple[bool, float] | None = None
 
-    async def identify(self, authorization: str | None, address: str | None) -> Caller:
-        """Say who makes a request, by its ``Authorization`` header and its client's address; None: not to be trusted.
+    async def identify(self, authorization: str | None, address: str | None, host: str) -> Caller:
+        """Say who makes a request.
 
         A token that is shown must be good, even where none is needed. Without one, everybody is served by an insecure
-        server, clients of its own machine are while there are no tokens, and otherwise nobody is.
+        server, clients of its own machine are as long as no token was ever made, and otherwise nobody is.
+
+        Args:
+            authorization: The ``Authorization`` header.
+            address: The client's address; None: not to be trusted.
+            host: The ``Host`` header.
 
         Raises:
             UnauthenticatedError: There is no token, or not a good one.
             ForbiddenError: The server has no tokens yet, and the client is on another machine.
+            UntrustedHostError: It has none yet, and the request was sent to a name that may lead to any machine.
         """
         if authorization is not None:
             return await self._caller_with(token_in(authorization))
@@ -136,12 +186,13 @@ class Authenticator:
                 "this server needs a token: make one by bso-server token create, and hand it to the training as "
                 "ZEUS_BSO_TOKEN or as the password in http://user:TOKEN@host"
             )
-        if is_loopback(address):
-            return UNRESTRICTED
-        raise ForbiddenError(
-            "this server has no tokens yet and serves clients of its own machine only: make a token there by "
-            "bso-server token create, or start the server with --insecure to serve everybody"
-        )
+        if not is_loopback(address):
+            raise ForbiddenError(
+                "this server has no tokens yet and serves clients of its own machine only: make a token there by "
+                "bso-server token create, or start the server with --insecure to serve everybody"
+            )
+        require_local_host(host, self._allowed_hosts)
+        return UNRESTRICTED
 
     async def _caller_with(self, token: str) -> Caller:
         token_id = token.split("_")[1]
@@ -160,13 +211,12 @@ class Authenticator:
         self._known.move_to_end(record.token_id)
         if len(self._known) > _CACHE_SIZE:
             self._known.popitem(last=False)
-        if record.revoked_at is None:
-            self._closed = True, now
+        self._closed = True, now
 
     async def _needs_token(self) -> bool:
         now = self._clock()
         if self._closed is None or now - self._closed[1] >= CACHE_S:
-            self._closed = await self._tokens.any_valid(), now
+            self._closed = await self._tokens.any(), now
         return self._closed[0]
 
 

@@ -52,9 +52,13 @@ class Tokens:
         """The token, even if it was revoked, or None."""
         return await self._store.read(Transaction.token, token_id)
 
+    async def any(self) -> bool:
+        """Whether there is a token, be it revoked."""
+        return await self._store.read(Transaction.any_token)
+
     async def any_valid(self) -> bool:
         """Whether there is a token that was not revoked."""
-        return await self._store.read(Transaction.any_valid_token)
+        return await self._store.read(Transaction.any_token, valid=True)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:

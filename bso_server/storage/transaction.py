@@ -265,9 +265,9 @@ class Transaction:
         """Every token, oldest first."""
         return self._tokens(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))
 
-    def any_valid_token(self) -> bool:
-        """Whether there is a token that was not revoked."""
-        statement = select(tokens.c.token_id).where(tokens.c.revoked_at.is_(None)).limit(1)
+    def any_token(self, *, valid: bool = False) -> bool:
+        """Whether there is a token, perhaps one that was not revoked."""
+        statement = select(tokens.c.token_id).where(*[tokens.c.revoked_at.is_(None)] * valid).limit(1)
         return self._connection.execute(statement).first() is not None
 
     def revoke_token(self, token_id: str, now: datetime) -> None:
