@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from torch.optim import SGD
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
 
@@ -57,6 +58,19 @@ def dealt(*sizes: int) -> DataLoader[Any]:
     return DataLoader(data(100), batch_sampler=Dealing(*sizes))
 
 
+class DealingParts(Dealing):
+    """Deals out two data sets, one after the other, as sentence-transformers' samplers do."""
+
+    batch_samplers = (SequentialSampler(range(1)),) * 2
+
+
+def shard_of_parts() -> DataLoader[Any]:
+    """Every other batch, as the first of two processes gets them; both data sets' last batches are among those."""
+    sampler: Any = DealingParts(*[16] * 6, 8, *[16] * 5, 4, 16)
+    shard: Any = BatchSamplerShard(sampler, num_processes=2, process_index=0, even_batches=False)
+    return DataLoader(data(100), batch_sampler=shard)
+
+
 def prepared(samples: int) -> Any:
     return Accelerator(cpu=True).prepare_data_loader(DataLoader(data(samples), batch_size=16))
 
@@ -69,6 +83,7 @@ RIGHT: dict[str, Callable[[], Any]] = {
     "accelerate's": lambda: prepared(40),
     "16 on average": lambda: dealt(14, 18, 20, 12, 16, 17, 15),
     "almost 16 on average": lambda: dealt(14, 18, 19, 16, 18, 18, 18),
+    "several data sets, dealt out to processes": shard_of_parts,
     "a stream": lambda: DataLoader(Stream(40), batch_size=16),
     "a stream of sequences first": lambda: DataLoader(
         Stream(40), batch_size=16, collate_fn=lambda x: torch.zeros(3, len(x))

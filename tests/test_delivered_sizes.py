@@ -59,6 +59,14 @@ def test_a_lightning_training_at_another_size_is_refused(
     assert is_withdrawn(bench)
 
 
+def test_a_callback_that_was_rehearsed_counts_steps_as_a_new_one_does(bench: Bench) -> None:
+    callback = bench.callback()
+    quiet_trainer(callback, fast_dev_run=True).fit(Classifier(), train_loader())
+    with pytest.raises(ZeusBSOConfigError, match="an optimizer step followed after each 2 batches"):
+        quiet_trainer(callback).fit(ByHand(), train_loader())
+    assert is_withdrawn(bench)
+
+
 def test_all_of_the_data_dropped_is_an_end_without_a_report(bench: Bench) -> None:
     loader = DataLoader(Subset(digits()[0], range(24)), batch_size=16, drop_last=True)
     with pytest.raises(ZeusBSOConfigError, match="has no batch of 48 samples: the data set"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import repeat
 from pathlib import Path
@@ -217,6 +218,19 @@ def test_an_optimizer_that_is_made_later_is_told_later(
     assert "(optimizer SimpleNamespace before, Adam now)" in caplog.text
     with pytest.raises(ZeusBSOConfigError, match="Adam now"):
         launched(url, port, 0.95, strict=True)
+
+
+def test_another_optimizer_is_refused_on_all_ranks(url: str) -> None:
+    launched(url, Net(), 0.95, job_id="mine")
+
+    def train(port: FakeTrainer) -> None:
+        port.told = replace(port.told, max_epochs=3)
+        port.optimizer = type("Adam", (), {"param_groups": [], "defaults": {}})()
+        launched(url, port, 0.95, job_id="mine", strict=True)
+
+    for error in on_each_rank(2, train):
+        assert isinstance(error, ZeusBSOConfigError)
+        assert "optimizer SimpleNamespace before, Adam now" in str(error)
 
 
 # What is told

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,16 @@ from transformers import Trainer
 from tests.support import hf_models as models
 from tests.support.hf_bench import Bench, make_bench, use_one_thread  # noqa: F401 - fixtures
 from tests.support.hf_models import TRAIN_IMAGES, USERS_SIZE
+from tests.support.job_bench import SERVERS_SIZE
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 
 SIZES = (2, 4, 8, 16, 32, 64, 128)
+HYPERPARAMETERS = {
+    "zeus/batch_size": SERVERS_SIZE,
+    "zeus/policy": "gp_voi",
+    "zeus/reason": "first run: your default size",
+}
 
 
 def callback(bench: Bench, target: float = 0.0, monitor: str = "score", **options: Any) -> ZeusBSOTrainerCallback:
@@ -106,3 +115,58 @@ def test_tensorboard_has_what_is_trained(bench: Bench) -> None:
     (text,) = events.Tensors("zeus/job_id/text_summary")
     assert text.tensor_proto.string_val[0].decode() == bench.job_id
     assert events.Scalars("train/zeus/cost_j")[-1].value == 55.0
+
+
+@pytest.mark.slow
+def test_wandb_has_what_is_trained(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="no wandb", exc_type=ImportError)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for variable in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_ARTIFACT_DIR"):
+        monkeypatch.setenv(variable, str(bench.folder))
+    bench.trainer(bench.callback(), report_to="wandb").train()
+    assert {name: value for name, value in wandb.config.items() if name.startswith("zeus/")} == HYPERPARAMETERS | {
+        "zeus/job_id": bench.job_id
+    }
+    assert wandb.config["per_device_train_batch_size"] == SERVERS_SIZE
+    assert wandb.run.summary["train/zeus/cost_j"] == 55.0
+    wandb.finish()
+
+
+@pytest.fixture(name="mlflow")
+def make_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """MLflow with a store of the test's own, a folder."""
+    mlflow = pytest.importorskip("mlflow", reason="no mlflow", exc_type=ImportError)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    gc.collect()  # an earlier test's callback would end this test's run when it is collected
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"file:{tmp_path / 'mlruns'}")
+    yield mlflow
+    mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+
+
+@pytest.mark.slow
+def test_mlflow_has_what_is_trained(bench: Bench, mlflow: Any) -> None:
+    bench.trainer(bench.callback(), report_to="mlflow").train()
+    run = mlflow.last_active_run()
+    assert (
+        run.data.params.items()
+        >= {
+            "zeus/job_id": bench.job_id,
+            "per_device_train_batch_size": str(SERVERS_SIZE),
+            **{name: str(value) for name, value in HYPERPARAMETERS.items()},
+        }.items()
+    )
+    assert run.data.metrics["zeus/cost_j"] == 55.0
+
+
+@pytest.mark.slow
+def test_a_parameter_that_mlflow_has_with_another_value_ends_no_training(
+    bench: Bench, mlflow: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mlflow.start_run():
+        mlflow.log_param("zeus/batch_size", 1)
+        bench.trainer(bench.callback(), report_to="mlflow").train()
+    assert bench.only_trial().state == "completed"
+    (said,) = [text for text in caplog.messages if "was not told the batch size" in text]
+    assert said.startswith("MLflowCallback was not told the batch size: Changing param values is not allowed")

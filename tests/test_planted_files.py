@@ -61,6 +61,16 @@ def nobody(url: str) -> None:
     pytest.fail(f"there is nothing to deliver to {url}")
 
 
+@pytest.mark.parametrize("content", [b"", b"\n", b"half a li"])
+def test_a_file_of_another_rank_without_its_last_word_changes_no_ending(outbox: Outbox, content: bytes) -> None:
+    box = outbox.box(sender())
+    box.put(evaluation(1))
+    box.path.with_name(sender().file_name(1)).write_bytes(content)
+    failed = Ending(outcome=TrialState.FAILED)
+    assert box.true_ending(failed) == failed
+    box.close()
+
+
 # --- files that are not ours ------------------------------------------------------------------------------------------
 
 
