@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.ddp_training import BATCH_SIZE, SCORES, WORLD_SIZE
-from tests.support.lightning_models import TRAIN_IMAGES
+from tests.support.lightning_models import TRAIN_IMAGES, USERS_SIZE
 from tests.support.servers import Server, free_port
 from tests.support.two_ranks import JOB_ID, run_script, run_two_ranks
 from zeus_plugins.client.http import BsoClient
@@ -58,6 +58,17 @@ def test_both_ranks_share_one_trial_and_report_the_mean(server: Server, train: T
     assert tuple(rank["score"] for rank in ranks) == SCORES
     trial = only_trial(server)
     assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, 0.5, 1)
+
+
+def test_a_job_is_read_from_a_training_on_two_ranks(server: Server, train: Train) -> None:
+    for rank in train(server.url, target=sum(SCORES) / 2, scenario="guessed"):
+        assert (rank["converged"], set(rank["sizes"][:-1])) == (True, {USERS_SIZE})
+    with BsoClient(server.url) as client:
+        job = client.show_job(JOB_ID).job
+    # The script's own size is that of a step over all ranks; the others are those of as many samples for each rank.
+    assert (job.default_batch_size, job.max_epochs) == (WORLD_SIZE * USERS_SIZE, 2)
+    assert job.batch_sizes == (4, 8, 16, 32, 64, 128)
+    assert only_trial(server).state is TrialState.COMPLETED
 
 
 def test_a_failed_trial_raises_on_both_ranks(server: Server, train: Train) -> None:

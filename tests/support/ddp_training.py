@@ -1,9 +1,9 @@
 """A training on two processes, started as a user starts a script; every rank writes down what happened to it.
 
 Usage: ``python -m tests.support.ddp_training SERVER_URL JOB_ID TARGET FOLDER SCENARIO``.
-Scenarios: ``plain``; ``memory``, in
-which the memory of the second rank runs out; ``preempted``, in which all ranks are, and then go on from a checkpoint;
-``spawn``, in which Lightning makes the processes itself.
+Scenarios: ``plain``; ``guessed``, in which a target and a metric are all that is said; ``memory``, in which the memory of
+the second rank runs out; ``preempted``, in which all ranks are, and then go on from a checkpoint; ``spawn``, in which
+Lightning makes the processes itself.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def train(server_url: str, job_id: str, target: float, folder: str, scenario: st
     """
     job = job_named(job_id, target)
     on_unreachable: OnUnreachable = "raise" if scenario == "raise" else "default"
-    callback = ZeusBSOCallback(job, "score", server_url=server_url, on_unreachable=on_unreachable)
+    callback = (
+        ZeusBSOCallback(monitor="score", target=target, job_id=job_id, server_url=server_url)
+        if scenario == "guessed"
+        else ZeusBSOCallback(job, "score", server_url=server_url, on_unreachable=on_unreachable)
+    )
     module = ScoreByRank()
     others: list[Callback] = [OutOfMemory()] if scenario == "memory" else []
     options = {"max_epochs": 2, "devices": WORLD_SIZE, "strategy": "ddp"}
