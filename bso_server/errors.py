@@ -97,14 +97,23 @@ class DatabaseNotReadyError(BsoError):
 
 
 class DatabaseUnavailableError(BsoError):
-    """The database cannot be reached, or its connections are lost again and again.
+    """The database cannot be reached, its connections are lost again and again, or it can keep nothing.
 
     A write that was under way may be in force nevertheless.
 
     Attributes:
         detail: Which database, and what happened, on one line. Not for every client to read.
+        fault: What keeps a database that answers from keeping anything, for every client to read, or None.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("the database does not answer at present: send the request again; the server's log says more")
+    def __init__(self, detail: str, *, fault: str | None = None) -> None:
+        if fault is None:
+            message = "the database does not answer at present: send the request again; the server's log says more"
+        else:
+            message = (
+                f"the server can keep nothing at present, for {fault}: send the request again when its operator has "
+                "mended that; the server's log says more"
+            )
+        super().__init__(message)
         self.detail = detail
+        self.fault = fault

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from tests.support.databases import POSTGRES_URL, administer, empty_database
+from tests.support.disks import fill, small_disk
 from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, TRAININGS, train
 from tests.support.servers import Server
 from zeus_plugins.cli import main
@@ -26,6 +28,7 @@ from zeus_plugins.protocol import Origin, TrialState
 LIMIT_S = 120
 # A server that hangs costs a training twice as long, and some seconds at its end.
 TIMEOUT_S = 0.5
+SMALL_DISK = "sqlite on a small disk"
 
 
 class Failing(BaseHTTPRequestHandler):
@@ -85,6 +88,22 @@ class Site:
     def finds_database(self) -> None:
         administer(POSTGRES_URL, f'ALTER DATABASE "{self._database}" ALLOW_CONNECTIONS true')
 
+    def has_no_room(self) -> None:
+        fill(self._file.parent)
+
+    def has_room(self) -> None:
+        (self._file.parent / "ballast").unlink()
+
+    def loses_file(self) -> None:
+        self._file.rename(self._file.with_name("moved"))
+
+    def finds_file(self) -> None:
+        self._file.with_name("moved").rename(self._file)
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._database)
+
     def has_everything(self) -> None:
         """Not a disaster: the training itself delivers what waits, now that the server is back."""
         deadline = time.monotonic() + LIMIT_S
@@ -141,6 +160,8 @@ SCENARIOS = {
     "hangs": Scenario({"epoch 2": Site.hangs}, Site.goes_on),
     "500": Scenario({"epoch 2": Site.answers_500}, Site.is_mended),
     "database-gone": Scenario({"epoch 2": Site.loses_database}, Site.finds_database),
+    "file-gone": Scenario({"epoch 2": Site.loses_file}, Site.finds_file),
+    "disk-full": Scenario({"epoch 2": Site.has_no_room}, Site.has_room),
 }
 
 
@@ -158,6 +179,8 @@ def cases() -> Iterator[Any]:
             kind, marks = "sqlite", []
             if Site.loses_database in scenario.strikes.values():
                 kind, marks = "postgresql", [pytest.mark.postgresql]
+            if Site.has_no_room in scenario.strikes.values():
+                kind = SMALL_DISK
             if name not in QUICK[framework]:
                 marks.append(pytest.mark.slow)
             yield pytest.param(framework, name, kind, marks=marks, id=f"{framework}-{name}")
@@ -165,7 +188,9 @@ def cases() -> Iterator[Any]:
 
 @pytest.fixture
 def site(kind: str, state_directory: Path, tmp_path: Path) -> Iterator[Site]:
-    with empty_database(kind, tmp_path) as database_url:
+    with ExitStack() as stack:
+        folder = stack.enter_context(small_disk(tmp_path / "disk", size="1m")) if kind == SMALL_DISK else tmp_path
+        database_url = stack.enter_context(empty_database(kind.partition(" ")[0], folder))
         server = Server(database_url, tmp_path / "server.log")
         server.start("--migrate")
         yield Site(server, Outbox(state_directory / "outbox"))

@@ -58,7 +58,7 @@ async def live() -> Liveness:
     responses=errors(HTTPStatus.SERVICE_UNAVAILABLE, always=()),
 )
 async def ready(reader: Reader) -> Liveness:
-    """Say whether the database answers and has the right schema."""
+    """Say whether the database answers, has the right schema, and keeps what is written."""
     await reader.check_ready()
     return Liveness()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Concatenate, ParamSpec, TypeVar
@@ -34,6 +36,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 logger = logging.getLogger("bso_server")
+
+# Seconds for which a database that has taken a write counts as taking writes, unless one has failed since. Whoever asks
+# each second must not wear the disk.
+_WRITABLE_FOR_S = 10.0
 
 
 def list_jobs(
@@ -141,6 +147,7 @@ class JobReader:
     def __init__(self, store: Store, *, patience_s: float = 5.0) -> None:
         self._store = store
         self._patience_s = patience_s
+        self._writable_until = -math.inf
 
     async def read(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The answer to a query, all of it of one moment."""
@@ -150,11 +157,14 @@ class JobReader:
         """Make sure that requests can be served.
 
         Raises:
-            DatabaseNotReadyError: The database does not answer, or has another schema.
+            DatabaseNotReadyError: The database does not answer, has another schema, or can keep nothing.
         """
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._store.check_schema()
+                if self._store.fault is not None or time.monotonic() > self._writable_until:
+                    await self._store.check_writable()
+                    self._writable_until = time.monotonic() + _WRITABLE_FOR_S
         except DatabaseNotReadyError as error:
             logger.warning("not ready: %s", error)
             raise DatabaseNotReadyError("the database has another schema; the server's log names both") from error
@@ -162,4 +172,6 @@ class JobReader:
             # Whatever it is, it would befall every request; where the database is, is not everybody's business.
             said = error.detail if isinstance(error, DatabaseUnavailableError) else f"{type(error).__name__}: {error}"
             logger.warning("not ready: %s", said)
-            raise DatabaseNotReadyError("the database does not answer; the server's log says why") from error
+            fault = error.fault if isinstance(error, DatabaseUnavailableError) else None
+            reason = "the database does not answer" if fault is None else f"nothing can be kept, for {fault}"
+            raise DatabaseNotReadyError(f"{reason}; the server's log says why") from error

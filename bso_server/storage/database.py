@@ -24,6 +24,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 
 from bso_server.storage.filesystem import network_filesystem
+from bso_server.storage.unwritable import OpenFile, UnwritableError
 
 # Seconds that a SQLite connection waits for another process's transaction before it gives up.
 _SQLITE_BUSY_TIMEOUT_S = 30
@@ -85,6 +86,7 @@ class Database(Protocol):
 
         Raises:
             NoConnectionError: The database cannot be reached, or can no longer.
+            UnwritableError: The file of the database was taken away; `work` may be in force.
         """
         ...
 
@@ -112,11 +114,16 @@ class SqliteFile:
             pool_logging_name=_POOL,
             isolation_level="AUTOCOMMIT",
         )
-        _configure_sqlite(self.engine, busy_timeout_s)
+        self._open_file = _configure_sqlite(self.engine, busy_timeout_s)
         event.listen(self.engine, "close", _roll_back)
 
     def connect(self) -> Connection:
-        """Open a connection; `DBAPIError` if the file cannot be opened, or is no database."""
+        """Open a connection.
+
+        Raises:
+            DBAPIError: The file cannot be opened, or is no database.
+            UnwritableError: It is another one than before; `forget` makes that all the same.
+        """
         return self.engine.connect()
 
     def run(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
@@ -130,7 +137,12 @@ class SqliteFile:
         except BaseException:
             _roll_back(driver)
             raise
+        self._open_file.check(connection.info)
         return done
+
+    def forget(self) -> None:
+        """Let the next connection open whatever file is there; none is open."""
+        self._open_file.forget()
 
     def drop(self, connection: Connection) -> None:
         """Close a connection that is in use, so that its transaction is rolled back and its user's next step fails."""
@@ -184,8 +196,8 @@ class SqliteDatabase:
 class AsyncDatabase:
     """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine, self.url = engine, engine.url
+    def __init__(self, engine: AsyncEngine, open_file: OpenFile | None = None) -> None:
+        self._engine, self.url, self._open_file = engine, engine.url, open_file
         is_sqlite = engine.dialect.name == "sqlite"
         # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
         self._writing: AbstractAsyncContextManager[object] = asyncio.Lock() if is_sqlite else nullcontext()
@@ -204,7 +216,12 @@ class AsyncDatabase:
                         # This holds for one transaction: SQLAlchemy's option is taken back when a connection returns to
                         # the pool, and one that is lost by then would never return.
                         await connection.exec_driver_sql(self._one_moment)
-                    return await connection.run_sync(work)
+                    done = await connection.run_sync(work)
+                if self._open_file is not None:
+                    self._open_file.check(connection.info)
+                return done
+        except UnwritableError:
+            raise
         except Exception as error:
             # Drivers raise this and that while they connect.
             if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
@@ -266,10 +283,11 @@ def open_database(
     except ModuleNotFoundError as error:
         extra = _EXTRAS[url.get_backend_name()]
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
+    open_file = None
     if url.drivername == _AIOSQLITE:
-        _configure_sqlite(engine.sync_engine)
+        open_file = _configure_sqlite(engine.sync_engine)
         event.listen(engine.sync_engine, "begin", _begin)
-    return AsyncDatabase(engine)
+    return AsyncDatabase(engine, open_file)
 
 
 def back_up(file: Path) -> None:
@@ -345,15 +363,18 @@ def _roll_back(driver: Any, _record: object = None) -> None:
         driver.rollback()
 
 
-def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
+def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> OpenFile:
+    open_file = OpenFile(engine.url.database or "")
+
     @event.listens_for(engine, "do_connect")
     def _make(*_arguments: Any) -> None:
+        open_file.before_open()
         # It holds who trains what; SQLite gives the files beside it the same rights.
         with suppress(OSError):  # it is there, or SQLite says why it cannot be
             os.close(os.open(engine.url.database or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
 
     @event.listens_for(engine, "connect")
-    def _configure(connection: Any, _record: Any) -> None:
+    def _configure(connection: Any, record: Any) -> None:
         # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
         # them off, so that `_begin` below says when a transaction starts.
         connection.isolation_level = None
@@ -363,7 +384,12 @@ def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEO
         # FULL: a committed report survives a power cut.
         cursor.execute("PRAGMA synchronous = FULL")
         cursor.execute("PRAGMA foreign_keys = ON")
+        # The files beside it are made by the first read.
+        cursor.execute("SELECT 1 FROM sqlite_master LIMIT 1")
         cursor.close()
+        open_file.opened(record.info)
+
+    return open_file
 
 
 def _begin(connection: Connection) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailab
 from bso_server.storage import migrations
 from bso_server.storage.database import Database, NoConnectionError, SqliteFile, back_up, is_passing
 from bso_server.storage.transaction import JobExistsError, Transaction
+from bso_server.storage.unwritable import UnwritableError, as_unwritable
 
 # How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
 _ATTEMPTS = 8
@@ -30,6 +32,9 @@ _BACKOFF_S = 0.05
 # The same where connections are lost: a database that starts anew needs seconds. Many clients wait for five at most.
 _LOST_BACKOFF_S = 0.2
 _PATIENCE_S = 3.0
+
+# A database that can keep nothing is spoken of when that begins and ends, and each time that so many seconds are over.
+_SAY_AGAIN_S = 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -61,6 +66,8 @@ class _Attempts:
             self._collided = True
             return 0.0
         if isinstance(error, DatabaseUnavailableError):
+            if error.fault is not None:
+                raise error  # Waiting mends nothing.
             if self._made == _ATTEMPTS or time.monotonic() > self._end:
                 logger.warning("gave up after %d attempts: %s", self._made, error.detail)
                 raise error
@@ -84,6 +91,9 @@ class Store:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.fault: str | None = None
+        """What keeps the database from keeping anything, as the last write has found it, or None."""
+        self._say_again = -math.inf
 
     @property
     def is_sqlite(self) -> bool:
@@ -104,7 +114,7 @@ class Store:
         repeated. When the connection was lost at the commit, it is repeated though it may be in force already.
 
         Raises:
-            DatabaseUnavailableError: The database stays away. `work` may be in force.
+            DatabaseUnavailableError: The database stays away, or can keep nothing. `work` may be in force.
         """
         return await self._repeated(lambda transaction: work(transaction, *args, **kwargs), read_only=False)
 
@@ -121,6 +131,9 @@ class Store:
                 await asyncio.sleep(attempts.wait_s(error))
             else:
                 attempts.succeeded()
+                if self.fault is not None and not read_only:
+                    logger.warning("the database %s keeps what is written again", self.description)
+                    self.fault, self._say_again = None, -math.inf
                 transaction.write_log()
                 return done
 
@@ -129,6 +142,27 @@ class Store:
             return await self._database.run(work, read_only=read_only)
         except NoConnectionError as error:
             raise DatabaseUnavailableError(f"no connection to the database {self.description}: {error}") from error
+        except (DBAPIError, UnwritableError) as error:
+            unwritable = error if isinstance(error, UnwritableError) else as_unwritable(error)
+            if unwritable is None:
+                raise
+            raise self._told(unwritable) from error
+
+    def _told(self, error: UnwritableError) -> DatabaseUnavailableError:
+        detail, now = f"nothing can be kept in the database {self.description}, for {error}", time.monotonic()
+        if error.fault != self.fault or now > self._say_again:
+            logger.error("%s; every request gets 503 until that is mended", detail)
+            self._say_again = now + _SAY_AGAIN_S
+        self.fault = error.fault
+        return DatabaseUnavailableError(detail, fault=error.fault)
+
+    async def check_writable(self) -> None:
+        """Write something and take it away again, so that a full disk and a standby show.
+
+        Raises:
+            DatabaseUnavailableError: As in `write`.
+        """
+        await self.write(Transaction.write_probe, secrets.token_hex(16))
 
     async def migrate(self) -> None:
         """Bring the database to this version's schema. A SQLite file is copied first, if there is anything to lose.
@@ -205,11 +239,13 @@ class SyncStore:
         """Do `work`, which only reads, in a transaction that makes nobody wait; arguments and errors as in `write`."""
         return self._repeated(work, read_only=True, timeout_s=timeout_s)
 
-    def close(self) -> None:
-        """Close the connection, if one is open; the next transaction opens another."""
+    def close(self, *, keeps_file: bool = False) -> None:
+        """Close the connection, if one is open; the next transaction opens another, perhaps to the same file alone."""
         with self._lock:
             connection, self._connection = self._connection, None
             _close(connection)
+            if not keeps_file:
+                self._file.forget()
 
     def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
         attempts, end = _Attempts(most=math.inf, level=logging.DEBUG), time.monotonic() + timeout_s
@@ -218,6 +254,8 @@ class SyncStore:
                 return self._run(partial(_done_in_transaction, work), read_only=read_only)
             except _BrokenInError:
                 continue
+            except UnwritableError as error:
+                raise DatabaseUnavailableError(str(error), fault=error.fault) from error
             except (DBAPIError, JobExistsError) as error:
                 try:
                     wait_s = attempts.wait_s(error)

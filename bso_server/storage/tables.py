@@ -200,6 +200,15 @@ arms = Table(
     **_MYSQL,
 )
 
+# Empty: a row is added and removed in one transaction, to see whether the database keeps anything.
+write_probes = Table(
+    "write_probes",
+    metadata,
+    Column("probe_id", String(32), primary_key=True),
+    Column("ballast", Text, nullable=False),
+    **_MYSQL,
+)
+
 tokens = Table(
     "tokens",
     metadata,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -47,10 +48,13 @@ from bso_server.storage.rows import (
     token_row,
     trial_from,
 )
-from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials
+from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials, write_probes
 from zeus_plugins.protocol import ALIVE, JobRegistration, Origin, TrialState
 
 logger = logging.getLogger("bso_server")
+
+# Some pages of each kind of database: a report, too, needs a new one now and then.
+_PROBE_BYTES = 16384
 
 
 class JobExistsError(Exception):
@@ -252,6 +256,12 @@ class Transaction:
             .exists()
         )
         return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
+
+    def write_probe(self, probe_id: str) -> None:
+        """Write a row that is gone at the commit: the database must have leave to write, and room for some pages."""
+        ballast = secrets.token_hex(_PROBE_BYTES // 2)
+        self._connection.execute(insert(write_probes).values(probe_id=probe_id, ballast=ballast))
+        self._connection.execute(delete(write_probes).where(write_probes.c.probe_id == probe_id))
 
     def insert_token(self, token: TokenRecord) -> None:
         """Add a token."""

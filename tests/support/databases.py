@@ -52,9 +52,11 @@ def fresh_database(admin_url: str) -> Iterator[str]:
         if os.environ.get("CI"):
             pytest.fail(reason)
         pytest.skip(reason)
-    yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
-    force = " WITH (FORCE)" if admin_url.startswith("postgresql") else ""
-    administer(admin_url, f"DROP DATABASE {name}{force}")
+    try:
+        yield make_url(admin_url).set(database=name).render_as_string(hide_password=False)
+    finally:
+        force = " WITH (FORCE)" if admin_url.startswith("postgresql") else ""
+        administer(admin_url, f"DROP DATABASE {name}{force}")
 
 
 @contextmanager

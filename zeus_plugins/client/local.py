@@ -249,9 +249,10 @@ class _Files:
                     self._stores[path].close()
 
     def before_fork(self) -> None:
-        """Let the transaction under way end, and have no file open until after the fork."""
+        """Let the transaction under way end, and have no file open until after the fork, and then the same ones."""
         self._lock.acquire()
-        self.close()
+        for store in self._stores.values():
+            store.close(keeps_file=True)
 
     def after_fork(self) -> None:
         """Let transactions begin; the lock is held by the thread that forked, in the child as well."""

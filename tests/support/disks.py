@@ -1,0 +1,45 @@
+"""Disks that are full, read-only, or taken away."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+
+@contextmanager
+def small_disk(folder: Path, *, size: str, owner: str | None = None) -> Iterator[Path]:
+    """A file system of this size in memory; the test is skipped where none may be mounted."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)],  # noqa: S607 - wherever it is
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if mounted.returncode:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    try:
+        if owner is not None:
+            subprocess.run(["chown", owner, str(folder)], check=True)  # noqa: S607 - as above
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)  # noqa: S607 - as above
+
+
+def fill(disk: Path) -> Path:
+    """Take all the room that is left on a disk; the file that takes it."""
+    ballast = disk / "ballast"
+    with ballast.open("ab", buffering=0) as file:
+        for block in (65536, 4096, 512, 1):
+            try:
+                while True:
+                    file.write(b"x" * block)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+    return ballast
