@@ -92,6 +92,16 @@ class UnknownTokenError(BsoError):
         super().__init__(f"unknown token {token_id!r}: bso-server token list shows the ids")
 
 
+class RevokedTokenError(BsoError):
+    """A token that was revoked can neither be rotated nor be given anything."""
+
+    def __init__(self, token_id: str) -> None:
+        super().__init__(
+            f"token {token_id} was revoked, which is for good: make another one by bso-server token create, and hand "
+            f"over what belongs to this one by bso-server token transfer {token_id} ID"
+        )
+
+
 class DatabaseNotReadyError(BsoError):
     """The database was not brought to this version's schema."""
 

@@ -386,4 +386,4 @@ class TestPrune:
         with pytest.raises(SystemExit) as caught:
             main(["db", "prune", f"--older-than={age}"])
         assert caught.value.code == 2
-        assert f"{age!r} is no age: write hours, days or weeks as 12h, 30d or 8w" in capsys.readouterr().err
+        assert f"{age!r} is no time: write hours, days or weeks as 12h, 30d or 8w" in capsys.readouterr().err

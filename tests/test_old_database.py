@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from bso_server.core.access import Caller
 from bso_server.service import queries
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.commands import Commands
@@ -63,9 +64,17 @@ def without_words(said: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in said.items() if name not in {"reason", "message"}}
 
 
+def without_owner(said: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a job, which belongs to nobody: it is open to all tokens, as all jobs were."""
+    assert (said.pop("owner"), said.pop("shared")) == (None, False)
+    return said
+
+
 def test_it_is_shown_as_before(tmp_path: Path) -> None:
     async def use(old: Old) -> None:
-        assert as_json(await old.reader.read(queries.list_jobs, limit=None)) == EXPECTED["all_jobs"]
+        listed = as_json(await old.reader.read(queries.list_jobs, limit=None))
+        assert [without_owner(job) for job in listed.pop("jobs")] == EXPECTED["all_jobs"]["jobs"]
+        assert listed == {"next_cursor": EXPECTED["all_jobs"]["next_cursor"]}
         for job_id in JOBS:
             before = EXPECTED["jobs"][job_id]
             shown = as_json(await old.reader.read(queries.show_job, job_id))
@@ -74,7 +83,7 @@ def test_it_is_shown_as_before(tmp_path: Path) -> None:
             assert as_json(await old.reader.read(queries.list_arms, job_id)) == before["arms"]
             assert as_json(await old.reader.read(queries.list_power_profiles, job_id)) == before["power_profiles"]
             export = before.get("export") or json.loads((FIXTURES / "export.json").read_text())
-            assert as_json(await old.reader.read(queries.export_job, job_id)) == export
+            assert without_owner(as_json(await old.reader.read(queries.export_job, job_id))) == export
 
     on_old_database(tmp_path, use)
 
@@ -87,6 +96,14 @@ def test_its_token_is_good(tmp_path: Path) -> None:
         ]
         caller = await Authenticator(tokens).identify(f"Bearer {EXPECTED['token']}", "192.0.2.7", "bso.example")
         assert caller.token_id == EXPECTED["tokens"][0]["token_id"]
+        for each in (caller, Caller("of another", caller.scopes)):
+            trial = await old.service.run(old.service.commands.suggest, "old-gp", caller=each)
+            (stored,) = (await old.reader.read(queries.show_job, "old-gp", limit=1)).trials
+            assert (stored.trial_number, stored.owner) == (trial.trial_number, each.token_id)
+        token, _ = await tokens.rotate(caller.token_id)
+        for each in (token, EXPECTED["token"]):
+            again = await Authenticator(tokens).identify(f"Bearer {each}", "192.0.2.7", "bso.example")
+            assert again.token_id == caller.token_id
 
     on_old_database(tmp_path, use)
 

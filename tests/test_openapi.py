@@ -44,6 +44,8 @@ ROUTES = [
     ("GET", "/api/jobs/{job_id}/trials.csv"),
     ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
     ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
+    ("PUT", "/api/jobs/{job_id}/share"),
+    ("DELETE", "/api/jobs/{job_id}/share"),
     ("GET", "/api/jobs/{job_id}/arms"),
     ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/events"),

@@ -6,7 +6,8 @@ import asyncio
 import base64
 import csv
 import io
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -38,8 +39,9 @@ LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
 UNKNOWN = f"zbso_00000000_{'x' * 43}"
 
 
-def make_token(database_url: str, *scopes: str) -> str:
-    made = bso_server("token", "create", "--name", "test", "--scope", *scopes, "--database-url", database_url)
+def make_token(database_url: str, *scopes: str, options: Sequence[str] = ()) -> str:
+    source = ["--database-url", database_url]
+    made = bso_server("token", "create", "--name", "test", "--scope", *scopes, *options, *source)
     assert made.returncode == 0, made.stderr
     return made.stdout.strip()
 
@@ -86,7 +88,8 @@ class Http:
     url: str
 
     def ask(self, method: str, path: str, token: str, **request: Any) -> httpx.Response:
-        return httpx.request(method, self.url + path, headers=bearer(token), **request)
+        headers = bearer(token) | request.pop("headers", {})
+        return httpx.request(method, self.url + path, headers=headers, **request)
 
     def begin(self, token: str, job_id: str | None = None) -> dict[str, Any]:
         """A trial, of a job of its own unless one is named."""
@@ -94,6 +97,9 @@ class Http:
             job_id = self.ask("POST", "/jobs", token, json=job()).json()["job_id"]
         trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()
         return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+    def share(self, token: str, job_id: str) -> None:
+        assert self.ask("PUT", f"/api/jobs/{job_id}/share", token).json()["shared"] is True
 
     def report(self, token: str, trial: dict[str, Any]) -> httpx.Response:
         return self.ask("POST", "/report", token, json={**trial, **RESULT})
@@ -157,6 +163,8 @@ class TestTokens:
             ("DELETE", "/jobs?job_id=none", {"admin"}),
             ("POST", "/api/import", {"admin"}),
             ("POST", "/api/jobs/none/trials/1/discard", {"admin"}),
+            ("PUT", "/api/jobs/none/share", {"admin"}),
+            ("DELETE", "/api/jobs/none/share", {"admin"}),
         ],
     )
     def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:
@@ -202,17 +210,19 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
 
 
 class TestOwners:
-    def test_only_the_token_that_began_a_trial_reports_on_it(self, http: Http, tokens: Tokens) -> None:
+    def test_only_the_token_that_began_a_trial_or_an_administrator_reports_on_it(
+        self, http: Http, tokens: Tokens
+    ) -> None:
         trial = http.begin(tokens.report)
-        for stranger in (tokens.other, tokens.admin):
-            assert_refused(http.report(stranger, trial), 403, "was dispatched to token", tokens.report.split("_")[1])
-            assert_refused(http.ask("PATCH", "/trials/heartbeat", stranger, json=trial), 403)
-            assert_refused(http.ask("PUT", "/trials/power_profile", stranger, json=trial | found_out(job())), 403)
+        assert_refused(http.report(tokens.other, trial), 403, "belongs to token", tokens.report.split("_")[1], "(test)")
+        assert_refused(http.ask("PATCH", "/trials/heartbeat", tokens.other, json=trial), 403)
+        assert_refused(http.ask("PUT", "/trials/power_profile", tokens.other, json=trial | found_out(job())), 403)
 
-        assert http.report(tokens.report, trial).status_code == 200
-        assert http.ask("PATCH", "/trials/heartbeat", tokens.report, json=trial).status_code == 200
-        stored = http.ask("PUT", "/trials/power_profile", tokens.report, json=trial | found_out(job()))
-        assert stored.status_code == 200, stored.text
+        for token in (tokens.report, tokens.admin):
+            assert http.report(token, trial).status_code == 200
+            assert http.ask("PATCH", "/trials/heartbeat", token, json=trial).status_code == 200
+            stored = http.ask("PUT", "/trials/power_profile", token, json=trial | found_out(job()))
+            assert stored.status_code == 200, stored.text
 
     def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
         for ending in (tokens.report, tokens.admin):
@@ -222,16 +232,58 @@ class TestOwners:
             assert http.ask("PATCH", "/trials", ending, json=trial).status_code == 200
             assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "failed"
 
-    def test_a_job_is_everybodys_but_each_trial_has_an_owner(self, http: Http, tokens: Tokens) -> None:
-        first = http.begin(tokens.report)
-        second = http.begin(tokens.other, first["job_id"])
+    def test_a_job_is_its_tokens_until_it_is_shared_but_each_trial_stays_its_own(
+        self, http: Http, tokens: Tokens
+    ) -> None:
+        registered = job(job_id=f"job-{uuid.uuid4().hex}")
+        first = http.begin(tokens.report, http.ask("POST", "/jobs", tokens.report, json=registered).json()["job_id"])
+        job_id = first["job_id"]
+        offline = {"json": {"job_id": job_id, "batch_size": 32}, "headers": {"Idempotency-Key": "k"}}
+        for refused in (
+            http.ask("POST", "/jobs", tokens.other, json=registered),
+            http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}),
+            http.ask("POST", "/trials", tokens.other, **offline),
+        ):
+            owner = tokens.report.split("_")[1]
+            assert_refused(refused, 403, f"belongs to token {owner} (test)", f"bso-server jobs share {job_id}")
+        assert http.ask("GET", f"/api/jobs/{job_id}", tokens.other).json()["trial_count"] == 1
+
+        http.share(tokens.admin, job_id)
+        assert http.ask("POST", "/jobs", tokens.other, json=registered).status_code == 200
+        second = http.begin(tokens.other, job_id)
         assert http.report(tokens.report, first).status_code == 200
         assert http.report(tokens.other, second).status_code == 200
+        assert_refused(http.report(tokens.report, second), 403)
+
+        assert http.ask("DELETE", f"/api/jobs/{job_id}/share", tokens.admin).json()["shared"] is False
+        assert_refused(http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}), 403)
+        assert http.report(tokens.other, second).status_code == 200  # What has begun goes on.
+
+    def test_a_token_may_share_all_its_jobs(self, http: Http, tokens: Tokens, any_server: Server) -> None:
+        sharing = make_token(any_server.database_url, "report", options=["--share"])
+        trial = http.begin(sharing)
+        assert http.begin(tokens.other, trial["job_id"])["trial_number"] == 2
+        shown = http.ask("GET", f"/api/jobs/{trial['job_id']}", tokens.read).json()
+        assert (shown["owner"], shown["shared"]) == (sharing.split("_")[1], True)
+
+    def test_an_administrator_may_run_anybodys_job_and_the_log_says_so(
+        self, http: Http, tokens: Tokens, any_server: Server
+    ) -> None:
+        trial = http.begin(tokens.report)
+        begun = http.begin(tokens.admin, trial["job_id"])
+        assert http.report(tokens.admin, trial).status_code == 200
+        assert http.ask("PATCH", "/trials", tokens.admin, json=trial).status_code == 200
+        owner, admin = tokens.report.split("_")[1], tokens.admin.split("_")[1]
+        said = f"token {admin}, an administrator's, in the place of token {owner}"
+        lines = any_server.log.read_text().splitlines()
+        assert sum(f"job {trial['job_id']} trial 1: {said}" in line for line in lines) == 2
+        assert sum(f"job {trial['job_id']} trial {begun['trial_number']}: {said}" in line for line in lines) == 1
 
     def test_whose_token_a_trial_was_dispatched_to_can_be_read(
         self, http: Http, tokens: Tokens, any_server: Server
     ) -> None:
         job_id = http.begin(tokens.report)["job_id"]
+        http.share(tokens.admin, job_id)
         http.begin(tokens.other, job_id)
         owners = [token.split("_")[1] for token in (tokens.report, tokens.other)]
         for path in (f"/api/jobs/{job_id}", f"/api/jobs/{job_id}/trials"):
@@ -242,18 +294,22 @@ class TestOwners:
         assert [row["owner"] for row in csv.DictReader(io.StringIO(table))] == owners
         text = bso_server("jobs", "show", job_id, "--database-url", any_server.database_url).stdout
         assert "  TOKEN  " in text
+        assert f", token {owners[0]} (shared)\n" in text
+        listed = bso_server("jobs", "list", "--database-url", any_server.database_url).stdout
+        assert any(line.startswith(job_id) and line.endswith(f"{owners[0]} (shared)") for line in listed.splitlines())
         for owner in owners:
             assert f"  {owner}  " in text
 
     def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
         job_id = http.ask("POST", "/jobs", tokens.report, json=job()).json()["job_id"]
+        http.share(tokens.admin, job_id)
 
         def suggest(token: str) -> httpx.Response:
             headers = {**bearer(token), "Idempotency-Key": "the-same"}
             return httpx.get(f"{http.url}/jobs/batch_size", params={"job_id": job_id}, headers=headers)
 
         first = suggest(tokens.report)
-        assert_refused(suggest(tokens.other), 403, "was dispatched to token")
+        assert_refused(suggest(tokens.other), 403, "belongs to token")
         assert suggest(tokens.report).json() == first.json()
 
     def test_a_refused_report_spoils_no_other_of_its_group(self, http: Http, tokens: Tokens) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from litestar import get, post
+from litestar import delete, get, post, put
 from litestar.openapi.spec import SecurityRequirement
 from litestar.params import JSONBody
 
@@ -42,6 +42,28 @@ async def import_job(data: JSONBody[JobExport], service: Service) -> JobSummary:
 async def discard_trial(job_id: JobInPath, trial_number: TrialNumber, service: Service) -> TrialView:
     """Take a trial that has ended out of all that the job's decisions rest on; it stays to be seen, as withdrawn."""
     return await service.run(service.commands.discard, job_id, trial_number)
+
+
+_SHARE = Paths.API_JOBS + "/{job_id:str}/share"
+_ERRORS_OF_JOB = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+
+@put(_SHARE, summary="Share a job", opt=needs(Scope.ADMIN), responses=_ERRORS_OF_JOB)
+async def share_job(job_id: JobInPath, service: Service) -> JobSummary:
+    """Let every token that may report run trials of the job, beside the one that it belongs to."""
+    return await service.run(service.commands.share, job_id)
+
+
+@delete(
+    _SHARE,
+    summary="Stop sharing a job",
+    opt=needs(Scope.ADMIN),
+    status_code=HTTPStatus.OK,
+    responses=_ERRORS_OF_JOB,
+)
+async def stop_sharing_job(job_id: JobInPath, service: Service) -> JobSummary:
+    """Let no other token than the one that the job belongs to begin further trials; those that run go on."""
+    return await service.run(service.commands.share, job_id, shared=False)
 
 
 @get(Paths.HEALTH, summary="Whether the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))

@@ -41,9 +41,11 @@ _ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, *BODY)
         **errors(HTTPStatus.CONFLICT, *BODY),
     },
 )
-async def register_job(data: JSONBody[JobRegistration], service: Service) -> Response[JobRegistration]:
+async def register_job(
+    data: JSONBody[JobRegistration], service: Service, request: CallerRequest
+) -> Response[JobRegistration]:
     """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
-    registration, created = await service.register(data)
+    registration, created = await service.register(data, request.user)
     return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
 
 

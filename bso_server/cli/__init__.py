@@ -6,10 +6,8 @@ import argparse
 import json
 import logging.config
 import os
-import re
 import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
@@ -19,6 +17,7 @@ from bso_server.app import prepare, store_of
 from bso_server.cli.common import (
     CommandError,
     add_command,
+    duration,
     given,
     settings_of,
     take_server_from_environment,
@@ -81,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     prune_help = "forget old reports and power-limit profiles; the last ones stay"
     prune = add_command(database, "prune", prune_help, _db_prune)
     prune.add_argument(
-        "--older-than", type=_age, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
+        "--older-than", type=duration, required=True, metavar="AGE", help="such as 12h, 30d or 8w: hours, days or weeks"
     )
 
     verify = add_command(database, "verify", "compare what is remembered of each job with its trials", _db_verify)
@@ -181,13 +180,6 @@ def _db_verify(options: argparse.Namespace) -> None:
         )
     if not options.json:
         print(f"{number} jobs are remembered as their trials say")
-
-
-def _age(text: str) -> timedelta:
-    match = re.fullmatch(r"([0-9]{1,4})([hdw])", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no age: write hours, days or weeks as 12h, 30d or 8w")
-    return int(match[1]) * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[match[2]]
 
 
 def _config_show(options: argparse.Namespace) -> None:

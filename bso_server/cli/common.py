@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 from collections.abc import Awaitable, Callable
+from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
@@ -98,3 +100,12 @@ def with_ready_store(options: argparse.Namespace, use: Callable[[Store], Awaitab
         return await use(store)
 
     return with_store(options, checked)
+
+
+def duration(text: str) -> timedelta:
+    """The time that an argument says, in hours, days or weeks."""
+    match = re.fullmatch(r"([0-9]{1,4})([hdw])", text)
+    if match is None and text != "0":
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write hours, days or weeks as 12h, 30d or 8w")
+    number, unit = (0, "h") if match is None else (int(match[1]), match[2])
+    return number * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[unit]

@@ -72,6 +72,12 @@ def add_jobs_commands(commands: Commands) -> None:
     discard.add_argument("job_id", metavar="JOB")
     discard.add_argument("trial_number", metavar="TRIAL", type=int)
 
+    share = add_command(jobs, "share", "let every token that may report run trials of a job", _share, or_server=True)
+    share.add_argument("job_id", metavar="JOB")
+    share.add_argument(
+        "--stop", action="store_true", help="leave it to the token that it belongs to; what runs goes on"
+    )
+
     delete = add_command(jobs, "delete", "delete a job with all that is known of it", _delete, or_server=True)
     delete.add_argument("job_id", metavar="JOB")
 
@@ -135,6 +141,25 @@ def _discard(options: argparse.Namespace) -> None:
     else:
         _ask(options, "POST", f"{_path_of_job(options)}/trials/{number}/discard")
     print(f"trial {number} of job {job_id} is set aside")
+
+
+def _share(options: argparse.Namespace) -> None:
+    if options.server_url is None:
+
+        async def share(store: Store) -> JobSummary:
+            service = BatchSizeService(store)
+            return await service.run(service.commands.share, options.job_id, shared=not options.stop)
+
+        job = with_ready_store(options, share)
+    else:
+        answer = _ask(options, "DELETE" if options.stop else "PUT", f"{_path_of_job(options)}/share")
+        job = JobSummary.model_validate_json(answer)
+    if job.shared:
+        print(f"job {job.job_id} is shared: every token with scope report may run trials of it")
+    elif job.owner is None:
+        print(f"job {job.job_id} is not shared, but it belongs to no token and so stays open to all of them")
+    else:
+        print(f"job {job.job_id} is not shared: only token {job.owner}, and administrators, begin trials of it")
 
 
 def _delete(options: argparse.Namespace) -> None:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from bso_server.core.access import TokenRecord
-from zeus_plugins.protocol import JobList, JobView, TrialView
+from zeus_plugins.protocol import JobList, JobSummary, JobView, TrialView
 
 
 def job_list_text(jobs: JobList) -> str:
     """A table with a line per job."""
     if not jobs.jobs:
         return "no jobs"
+    # A server that asks for no tokens has nothing to say there.
+    owned = any(job.owner for job in jobs.jobs)
     rows = [
-        [job.job_id, job.policy, str(job.trials), _number(job.min_cost_j), _text(job.min_cost_batch_size)]
+        [
+            *(job.job_id, job.policy, str(job.trials), _number(job.min_cost_j), _text(job.min_cost_batch_size)),
+            *([_owner(job)] if owned else []),
+        ]
         for job in jobs.jobs
     ]
-    return table(["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE"], rows)
+    header = ["JOB", "POLICY", "TRIALS", "LOWEST COST J", "AT BATCH SIZE", *(["TOKEN"] if owned else [])]
+    return table(header, rows)
 
 
 def job_text(view: JobView, *, verbose: bool = False) -> str:
@@ -31,6 +37,7 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     head = (
         f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
         f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
+        f"{f', token {_owner(view)}' if view.owner else ''}"
     )
     arms = table(
         ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J"],
@@ -39,7 +46,6 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
             for arm in view.arms
         ],
     )
-    # A server that asks for no tokens has nothing to say there.
     owned = any(trial.owner for trial in view.trials)
     limited = any(trial.power_limits for trial in view.trials)
     measured = ["EPOCHS", "TIME S", "ENERGY J", "COST J", "METRIC"]
@@ -71,6 +77,10 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     return "\n\n".join([head, arms, trials, energy])
 
 
+def _owner(job: JobSummary | JobView) -> str:
+    return f"{_text(job.owner)}{' (shared)' if job.shared else ''}"
+
+
 def _with_numbers(trial: TrialView) -> str:
     if trial.epoch_bound is None:
         return trial.reason
@@ -81,26 +91,40 @@ def _power_limit(trial: TrialView) -> str:
     return "-" if trial.power_limits is None else f"{_number(trial.power_limit_w)} of {trial.power_limits}"
 
 
-def token_list_text(tokens: Sequence[TokenRecord]) -> str:
-    """A table with a line per token."""
+def token_list_text(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
+    """A table with a line per token, and the number of its jobs."""
     if not tokens:
         return "no tokens"
+    header = ["ID", "NAME", "SCOPES", "JOBS", "CREATED (UTC)", "ROTATED (UTC)", "OLD SECRET UNTIL", "REVOKED (UTC)"]
     rows = [
-        [one.token_id, one.name, " ".join(sorted(one.scopes)), _time(one.created_at), _time(one.revoked_at)]
+        [
+            *(one.token_id, one.name, " ".join(sorted(one.scopes))),
+            f"{jobs.get(one.token_id, 0)}{' (shares)' if one.shares_jobs else ''}",
+            *map(_time, (one.created_at, one.rotated_at, one.previous_until, one.revoked_at)),
+        ]
         for one in tokens
     ]
-    return table(["ID", "NAME", "SCOPES", "CREATED (UTC)", "REVOKED (UTC)"], rows)
+    return table(header, rows)
 
 
-def token_list_json(tokens: Sequence[TokenRecord]) -> str:
+def token_list_json(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
     """The same for machines: what people may see of tokens, without their hashes."""
     shown = [
         {
             "token_id": token.token_id,
             "name": token.name,
             "scopes": sorted(token.scopes),
-            "created_at": token.created_at.isoformat(),
-            "revoked_at": None if token.revoked_at is None else token.revoked_at.isoformat(),
+            "jobs": jobs.get(token.token_id, 0),
+            "shares_jobs": token.shares_jobs,
+            **{
+                name: None if instant is None else instant.isoformat()
+                for name, instant in (
+                    ("created_at", token.created_at),
+                    ("rotated_at", token.rotated_at),
+                    ("previous_secret_until", token.previous_until),
+                    ("revoked_at", token.revoked_at),
+                )
+            },
         }
         for token in tokens
     ]

@@ -6,11 +6,11 @@ import argparse
 import sys
 
 from bso_server.app import prepare
-from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, with_ready_store, with_store
+from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, with_ready_store, with_store
 from bso_server.cli.tables import token_list_json, token_list_text
-from bso_server.core.access import Scope
+from bso_server.core.access import Scope, TokenRecord
 from bso_server.service.security import CACHE_S
-from bso_server.service.tokens import Tokens
+from bso_server.service.tokens import DEFAULT_GRACE, Tokens
 from bso_server.storage.store import Store
 
 
@@ -29,6 +29,24 @@ def add_token_commands(commands: Commands) -> None:
         type=Scope,
         help="what it allows: read; report, which includes read (default); admin, which includes all",
     )
+    create.add_argument(
+        "--share",
+        action="store_true",
+        help="share the jobs that it registers: other tokens may run trials of them, as where each machine has its own",
+    )
+    rotate_help = "give a token another secret, and print it, this once; its jobs and trials stay its own"
+    rotate = add_command(token, "rotate", rotate_help, _rotate)
+    rotate.add_argument("token_id", metavar="ID")
+    rotate.add_argument(
+        "--grace",
+        type=duration,
+        default=DEFAULT_GRACE,
+        metavar="TIME",
+        help="how long the old secret stays good: such as 12h or 7d, or 0 for one that others have seen (default 24h)",
+    )
+    transfer = add_command(token, "transfer", "give another token the jobs and trials of one", _transfer)
+    transfer.add_argument("token_id", metavar="FROM", help="may have been revoked")
+    transfer.add_argument("successor_id", metavar="TO")
     listing = add_command(token, "list", "all tokens, without their secrets", _list)
     listing.add_argument("--json", action="store_true", help="print JSON")
     revoke = add_command(token, "revoke", "make a token worthless for good", _revoke)
@@ -39,7 +57,9 @@ def _create(options: argparse.Namespace) -> None:
     async def create(store: Store) -> None:
         # The first token may come before the server's first start.
         await prepare(store)
-        token, record = await Tokens(store).create(options.name, options.scopes or [Scope.REPORT])
+        token, record = await Tokens(store).create(
+            options.name, options.scopes or [Scope.REPORT], shares_jobs=options.share
+        )
         print(token)
         print(
             f"token {record.token_id} ({record.name}): {', '.join(sorted(record.scopes))}. It is shown this once; "
@@ -51,18 +71,45 @@ def _create(options: argparse.Namespace) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    tokens = with_ready_store(options, lambda store: Tokens(store).all())
-    print(token_list_json(tokens) if options.json else token_list_text(tokens))
+    async def read(store: Store) -> tuple[list[TokenRecord], dict[str, int]]:
+        tokens = Tokens(store)
+        return await tokens.all(), await tokens.jobs_per_owner()
+
+    tokens, jobs = with_ready_store(options, read)
+    print(token_list_json(tokens, jobs) if options.json else token_list_text(tokens, jobs))
+
+
+def _rotate(options: argparse.Namespace) -> None:
+    token, record = with_ready_store(options, lambda store: Tokens(store).rotate(options.token_id, options.grace))
+    print(token)
+    end = f"within {CACHE_S:g} s" if not options.grace else f"from {record.previous_until:%Y-%m-%d %H:%M} UTC on"
+    print(
+        f"token {record.token_id} ({record.name}) has another secret, which is shown this once; trainings take it from "
+        f"{TOKEN_VARIABLE}. Servers refuse the old one {end}. Its jobs and trials stay its own.",
+        file=sys.stderr,
+    )
+
+
+def _transfer(options: argparse.Namespace) -> None:
+    token_id, successor_id = options.token_id, options.successor_id
+    jobs, trials = with_ready_store(options, lambda store: Tokens(store).transfer(token_id, successor_id))
+    print(f"{jobs} jobs and {trials} trials of token {token_id} belong to token {successor_id}")
 
 
 def _revoke(options: argparse.Namespace) -> None:
-    async def revoke(store: Store) -> bool:
-        tokens = Tokens(store)
-        await tokens.revoke(options.token_id)
-        return await tokens.any_valid()
+    token_id = options.token_id
 
-    any_left = with_ready_store(options, revoke)
-    print(f"token {options.token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
+    async def revoke(store: Store) -> tuple[int, bool]:
+        tokens = Tokens(store)
+        return await tokens.revoke(token_id), await tokens.any_valid()
+
+    alive, any_left = with_ready_store(options, revoke)
+    print(f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
+    if alive:
+        print(
+            f"{alive} of its trials may still go on, and only administrators report on them now; to hand them and its "
+            f"jobs over: bso-server token transfer {token_id} ID"
+        )
     if not any_left:
         print(
             "no valid token is left, and servers of this database serve nobody, on this machine neither, until "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hmac
+from dataclasses import dataclass, replace
 from datetime import datetime
 from enum import StrEnum
 
@@ -26,10 +27,23 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: the token that was shown, or None where the server asks for none, and all it allows."""
+    """The sender of a request: the token that was shown, or None where the server asks for none, and all it allows.
+
+    `shares_jobs` says whether other tokens may use the jobs that it registers.
+    """
 
     token_id: str | None
     scopes: frozenset[Scope]
+    shares_jobs: bool = False
+
+    def owns(self, owner: str) -> bool:
+        """Whether what belongs to this token is the caller's. Without tokens, nobody is told from anybody else."""
+        return self.token_id in (None, owner)
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether it may do everything."""
+        return Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
         """Raise `ForbiddenError` if the caller's token lacks this scope."""
@@ -53,7 +67,9 @@ class TokenRecord:
         name: What or whom it is for, in words.
         scopes: What it allows, as given when it was made.
         token_hash: SHA-256 of the whole token, in hex digits.
-        created_at: When it was made (UTC); `revoked_at` likewise.
+        created_at: When it was made (UTC); `revoked_at` and `rotated_at`, when it got its latest secret, likewise.
+        shares_jobs: Whether other tokens may use the jobs that it registers.
+        previous_hash: That of the token with its secret before, which is good until `previous_until`, too.
     """
 
     token_id: str
@@ -62,7 +78,33 @@ class TokenRecord:
     token_hash: str
     created_at: datetime
     revoked_at: datetime | None = None
+    shares_jobs: bool = False
+    rotated_at: datetime | None = None
+    previous_hash: str | None = None
+    previous_until: datetime | None = None
 
     def caller(self) -> Caller:
         """The caller that shows this token."""
-        return Caller(self.token_id, frozenset[Scope]().union(*(_IMPLIED[scope] for scope in self.scopes)))
+        scopes = frozenset[Scope]().union(*(_IMPLIED[scope] for scope in self.scopes))
+        return Caller(self.token_id, scopes, self.shares_jobs)
+
+    def is_good(self, token_hash: str, now: datetime) -> bool:
+        """Whether the token with this hash is this one, and good: with its secret, or for a while the one before."""
+        if self.revoked_at is not None:
+            return False
+        previous = self.previous_hash
+        if previous is None or self.previous_until is None or now >= self.previous_until:
+            return hmac.compare_digest(self.token_hash, token_hash)
+        return hmac.compare_digest(self.token_hash, token_hash) | hmac.compare_digest(previous, token_hash)
+
+    def rotated(self, token_hash: str, now: datetime, previous_until: datetime) -> TokenRecord:
+        """The same token with another secret, and the present one good until then."""
+        if self.token_hash == token_hash:  # It is done already.
+            return self
+        return replace(
+            self,
+            token_hash=token_hash,
+            rotated_at=now,
+            previous_hash=self.token_hash,
+            previous_until=previous_until,
+        )

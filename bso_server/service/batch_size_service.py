@@ -41,14 +41,16 @@ class BatchSizeService:
         """Do one of `commands`, with these arguments, in a transaction of its own."""
         return await self._store.write(command, *args, **kwargs)
 
-    async def register(self, registration: JobRegistration) -> tuple[JobRegistration, bool]:
+    async def register(
+        self, registration: JobRegistration, caller: Caller = UNRESTRICTED
+    ) -> tuple[JobRegistration, bool]:
         """See `Commands.register`; a registration without a job_id gets one."""
         registration = with_job_id(registration)
         # Most are registered already, and to look makes no writer wait.
-        known = await self._store.read(self.commands.registered, registration)
+        known = await self._store.read(self.commands.registered, registration, caller)
         if known is not None:
             return known, False
-        return await self._store.write(self.commands.register, registration)
+        return await self._store.write(self.commands.register, registration, caller)
 
     async def report(self, result: TrainingResult, *, caller: Caller = UNRESTRICTED) -> ReportResponse:
         """Record where a trial stands and decide whether it goes on; see `ReportBatch.take`."""

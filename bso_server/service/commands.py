@@ -17,20 +17,20 @@ import numpy as np
 
 from bso_server.core import job as life
 from bso_server.core import policy
-from bso_server.core.access import UNRESTRICTED, Caller, Scope
+from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.history import Arm, History
 from bso_server.core.job import LeasePolicy, Moment
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError, UnknownTrialError
 from bso_server.service import views
 from bso_server.service.loading import load_history, locked_job, locked_trial
+from bso_server.service.ownership import log_replaced, require_job, require_trial
 from bso_server.service.refusals import (
     explores_in_vain,
     refuse_difference,
     refuse_endless_exploration,
     refuse_folder_name,
     refuse_other_gpus,
-    refuse_other_owner,
     refuse_other_size,
 )
 from bso_server.service.transfer import ImportedJob
@@ -68,8 +68,8 @@ class Commands:
     was broken off, or lost at its commit; only `suggest` without a key and `delete_job` then find what they have done.
 
     Those that take a `job_id` raise `UnknownJobError` if there is no such job. Those that take a message about a trial
-    raise `UnknownTrialError` if there is no such trial, and `InvalidReportError` if it has another batch size. A trial
-    belongs to the `caller` that it was dispatched to; where it is another's, they raise `ForbiddenError`.
+    raise `UnknownTrialError` if there is no such trial, and `InvalidReportError` if it has another batch size. Those
+    that take a `caller` raise `ForbiddenError` where the job or the trial is another's: see `service.ownership`.
 
     Args:
         leases: How long silent trials count as alive.
@@ -88,7 +88,9 @@ class Commands:
         self._crash_retries = crash_retries
         self._clock = clock
 
-    def registered(self, transaction: Transaction, registration: JobRegistration) -> JobRegistration | None:
+    def registered(
+        self, transaction: Transaction, registration: JobRegistration, caller: Caller = UNRESTRICTED
+    ) -> JobRegistration | None:
         """The job as it is registered, or None if there is something to write; this only reads.
 
         Raises:
@@ -97,12 +99,15 @@ class Commands:
         existing = transaction.job(registration.job_id or "")
         if existing is None:
             return None
+        require_job(transaction, existing, caller)
         known = existing.registration
         _refuse_other(known, registration)
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
-    def register(self, transaction: Transaction, registration: JobRegistration) -> tuple[JobRegistration, bool]:
-        """Register a job, or find it as `registered`: the job with its id, and whether it is new.
+    def register(
+        self, transaction: Transaction, registration: JobRegistration, caller: Caller = UNRESTRICTED
+    ) -> tuple[JobRegistration, bool]:
+        """Register a job, which belongs to the caller, or find it as `registered`: that with its id, and if it is new.
 
         What is told of its trainings is kept as far as nobody has told it before. A window that could never hold the
         explorations that a Zeus client asks for is raised.
@@ -111,7 +116,7 @@ class Commands:
             JobConflictError: As in `registered`.
             InvalidJobError: It is new, and could not be served.
         """
-        known = self.registered(transaction, registration)
+        known = self.registered(transaction, registration, caller)
         if known is not None:
             return known, False
         existing = transaction.job(registration.job_id or "") and locked_job(transaction, registration.job_id or "")
@@ -123,7 +128,7 @@ class Commands:
         refuse_folder_name(registration)
         refuse_endless_exploration(registration)
         asked, registration = registration, _with_window(registration)
-        transaction.insert_job(registration, self._clock())
+        transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
             transaction.log(
                 "job %s: window_size is %d and not %d, which could never hold mab_num_explorations",
@@ -154,7 +159,7 @@ class Commands:
         if idempotency_key is not None:
             started = transaction.trial_with_key(job_id, idempotency_key)
             if started is not None:
-                refuse_other_owner(started, caller)
+                require_trial(transaction, job, started, caller)
                 if started.state in FINAL:
                     raise KeyConflictError(
                         f"the request with this Idempotency-Key started trial {started.trial_number}, which has ended "
@@ -162,6 +167,7 @@ class Commands:
                         field="Idempotency-Key",
                     )
                 return _with_power_profile(transaction, job, _dispatch(job, started))
+        owner = require_job(transaction, job, caller)
         job = self._abandon_expired(transaction, job, now)
         history, changed = load_history(transaction, job)
         rng = _generator(job)
@@ -170,6 +176,7 @@ class Commands:
         )
         if trial.origin is Origin.BANDIT and job.registration.mab_seed is not None:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
+        log_replaced(transaction, *trial.key, caller, owner)
         changed[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
         return _with_power_profile(transaction, job, _started(transaction, job, trial, changed.values()))
 
@@ -190,10 +197,11 @@ class Commands:
         job = locked_job(transaction, offline.job_id)
         recorded = transaction.trial_with_key(offline.job_id, idempotency_key)
         if recorded is not None:
-            refuse_other_owner(recorded, caller)
+            require_trial(transaction, job, recorded, caller)
             refuse_other_size(recorded, offline.batch_size)
             # Even if it has ended: its reports may come again, too.
             return _dispatch(job, recorded)
+        owner = require_job(transaction, job, caller)
         arm = transaction.arms(offline.job_id).get(offline.batch_size)
         if arm is None:
             raise InvalidReportError(
@@ -206,11 +214,12 @@ class Commands:
         job, trial = life.dispatched(
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
+        log_replaced(transaction, *trial.key, caller, owner)
         return _started(transaction, job, trial, [arm.after_dispatch()])
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
-        """End a trial that the server has not ended; one that has ended stays as it is. Administrators may end any."""
-        job, trial = locked_trial(transaction, end, UNRESTRICTED if Scope.ADMIN in caller.scopes else caller)
+        """End a trial that the server has not ended; one that has ended stays as it is."""
+        job, trial = locked_trial(transaction, end, caller)
         if not transaction.locks_jobs_with_trials:
             job = transaction.locked_jobs([end.job_id])[end.job_id]
         # What the end says of the batch size counts, even if the trial was given up before.
@@ -308,6 +317,16 @@ class Commands:
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         return views.trial(job.registration, trial)
 
+    def share(self, transaction: Transaction, job_id: str, *, shared: bool = True) -> JobSummary:
+        """Open a job to every token that may report, or to its owner alone; trials that have begun go on.
+
+        One that belongs to no token stays open to all.
+        """
+        job = replace(locked_job(transaction, job_id), shared=shared)
+        transaction.share_job(job_id, shared=shared)
+        transaction.log("job %s is %s", job_id, "shared" if shared else "not shared")
+        return views.summary(job)
+
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
         """Delete a job with all that is known of it; `again` as in `import_job`."""
         if not transaction.delete_job(job_id) and not again:
@@ -323,22 +342,25 @@ class Commands:
             JobConflictError: Its id is taken.
             InvalidJobError: It could not be served under its id.
         """
-        job_id = job.stored.job_id
+        stored, job_id = job.stored, job.stored.job_id
+        if transaction.token(stored.owner or "") is None:
+            # Another server's, perhaps: nobody here has that token, so the job is open to all.
+            stored = replace(stored, owner=None)
         existing = transaction.job(job_id)
-        if existing is not None and not (again and existing == job.stored):
+        if existing is not None and not (again and existing == stored):
             raise JobConflictError(
                 f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
             )
         if existing is None:
-            refuse_folder_name(job.stored.registration)
-            transaction.insert_job(job.stored.registration, job.stored.created_at)
-            transaction.update_jobs([job.stored])
+            refuse_folder_name(stored.registration)
+            transaction.insert_job(stored.registration, stored.created_at, owner=stored.owner, shared=stored.shared)
+            transaction.update_jobs([stored])
             transaction.update_arms(job_id, job.arms)
             transaction.insert_trials(job.trials)
             transaction.insert_epochs(job.epochs)
             transaction.insert_power_profiles(job.power_profiles)
         transaction.log("job %s imported with %d trials", job_id, len(job.trials))
-        return views.summary(job.stored)
+        return views.summary(stored)
 
     def prune_epochs(self, transaction: Transaction, age: timedelta) -> int:
         """Forget reports that are older than `age`, at most `PRUNED_AT_ONCE`; each trial keeps its last. Their number.

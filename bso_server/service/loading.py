@@ -8,10 +8,11 @@ from bso_server.core.access import Caller
 from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError, UnknownTrialError
-from bso_server.service.refusals import refuse_other_owner, refuse_other_size
+from bso_server.service.ownership import log_replaced, require_trial
+from bso_server.service.refusals import refuse_other_size
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import TrialId
+from zeus_plugins.protocol import Heartbeat, TrialId, TrialState
 
 
 def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
@@ -23,14 +24,20 @@ def locked_job(transaction: Transaction, job_id: str) -> StoredJob:
 
 
 def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) -> tuple[StoredJob, TrialRecord]:
-    """The row of the caller's trial, and its job's; other writers of the trial wait. Errors as of `Commands`."""
+    """The row of a trial of the caller's, or any for administrators, and its job's; other writers of the trial wait.
+
+    Errors as of `Commands`.
+    """
     key = trial_id.job_id, trial_id.trial_number
     found = transaction.locked_trials([key])
     if key not in found:
         raise UnknownTrialError(*key)
     job, trial = found[key]
     refuse_other_size(trial, trial_id.batch_size)
-    refuse_other_owner(trial, caller)
+    owner = require_trial(transaction, job, trial, caller)
+    # Of heartbeats the first one tells enough.
+    if not (isinstance(trial_id, Heartbeat) and trial.state is TrialState.RUNNING):
+        log_replaced(transaction, *trial.key, caller, owner)
     return job, trial
 
 

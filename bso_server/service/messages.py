@@ -210,6 +210,8 @@ class JobExport(WireMessage):
         survivors: Batch sizes with which the bandit stage was entered, ascending, or None before that.
         rng_state: State of the job's random generator as JSON, or None for one without a seed or before its first draw.
         trials: Every trial, in order of dispatch.
+        owner: Id of the token that it belongs to, or None. It means something to a server that has this token.
+        shared: Whether other tokens may run trials of it, too.
     """
 
     format: Literal["zeus-bso-job"] = "zeus-bso-job"
@@ -219,6 +221,8 @@ class JobExport(WireMessage):
     survivors: Annotated[tuple[BatchSize, ...], Field(min_length=1)] | None
     rng_state: Annotated[str, StringConstraints(max_length=1000)] | None
     trials: tuple[TrialExport, ...]
+    owner: Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")] | None = None
+    shared: bool = False
 
     def renamed(self, job_id: str) -> Self:
         """The same job under another id.

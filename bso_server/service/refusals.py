@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from bso_server.core.access import Caller, Scope
 from bso_server.core.model import TrialRecord
-from bso_server.errors import ForbiddenError, InvalidJobError, InvalidReportError, JobConflictError
+from bso_server.errors import InvalidJobError, InvalidReportError, JobConflictError
 from bso_server.service import views
 from bso_server.storage.rows import StoredJob
 from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName
@@ -63,15 +62,6 @@ def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:
         raise InvalidReportError(
             f"job {job.job_id!r} runs on {_described(registered)}, and the power limits are of {_described(gpus)}",
             field="gpus",
-        )
-
-
-def refuse_other_owner(trial: TrialRecord, caller: Caller) -> None:
-    """Raise `ForbiddenError` for a caller with another token than the one that the trial was dispatched to."""
-    if trial.owner is not None and caller.token_id not in (None, trial.owner):
-        raise ForbiddenError(
-            f"trial {trial.trial_number} of job {trial.job_id!r} was dispatched to token {trial.owner}: "
-            f"token {caller.token_id} cannot report on it, keep it alive, or end it without scope {Scope.ADMIN}"
         )
 
 

@@ -34,10 +34,11 @@ from bso_server.core import policy
 from bso_server.core.access import Caller
 from bso_server.core.history import History
 from bso_server.core.job import Moment
-from bso_server.core.model import OBSERVED, Report, TrialRecord
+from bso_server.core.model import OBSERVED, Report, TrialKey, TrialRecord
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
-from bso_server.service.refusals import refuse_other_owner, refuse_other_size
+from bso_server.service.ownership import log_replaced, require_trial
+from bso_server.service.refusals import refuse_other_size
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import FINAL, EndReason, ReportResponse, TrainingResult, TrialState
@@ -135,7 +136,7 @@ class ReportBatch:
         Returns:
             For each report in order its answer, or its own error: UnknownTrialError, no such trial; InvalidReportError,
             it contradicts the trial or what that reported before; ReportConflictError, the trial has ended, and not
-            with this report; ForbiddenError, the trial is another caller's.
+            with this report; ForbiddenError, the trial is another caller's, and this one is no administrator.
         """
         with_bounds_to_come = {
             trial.job_id
@@ -168,6 +169,7 @@ class ReportBatch:
         # Once more from what the transaction has found.
         self._jobs, self._trials = dict(self._jobs_before), dict(self._trials_before)
         self._epochs: list[StoredEpoch] = []
+        self._replaced: dict[TrialKey, tuple[Caller, str]] = {}
         answers: list[ReportResponse | Exception] = []
         for result, caller in self._reports:
             try:
@@ -181,8 +183,10 @@ class ReportBatch:
         if trial is None:
             raise UnknownTrialError(result.job_id, result.trial_number)
         refuse_other_size(trial, result.batch_size)
-        refuse_other_owner(trial, caller)
         job = self._jobs[trial.job_id]
+        owner = require_trial(self._transaction, job, trial, caller)
+        if owner is not None:
+            self._replaced[trial.key] = caller, owner
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)
         repeated = trial.state is TrialState.RUNNING and trial.last_report == report
         if repeated or trial.state in FINAL:
@@ -223,6 +227,8 @@ class ReportBatch:
         self._transaction.update_trials(moved)
         self._transaction.insert_epochs(self._epochs)
         self._transaction.update_jobs(self._changed_jobs)
+        for key, (caller, owner) in self._replaced.items():
+            log_replaced(self._transaction, *key, caller, owner)
         for trial in moved:
             if trial.ended_event is not None:
                 self._transaction.log("job %s trial %d: %s", trial.job_id, trial.trial_number, trial.message)

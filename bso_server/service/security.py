@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
 import ipaddress
 import re
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Protocol
 
@@ -31,11 +30,19 @@ _CACHE_SIZE = 1024
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
 
-def new_token(name: str, scopes: Collection[Scope], created_at: datetime) -> tuple[str, TokenRecord]:
+def new_token(
+    name: str, scopes: Collection[Scope], created_at: datetime, *, shares_jobs: bool = False
+) -> tuple[str, TokenRecord]:
     """Make a token: that, which nothing can bring back, and what to keep of it."""
     token_id = secrets.token_hex(4)
+    token, token_hash = new_secret(token_id)
+    return token, TokenRecord(token_id, name, frozenset(scopes), token_hash, created_at, shares_jobs=shares_jobs)
+
+
+def new_secret(token_id: str) -> tuple[str, str]:
+    """The token with this id and a secret that nobody has seen, and its hash."""
     token = f"zbso_{token_id}_{secrets.token_urlsafe(32)}"
-    return token, TokenRecord(token_id, name, frozenset(scopes), _hash(token), created_at)
+    return token, _hash(token)
 
 
 def token_in(authorization: str) -> str:
@@ -141,9 +148,9 @@ class Authenticator:
 
     What is known of tokens is remembered for `CACHE_S` seconds, so that most requests cost no look at the database. For
     that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
-    A new token works at once. Only tokens that exist are remembered. An `insecure` server serves everybody who shows no
-    token. While there is none, requests may be sent to names of the machine itself and to `allowed_hosts`. The clock is
-    monotonic.
+    A new token, or a new secret of one, works at once. Only tokens that exist are remembered. An `insecure` server
+    serves everybody who shows no token. While there is none, requests may be sent to names of the machine itself and to
+    `allowed_hosts`. The clock is monotonic, and `now` is the present instant, aware.
     """
 
     def __init__(
@@ -153,11 +160,13 @@ class Authenticator:
         insecure: bool = False,
         allowed_hosts: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._tokens = tokens
         self._insecure = insecure
         self._allowed_hosts = allowed_hosts
         self._clock = clock
+        self._now = now
         self._known: OrderedDict[str, tuple[TokenRecord, float]] = OrderedDict()
         self._closed: tuple[bool, float] | None = None
 
@@ -195,15 +204,18 @@ class Authenticator:
         return UNRESTRICTED
 
     async def _caller_with(self, token: str) -> Caller:
-        token_id = token.split("_")[1]
+        token_id, token_hash, instant = token.split("_")[1], _hash(token), self._now()
         record, read_at = self._known.get(token_id, (None, 0.0))
         now = self._clock()
-        if record is None or now - read_at >= CACHE_S:
+        # One that is not good by what is remembered may have been rotated since.
+        if record is None or now - read_at >= CACHE_S or not record.is_good(token_hash, instant):
             record = await self._tokens.find(token_id)
             if record is not None:
                 self._remember(record, now)
-        if record is None or record.revoked_at is not None or not hmac.compare_digest(record.token_hash, _hash(token)):
-            raise UnauthenticatedError("the token is unknown or was revoked: ask who runs this server for another one")
+        if record is None or not record.is_good(token_hash, instant):
+            raise UnauthenticatedError(
+                "the token is unknown or was revoked, or has another secret by now: ask who runs this server for it"
+            )
         return record.caller()
 
     def _remember(self, record: TokenRecord, now: float) -> None:

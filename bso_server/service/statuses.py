@@ -24,6 +24,7 @@ STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
     errors.ForbiddenError: HTTPStatus.FORBIDDEN,
     errors.UntrustedHostError: HTTPStatus.BAD_REQUEST,
     errors.UnknownTokenError: HTTPStatus.NOT_FOUND,
+    errors.RevokedTokenError: HTTPStatus.CONFLICT,
     errors.DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
     errors.DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
 }

@@ -59,6 +59,8 @@ def exported(
         created_at=stored.created_at,
         survivors=stored.survivors,
         rng_state=stored.rng_state,
+        owner=stored.owner,
+        shared=stored.shared,
         trials=tuple(
             TrialExport(
                 **TRIAL.of(trial),
@@ -83,7 +85,14 @@ def imported(export: JobExport) -> ImportedJob:
         raise InvalidImportError(message, field=field)
     trials = [_record(job_id, trial) for trial in export.trials]
     history = History.of(export.job, trials, export.survivors)
-    stored = StoredJob.after(trials, history, created_at=export.created_at, rng_state=export.rng_state)
+    stored = StoredJob.after(
+        trials,
+        history,
+        created_at=export.created_at,
+        rng_state=export.rng_state,
+        owner=export.owner,
+        shared=export.shared,
+    )
     epochs = [
         StoredEpoch(job_id=job_id, trial_number=trial.trial_number, **dict(epoch))
         for trial in export.trials

@@ -44,6 +44,8 @@ def summary(stored: StoredJob) -> JobSummary:
         trials=stored.trial_count,
         min_cost_j=stored.min_cost_j,
         min_cost_batch_size=None if stored.cheapest is None else stored.cheapest.batch_size,
+        owner=stored.owner,
+        shared=stored.shared,
     )
 
 
@@ -63,6 +65,8 @@ def job(
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial(stored.registration, each) for each in trials),
+        owner=stored.owner,
+        shared=stored.shared,
     )
 
 

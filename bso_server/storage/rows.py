@@ -28,10 +28,19 @@ Row = RowMapping | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredJob(JobState):
-    """A row of `jobs`, with the instant of its registration (UTC) and the state of its generator as JSON, or None."""
+    """A row of `jobs`.
+
+    Attributes:
+        created_at: When it was registered (UTC).
+        rng_state: The state of its generator as JSON, or None.
+        owner: Id of the token that it belongs to; None where it was registered without one: it is open to all.
+        shared: Whether other tokens may use it, too.
+    """
 
     created_at: datetime
     rng_state: str | None
+    owner: str | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +91,8 @@ def job_from(row: Row) -> StoredJob:
         bandit_entered_at=row["bandit_entered_event"],
         folded_event=row["folded_event"],
         rng_state=row["rng_state"],
+        owner=row["owner"],
+        shared=row["shared"],
         survivors=None if row["survivors"] is None else tuple(json.loads(row["survivors"])),
     )
 

@@ -88,6 +88,10 @@ jobs = Table(
     Column("created_at", UtcDateTime, nullable=False),
     # `protocol.Fingerprint` as JSON; null while no training has told.
     Column("fingerprint", Text),
+    # Id of the token that it belongs to; null where it was registered without one.
+    # Shared: other tokens may use it, too.
+    Column("owner", String(16)),
+    Column("shared", Boolean, nullable=False),
     # Logical clock of the job: one tick per dispatch and per ending.
     Column("event_count", Integer, nullable=False),
     # State of the job's random generator as JSON; null before its first draw and for jobs without a seed.
@@ -220,5 +224,11 @@ tokens = Table(
     Column("token_hash", String(64), nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
     Column("revoked_at", UtcDateTime),
+    # Whether the jobs that it registers are shared.
+    Column("shares_jobs", Boolean, nullable=False),
+    # The secret before the last rotation, which is good until then.
+    Column("rotated_at", UtcDateTime),
+    Column("previous_hash", String(64)),
+    Column("previous_until", UtcDateTime),
     **_MYSQL,
 )

@@ -170,8 +170,10 @@ class Transaction:
         statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
         return {row["batch_size"]: arm_from(row) for row in self.rows(statement)}
 
-    def insert_job(self, registration: JobRegistration, created_at: datetime) -> None:
-        """Add a job with its arms.
+    def insert_job(
+        self, registration: JobRegistration, created_at: datetime, *, owner: str | None = None, shared: bool = False
+    ) -> None:
+        """Add a job with its arms; fields as of `StoredJob`.
 
         Raises:
             JobExistsError: Another one has its id; the transaction is of no more use.
@@ -183,6 +185,8 @@ class Transaction:
             "policy": registration.policy.value,
             "spec": registration.model_dump_json(exclude={"fingerprint"}),
             "created_at": created_at,
+            "owner": owner,
+            "shared": shared,
         }
         try:
             self._connection.execute(insert(jobs).values(row))
@@ -194,6 +198,10 @@ class Transaction:
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save what may change of jobs whose rows this transaction has locked."""
         self._update(jobs, [job_row(job) for job in changed])
+
+    def share_job(self, job_id: str, *, shared: bool) -> None:
+        """Say whether other tokens than its owner may use a locked job."""
+        self._connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Replace what is remembered of these batch sizes of a locked job."""
@@ -280,10 +288,37 @@ class Transaction:
         statement = select(tokens.c.token_id).where(*[tokens.c.revoked_at.is_(None)] * valid).limit(1)
         return self._connection.execute(statement).first() is not None
 
-    def revoke_token(self, token_id: str, now: datetime) -> None:
-        """Note that a token is good no more; one that was revoked before keeps its date."""
-        statement = update(tokens).where(tokens.c.token_id == token_id, tokens.c.revoked_at.is_(None))
-        self._connection.execute(statement.values(revoked_at=now))
+    def update_token(self, changed: TokenRecord) -> None:
+        """Save a locked token."""
+        self._update(tokens, [token_row(changed)])
+
+    def locked_token(self, token_id: str) -> TokenRecord | None:
+        """The token as `token` gives it; other writers wait."""
+        return next(iter(self._tokens(select(tokens).where(tokens.c.token_id == token_id).with_for_update())), None)
+
+    def jobs_per_owner(self) -> dict[str, int]:
+        """The number of jobs of each token that has any, by its id."""
+        statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None)).group_by(jobs.c.owner)
+        return {row[0]: row[1] for row in self._connection.execute(statement)}
+
+    def alive_trials_of(self, owner: str) -> int:
+        """The number of this token's trials that run or may go on."""
+        statement = select(func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
+        return self._connection.execute(statement).scalar_one()
+
+    def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> int:
+        """Give a token's jobs, at most so many of them, to another token; their number."""
+        return self._hand_over(jobs, owner, successor, limit)
+
+    def hand_over_trials(self, owner: str, successor: str, *, limit: int) -> int:
+        """The same with its trials."""
+        return self._hand_over(trials, owner, successor, limit)
+
+    def _hand_over(self, table: Table, owner: str, successor: str, limit: int) -> int:
+        rows = self.rows(select(*table.primary_key).where(table.c.owner == owner).limit(limit))
+        # By key, in order: a condition on the owner would lock every row that MySQL looks at.
+        self._update(table, [{**row, "owner": successor} for row in sorted(rows, key=lambda row: tuple(row.values()))])
+        return len(rows)
 
     def _delete_some(
         self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int

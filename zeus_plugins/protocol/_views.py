@@ -94,7 +94,7 @@ class TrialView(TrialFacts):
     Attributes:
         cost_j: ``η·energy + (1 − η)·max_power·time`` in joules, as of the last report; None before any.
         epochs: Epochs trained, in the same way.
-        owner: Id of the token that it was dispatched to, which is no secret; None where the server asked for none.
+        owner: Id of the token that it belongs to, which is no secret; None where the server asked for none.
     """
 
     cost_j: float | None
@@ -143,6 +143,8 @@ class JobSummary(WireMessage):
         trials: Number of trials dispatched.
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
         min_cost_batch_size: The batch size of that trial.
+        owner: Id of the token that it belongs to, which is no secret; None where it was registered without one.
+        shared: Whether other tokens may run trials of it, too.
     """
 
     job_id: str
@@ -153,6 +155,8 @@ class JobSummary(WireMessage):
     trials: int
     min_cost_j: float | None
     min_cost_batch_size: int | None
+    owner: str | None = None
+    shared: bool = False
 
 
 class JobList(WireMessage):
@@ -174,6 +178,7 @@ class JobView(WireMessage):
         trial_count: Number of trials dispatched; None from a server of version 0.1.0, which shows all of them.
         trial_states: How many of them are in each state, where any is.
         trials: The latest trials, in order of dispatch: as many as were asked for.
+        owner: As in `JobSummary`; likewise `shared`.
     """
 
     job: JobRegistration
@@ -184,6 +189,8 @@ class JobView(WireMessage):
     trial_count: int | None = None
     trial_states: dict[TrialState, int] = Field(default_factory=dict)
     trials: tuple[TrialView, ...]
+    owner: str | None = None
+    shared: bool = False
 
 
 class TrialPage(WireMessage):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
+from bso_server.storage.tables import UtcDateTime
+
 revision = "0002"
 down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Jobs get their fingerprint from their next training."""
+    """Jobs get their fingerprint from their next training. Those that are there belong to no token, so to all."""
     op.add_column("jobs", sa.Column("fingerprint", sa.Text))
     op.create_table(
         "write_probes",
@@ -20,3 +22,9 @@ def upgrade() -> None:
         mysql_collate="utf8mb4_bin",
         mysql_engine="InnoDB",
     )
+    op.add_column("jobs", sa.Column("owner", sa.String(16)))
+    op.add_column("jobs", sa.Column("shared", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.add_column("tokens", sa.Column("shares_jobs", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.add_column("tokens", sa.Column("rotated_at", UtcDateTime))
+    op.add_column("tokens", sa.Column("previous_hash", sa.String(64)))
+    op.add_column("tokens", sa.Column("previous_until", UtcDateTime))
