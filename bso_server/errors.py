@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zeus_plugins.protocol import RefusalReason
+
 
 class BsoError(Exception):
     """Base of all domain errors.
@@ -9,7 +11,10 @@ class BsoError(Exception):
     Attributes:
         message: What went wrong and what to change.
         field: The field of the request at fault, if there is one.
+        reason: The same for programs, of errors that a client acts on.
     """
+
+    reason: RefusalReason | None = None
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -37,6 +42,18 @@ class JobConflictError(BsoError):
 
 class ReportConflictError(BsoError):
     """The trial ended, and not the way this report says."""
+
+
+class OtherRegistrationError(BsoError):
+    """The trial is one of a job that was deleted, and whose id another job has now."""
+
+    reason = RefusalReason.OTHER_REGISTRATION
+
+
+class StaleLeaseError(BsoError):
+    """The trial was given to a later run of its training."""
+
+    reason = RefusalReason.STALE_LEASE
 
 
 class KeyConflictError(BsoError):

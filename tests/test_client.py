@@ -127,7 +127,7 @@ REQUESTS = {
         lambda client: client.heartbeat(TRIAL),
         {"state": "running", "lease_s": 180, "interval_s": 30},
         "PATCH /trials/heartbeat",
-        DISPATCH | {"regular": True},
+        DISPATCH | {"regular": True, "resumes": False},
     ),
     "store_power_profile": (
         lambda client: client.store_power_profile(TRIAL, CHOICE),

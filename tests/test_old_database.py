@@ -56,7 +56,12 @@ def on_old_database(tmp_path: Path, use: Callable[[Old], Awaitable[None]]) -> No
 
 
 def as_json(message: Any) -> Any:
-    return json.loads(message.model_dump_json())
+    """A message without what later versions add to each: that no training has resumed since the migration."""
+    return json.loads(message.model_dump_json(), object_pairs_hook=lambda pairs: dict(set_aside(pairs)))
+
+
+def set_aside(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [pair for pair in pairs if pair != ("lease_epoch", 1)]
 
 
 def without_words(said: dict[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,7 @@ PUBLIC = {
             "TrialPage",
             "TrialPowerProfile",
         ),
+        *("RefusalReason", "RegistrationId", "TerseMessage"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Goal", "Verdict", "cost", "is_reached"),
         *("EndingState", "Instant", "LongText", "TrialFacts", "reason_in_words"),
         # The types and bounds of the messages' fields.

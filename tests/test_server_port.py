@@ -13,6 +13,8 @@ from bso_server.service.statuses import STATUS_OF
 from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.local import LocalServer
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError
 from zeus_plugins.protocol import (
@@ -24,6 +26,7 @@ from zeus_plugins.protocol import (
     Origin,
     PowerLimitChoice,
     PowerLimitSample,
+    RefusalReason,
     TrainingResult,
     TrialId,
     TrialState,
@@ -200,6 +203,55 @@ def test_a_heartbeat_says_where_the_trial_stands(port: ServerPort, trial: TrialI
     beat = port.heartbeat(trial)
     assert (beat.state, beat.time_s, beat.energy_j, beat.epochs) == (TrialState.RUNNING, 1.0, 10.0, 1.0)
     assert (beat.interval_s, beat.lease_s) == (30.0, 180.0)
+
+
+def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_changes_nothing(
+    port: ServerPort, trial: TrialId
+) -> None:
+    port.report(result(trial))
+    taken = port.heartbeat(trial, regular=False, resumes=True)
+    assert (trial.lease_epoch, taken.lease_epoch, taken.epochs) == (1, 2, 1.0)
+    before = port.show_job(trial.job_id)
+    for say in (
+        lambda: port.report(result(trial)),
+        lambda: port.report(result(trial, epoch=2, metric=0.9)),
+        lambda: port.end_trial(trial),
+        lambda: port.heartbeat(trial),
+        lambda: port.heartbeat(trial, regular=False, resumes=True),
+        lambda: port.store_power_profile(trial, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError, match="goes on in another run of its training") as caught:
+            say()
+        assert (refused(caught), caught.value.reason) == (409, RefusalReason.STALE_LEASE)
+    assert port.show_job(trial.job_id) == before
+    assert port.suggest(trial.job_id, "first").lease_epoch == 1
+    # Clients that know of no such thing are not checked.
+    port.report(result(trial.model_copy(update={"lease_epoch": None}), epoch=2))
+    assert port.report(result(trial.model_copy(update={"lease_epoch": 2}), epoch=3, metric=0.9)).converged
+
+
+def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
+    port: ServerPort, job: JobRegistration, trial: TrialId
+) -> None:
+    assert isinstance(port, BsoClient | LocalServer)
+    port.delete_job(trial.job_id)
+    again = port.register(job)
+    assert again.registration_id not in (None, job.registration_id)
+    assert again == job.model_copy(update={"registration_id": again.registration_id})
+    anew = name_of(port.suggest(trial.job_id))
+    assert anew == trial.model_copy(update={"registration_id": again.registration_id})
+    before = port.show_job(trial.job_id)
+    for say in (
+        lambda: port.report(result(trial)),
+        lambda: port.end_trial(trial),
+        lambda: port.heartbeat(trial),
+        lambda: port.store_power_profile(trial, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError, match="was deleted and registered anew since trial 1 began") as caught:
+            say()
+        assert (refused(caught), caught.value.reason) == (409, RefusalReason.OTHER_REGISTRATION)
+    assert port.show_job(trial.job_id) == before
+    port.report(result(trial.model_copy(update={"registration_id": None})))
 
 
 def test_an_offline_trial_is_recorded_once_also_when_it_has_ended(port: ServerPort, job: JobRegistration) -> None:

@@ -64,7 +64,9 @@ class TestRegistering:
 
         assert (created.status_code, again.status_code) == (201, 200)
         assert created.json() == again.json()
-        assert created.json() == {**spec, "batch_sizes": [8, 16, 32], "policy": "zeus"}
+        registration_id = created.json()["registration_id"]
+        expected = {**spec, "batch_sizes": [8, 16, 32], "policy": "zeus", "registration_id": registration_id}
+        assert created.json() == expected
 
     def test_the_order_of_batch_sizes_makes_no_other_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         http.post("/jobs", json=spec)

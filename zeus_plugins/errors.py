@@ -44,12 +44,16 @@ class ZeusBSORuntimeError(ZeusBSOError):
         status: HTTP status of the answer, or None when there was none.
         is_foreign: Whether the answer does not look like one of a batch size optimization server: a wrong URL, or a
             proxy that answers in its place.
+        reason: Why the server refused, where a program acts on it (`zeus_plugins.protocol.RefusalReason`); else None.
     """
 
-    def __init__(self, message: str, *, status: int | None = None, is_foreign: bool = False) -> None:
+    def __init__(
+        self, message: str, *, status: int | None = None, is_foreign: bool = False, reason: str | None = None
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.is_foreign = is_foreign
+        self.reason = reason
 
     @property
     def is_outage(self) -> bool:

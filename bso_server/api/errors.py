@@ -14,7 +14,7 @@ from litestar.exceptions import HTTPException, ValidationException
 from bso_server.errors import BsoError, DatabaseUnavailableError, UnauthenticatedError
 from bso_server.service.messages import MAX_IMPORT_BYTES
 from bso_server.service.statuses import STATUS_OF
-from zeus_plugins.protocol import ErrorBody, FieldError
+from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
 logger = logging.getLogger("bso_server")
 
@@ -54,7 +54,7 @@ AnyRequest = Request[Any, Any, Any]
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
     """Answer an error of the domain."""
     fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
-    return _answer(STATUS_OF[type(error)], error.message, fields, HEADERS_OF.get(type(error)))
+    return _answer(STATUS_OF[type(error)], error.message, fields, HEADERS_OF.get(type(error)), error.reason)
 
 
 def invalid_request(request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
@@ -107,8 +107,11 @@ def _answer(
     message: str,
     fields: Sequence[FieldError] = (),
     headers: dict[str, str] | None = None,
+    reason: RefusalReason | None = None,
 ) -> Response[ErrorBody]:
-    body = ErrorBody(title=status.phrase, status=status, detail=message, message=message, errors=tuple(fields))
+    body = ErrorBody(
+        title=status.phrase, status=status, detail=message, message=message, errors=tuple(fields), reason=reason
+    )
     return Response(body, status_code=status, media_type="application/problem+json", headers=headers)
 
 

@@ -37,6 +37,7 @@ class TrialRecord:
     Attributes:
         idempotency_key: Made by the client, so that a repeated request finds the trial that the first one started.
         owner: Id of the token that dispatched it; None where the server asked for none.
+        lease_epoch: Counts the runs of its training, see `core.fencing`.
     """
 
     job_id: str = ""
@@ -61,6 +62,7 @@ class TrialRecord:
     longest_gap_s: float = 0.0
     lease_expires_at: datetime | None = None
     heartbeats: bool = False
+    lease_epoch: int = 1
     first_epoch: float = 0.0
     first_cost_j: float = 0.0
     epoch_bound: int | None = None

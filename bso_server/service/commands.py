@@ -18,6 +18,7 @@ import numpy as np
 from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
+from bso_server.core.fencing import FIRST_LEASE_EPOCH, taken_over
 from bso_server.core.history import Arm, History
 from bso_server.core.job import LeasePolicy, Moment
 from bso_server.core.model import Suggestion, TrialRecord
@@ -127,6 +128,7 @@ class Commands:
             return known, False
         refuse_folder_name(registration)
         refuse_endless_exploration(registration)
+        registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
         asked, registration = registration, _with_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
@@ -239,10 +241,13 @@ class Commands:
     def heartbeat(
         self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
     ) -> HeartbeatResponse:
-        """Keep a trial alive; a suspended or abandoned one runs again."""
+        """Keep a trial alive; a suspended or abandoned one runs again, perhaps in a new run of its training."""
         _, trial = locked_trial(transaction, heartbeat, caller)
         if trial.state not in FINAL:
             trial = life.beating(trial, self.moment(), regular=heartbeat.regular)
+            if heartbeat.resumes:
+                trial = taken_over(trial)
+                transaction.log("job %s trial %d: goes on in run %d of its training", *trial.key, trial.lease_epoch)
             transaction.update_trials([trial])
         return HeartbeatResponse(
             state=trial.state,
@@ -251,6 +256,7 @@ class Commands:
             time_s=trial.time_s,
             energy_j=trial.energy_j,
             epochs=trial.epoch,
+            lease_epoch=trial.lease_epoch,
         )
 
     def store_power_profile(
@@ -432,6 +438,9 @@ def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
         job_id=trial.job_id,
         batch_size=trial.batch_size,
         trial_number=trial.trial_number,
+        registration_id=job.registration.registration_id,
+        # Even if a later run has the trial by now: who asks is the run that it was dispatched to.
+        lease_epoch=FIRST_LEASE_EPOCH,
         origin=trial.origin,
         reason=trial.reason,
         stop_rule=policy.stop_rule(job.registration, trial, job.min_cost_j),

@@ -9,7 +9,7 @@ from bso_server.core.history import Arm, History, arms_after
 from bso_server.core.model import TrialRecord
 from bso_server.errors import UnknownJobError, UnknownTrialError
 from bso_server.service.ownership import log_replaced, require_trial
-from bso_server.service.refusals import refuse_other_size
+from bso_server.service.refusals import refuse_other_registration, refuse_other_size, refuse_stale_run
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import Heartbeat, TrialId, TrialState
@@ -33,8 +33,10 @@ def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) ->
     if key not in found:
         raise UnknownTrialError(*key)
     job, trial = found[key]
+    refuse_other_registration(job, trial_id)
     refuse_other_size(trial, trial_id.batch_size)
     owner = require_trial(transaction, job, trial, caller)
+    refuse_stale_run(trial, trial_id)
     # Of heartbeats the first one tells enough.
     if not (isinstance(trial_id, Heartbeat) and trial.state is TrialState.RUNNING):
         log_replaced(transaction, *trial.key, caller, owner)

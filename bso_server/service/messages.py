@@ -179,6 +179,7 @@ class TrialExport(TrialFacts):
         longest_gap_s: Longest time between two of them, seconds.
         lease_expires_at: When it counts as abandoned if nothing more is heard of it (UTC); None for one that has ended.
         heartbeats: Whether its training sends heartbeats.
+        lease_epoch: Counts the runs of its training; more than 1 where one has resumed from a checkpoint.
         first_epoch: Epochs trained as of its first report, or None.
         first_cost_j: Its cost in joules by then, or None.
         power_profile: What it measured of its power limits, if that was new to the job and is kept, or None.
@@ -193,6 +194,7 @@ class TrialExport(TrialFacts):
     longest_gap_s: Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
     lease_expires_at: Instant | None
     heartbeats: bool
+    lease_epoch: PositiveInt = 1
     first_epoch: Epochs | None = None
     first_cost_j: Joules | None = None
     power_profile: PowerProfileExport | None = None

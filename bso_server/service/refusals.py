@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from bso_server.core.fencing import is_stale
 from bso_server.core.model import TrialRecord
-from bso_server.errors import InvalidJobError, InvalidReportError, JobConflictError
+from bso_server.errors import (
+    InvalidJobError,
+    InvalidReportError,
+    JobConflictError,
+    OtherRegistrationError,
+    StaleLeaseError,
+)
 from bso_server.service import views
 from bso_server.storage.rows import StoredJob
-from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName
+from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName, TrialId
 
 
 def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
     """Raise `JobConflictError` when a job is registered again that differs from the one with its id."""
-    before, after = (job.model_dump(exclude={"fingerprint"}) for job in (existing, asked))
+    before, after = (job.model_dump(exclude={"fingerprint", "registration_id"}) for job in (existing, asked))
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
         raise JobConflictError(
@@ -52,6 +59,27 @@ def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
         raise InvalidReportError(
             f"trial {trial.trial_number} of job {trial.job_id!r} has batch size {trial.batch_size}, not {batch_size}",
             field="batch_size",
+        )
+
+
+def refuse_other_registration(job: StoredJob, sent: TrialId) -> None:
+    """Raise `OtherRegistrationError` for what was sent of a trial of an earlier job that had this job's id."""
+    registered = job.registration.registration_id
+    if registered is not None and sent.registration_id not in (None, registered):
+        raise OtherRegistrationError(
+            f"job {job.job_id!r} was deleted and registered anew since trial {sent.trial_number} began, so what was "
+            "measured then does not count for the trial that has this number now",
+            field="registration_id",
+        )
+
+
+def refuse_stale_run(trial: TrialRecord, sent: TrialId) -> None:
+    """Raise `StaleLeaseError` for what a run of the training sends from which another one has taken the trial over."""
+    if is_stale(trial, sent.lease_epoch):
+        raise StaleLeaseError(
+            f"trial {trial.trial_number} of job {trial.job_id!r} goes on in another run of its training, which has "
+            f"resumed from a checkpoint (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",
+            field="lease_epoch",
         )
 
 

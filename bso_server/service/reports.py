@@ -38,7 +38,7 @@ from bso_server.core.model import OBSERVED, Report, TrialKey, TrialRecord
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.ownership import log_replaced, require_trial
-from bso_server.service.refusals import refuse_other_size
+from bso_server.service.refusals import refuse_other_registration, refuse_other_size, refuse_stale_run
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import FINAL, EndReason, ReportResponse, TrainingResult, TrialState
@@ -182,9 +182,11 @@ class ReportBatch:
         trial = self._trials.get((result.job_id, result.trial_number))
         if trial is None:
             raise UnknownTrialError(result.job_id, result.trial_number)
-        refuse_other_size(trial, result.batch_size)
         job = self._jobs[trial.job_id]
+        refuse_other_registration(job, result)
+        refuse_other_size(trial, result.batch_size)
         owner = require_trial(self._transaction, job, trial, caller)
+        refuse_stale_run(trial, result)
         if owner is not None:
             self._replaced[trial.key] = caller, owner
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)

@@ -14,6 +14,8 @@ STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
     errors.UnknownTrialError: HTTPStatus.NOT_FOUND,
     errors.JobConflictError: HTTPStatus.CONFLICT,
     errors.ReportConflictError: HTTPStatus.CONFLICT,
+    errors.OtherRegistrationError: HTTPStatus.CONFLICT,
+    errors.StaleLeaseError: HTTPStatus.CONFLICT,
     errors.KeyConflictError: HTTPStatus.CONFLICT,
     errors.IllegalTransitionError: HTTPStatus.CONFLICT,
     errors.NoSurvivorError: HTTPStatus.CONFLICT,

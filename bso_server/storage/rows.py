@@ -69,9 +69,11 @@ class StoredPowerProfile:
 
 
 @lru_cache(maxsize=1024)
-def _registration(spec: str, fingerprint: str | None) -> JobRegistration:
+def _registration(spec: str, fingerprint: str | None, registration_id: str | None) -> JobRegistration:
     """A job's part that hardly changes. Parsing it for each report would cost more than the report."""
     registration = JobRegistration.model_validate_json(spec)
+    if registration_id is not None:
+        registration = registration.model_copy(update={"registration_id": registration_id})
     if fingerprint is not None:
         registration = registration.with_fingerprint(Fingerprint.model_validate_json(fingerprint))
     return registration
@@ -83,7 +85,7 @@ def job_from(row: Row) -> StoredJob:
     if row["min_cost_j"] is not None:
         cheapest = Cheapest(row["min_cost_trial_number"], row["min_cost_batch_size"], row["min_cost_j"])
     return StoredJob(
-        registration=_registration(row["spec"], row["fingerprint"]),
+        registration=_registration(row["spec"], row["fingerprint"], row["registration_id"]),
         created_at=row["created_at"],
         event_count=row["event_count"],
         trial_count=row["trial_count"],

@@ -86,6 +86,8 @@ jobs = Table(
     # The registration as JSON: immutable, read as a whole, compared as a whole.
     Column("spec", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
+    # Random, so that a job that is deleted and registered anew is told apart; null for jobs of version 0.1.
+    Column("registration_id", String(32)),
     # `protocol.Fingerprint` as JSON; null while no training has told.
     Column("fingerprint", Text),
     # Id of the token that it belongs to; null where it was registered without one.
@@ -136,6 +138,7 @@ trials = Table(
     Column("longest_gap_s", Double, nullable=False, info=REPORT),
     Column("lease_expires_at", UtcDateTime, info=REPORT),
     Column("heartbeats", Boolean, nullable=False, info=STATE),
+    Column("lease_epoch", Integer, nullable=False, info=STATE),
     Column("first_epoch", Double, info=REPORT),
     Column("first_cost_j", Double, info=REPORT),
     Column("epoch_bound", Integer, info=STATE),

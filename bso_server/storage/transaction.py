@@ -183,7 +183,8 @@ class Transaction:
         row = job_row(new) | {
             "job_id_prefix": registration.job_id_prefix,
             "policy": registration.policy.value,
-            "spec": registration.model_dump_json(exclude={"fingerprint"}),
+            "spec": registration.model_dump_json(exclude={"fingerprint", "registration_id"}),
+            "registration_id": registration.registration_id,
             "created_at": created_at,
             "owner": owner,
             "shared": shared,

@@ -10,7 +10,14 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntime
 
 
 def error_of(
-    status: int, text: str, *, server_url: str, request: str, is_registration: bool, is_foreign: bool = False
+    status: int,
+    text: str,
+    *,
+    server_url: str,
+    request: str,
+    is_registration: bool,
+    is_foreign: bool = False,
+    reason: str | None = None,
 ) -> ZeusBSOError:
     """The error that a refusal becomes, by its HTTP status or the one that it would have over HTTP.
 
@@ -25,7 +32,9 @@ def error_of(
         )
     if status == 422 or (status == 409 and is_registration):
         return ZeusBSOConfigError(f"the server at {server_url} refuses the job ({status}): {text}", status=status)
-    return ZeusBSORuntimeError(f"{request} failed ({status}): {text}", status=status, is_foreign=is_foreign)
+    return ZeusBSORuntimeError(
+        f"{request} failed ({status}): {text}", status=status, is_foreign=is_foreign, reason=reason
+    )
 
 
 def said_in_error_body(text: str) -> str:
@@ -34,16 +43,25 @@ def said_in_error_body(text: str) -> str:
     Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and the framework under it
     ``{"detail": …}`` with a text or with a list of the fields at fault.
     """
-    try:
-        body = json.loads(text)
-    except (ValueError, RecursionError):
-        return ""
-    if not isinstance(body, dict):
-        return ""
+    body = _error_body(text)
     texts = (body.get("message"), body.get("detail"))
     message = next((text for text in texts if isinstance(text, str) and text), "")
     fields = [f"{field}: {said}" for field, said in _fields_at_fault(body) if not said or said not in message]
     return "; ".join(part for part in [message, *fields] if part)
+
+
+def reason_in_error_body(text: str) -> str | None:
+    """The reason for programs in an error answer's body, or None."""
+    reason = _error_body(text).get("reason")
+    return reason if isinstance(reason, str) else None
+
+
+def _error_body(text: str) -> dict[str, Any]:
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _fields_at_fault(body: dict[str, Any]) -> list[tuple[str, str]]:

@@ -13,16 +13,22 @@ from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, 
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
+    FINAL,
     Ending,
+    HeartbeatResponse,
     JobRegistration,
     OfflineTrial,
     PowerLimitChoice,
+    RefusalReason,
     ReportResponse,
     TrainingResult,
     TrialId,
 )
 
 _logger = logging.getLogger("zeus_plugins")
+
+# Two runs that resume at the same moment may each come in between the other's question and take-over.
+_MOST_TAKE_OVERS = 10
 
 
 def is_refusal(error: Exception) -> bool:
@@ -75,6 +81,31 @@ def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
     return TrialId(**dispatch.model_dump())
 
 
+def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatResponse]:
+    """Have the server give a trial to this run of its training, which resumes: no earlier one may speak for it then.
+
+    The trial with its new lease epoch, which is None if the server counts none, and where it stands. One that has ended
+    stays as it is.
+    """
+    known = trial
+    for _ in range(_MOST_TAKE_OVERS):
+        if known.lease_epoch is None:
+            heard = client.heartbeat(known, regular=False)
+            known = known.model_copy(update={"lease_epoch": heard.lease_epoch})
+            if heard.lease_epoch is None or heard.state in FINAL:
+                return known, heard
+        try:
+            heard = client.heartbeat(known, regular=False, resumes=True)
+        except ZeusBSORuntimeError as error:
+            if error.reason != RefusalReason.STALE_LEASE:
+                raise
+            # Others have resumed from the same checkpoint, or this was done, and its answer lost.
+            known = known.model_copy(update={"lease_epoch": None})
+        else:
+            return known.model_copy(update={"lease_epoch": heard.lease_epoch}), heard
+    raise ZeusBSORuntimeError(f"other runs of the training take trial {trial.trial_number} over again and again")
+
+
 def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitChoice) -> None:
     """Have a trial's power limits kept. If the server refuses, that is a warning: no result of the trial needs them."""
     try:
@@ -110,6 +141,11 @@ def deliver(
             break
         if trial is None:
             trial = recorded(client, box.sender)
+            with lock:
+                box.name(trial, resumes=box.resumes)
+            continue
+        if box.resumes:
+            trial, _ = taken_over(client, trial)
             with lock:
                 box.name(trial)
             continue

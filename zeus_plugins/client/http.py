@@ -21,7 +21,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._refusals import error_of, said_in_error_body
+from zeus_plugins.client._refusals import error_of, reason_in_error_body, said_in_error_body
 from zeus_plugins.client._transport import DeadlineTransport, proxy_of
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
@@ -169,9 +169,9 @@ class BsoClient(ServerPort):
         end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
         self._expect_ours(self._request("PATCH", Paths.TRIALS, body=end))
 
-    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+    def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
         """See `ServerPort.heartbeat`."""
-        beat = Heartbeat(**trial.model_dump(), regular=regular)
+        beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._decode(self._request("PATCH", Paths.HEARTBEAT, body=beat), HeartbeatResponse)
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
@@ -344,6 +344,7 @@ class BsoClient(ServerPort):
             request=f"{request.method} {request.url}",
             is_registration=request.method == "POST" and request.url.path.endswith(Paths.JOBS),
             is_foreign=not said_in_error_body(_text_of(answer)),
+            reason=reason_in_error_body(_text_of(answer)),
         )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:

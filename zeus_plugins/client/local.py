@@ -147,9 +147,9 @@ class LocalServer(ServerPort):
         end = TrialEnd(**trial.model_dump(), **(ending or Ending()).model_dump())
         self._write("end of a trial", lambda transaction: self._commands.end_trial(transaction, end))
 
-    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+    def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
         """See `ServerPort.heartbeat`."""
-        beat = Heartbeat(**trial.model_dump(), regular=regular)
+        beat = Heartbeat(**trial.model_dump(), regular=regular, resumes=resumes)
         return self._write("heartbeat", lambda transaction: self._commands.heartbeat(transaction, beat))
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
@@ -191,7 +191,7 @@ class LocalServer(ServerPort):
                 f"{error.detail}. Check that its file can be read and written"
             ) from error
         except BsoError as error:
-            raise self._refusal(request, STATUS_OF[type(error)], error.message) from None
+            raise self._refusal(request, STATUS_OF[type(error)], error.message, error.reason) from None
         except Exception as error:
             # A fault of the server must not end a training here either.
             _logger.exception("the batch size optimization server in this process failed at a %s", request)
@@ -199,13 +199,14 @@ class LocalServer(ServerPort):
                 f"the {request} failed: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR
             ) from error
 
-    def _refusal(self, request: str, status: int, text: str) -> ZeusBSOError:
+    def _refusal(self, request: str, status: int, text: str, reason: str | None = None) -> ZeusBSOError:
         return error_of(
             status,
             text,
             server_url=self.server_url,
             request=f"the {request} at {self.server_url}",
             is_registration=request == "registration",
+            reason=reason,
         )
 
     def _checked(self, job: JobRegistration) -> JobRegistration:

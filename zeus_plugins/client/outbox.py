@@ -89,13 +89,17 @@ class OutboxHeader(WireMessage):
 
 
 class _Line(WireMessage):
-    """A line after the first: exactly one of its fields. `delivered` counts the items that were, so far."""
+    """A line after the first: exactly one of its fields. `delivered` counts the items that were, so far.
+
+    Beside `trial`, `resumes` says that a run has resumed that the server has not given the trial to.
+    """
 
     evaluation: Evaluation | None = None
     ending: Ending | None = None
     power_limits: PowerLimitChoice | None = None
     delivered: int | None = None
     trial: TrialId | None = None
+    resumes: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class _Waiting:
 class OutboxFile:
     """One open and locked file of the outbox; not for several threads at once. `Outbox` opens it.
 
-    Without a file, what is put in is kept in memory alone. `trial` is None while the server has not recorded it;
+    Without a file, what is put in is kept in memory alone. `trial` is None while the server has not recorded it; while
+    the box `resumes`, the trial is to be taken over from an earlier run of the training before anything is delivered;
     `latest` is the last evaluation that was put in, delivered or not. Lines that cannot be read hold up no other: there
     are `damaged_lines` of them, and the file is set aside with them once nothing else in it waits.
     """
@@ -119,6 +124,7 @@ class OutboxFile:
         self._file = file
         self.sender = sender
         self.trial = sender.trial
+        self.resumes = False
         # Those on the disk come first.
         self._waiting: deque[_Waiting] = deque()
         self._written = 0
@@ -177,12 +183,12 @@ class OutboxFile:
                         return last
         return ending
 
-    def name(self, trial: TrialId) -> None:
-        """Note under which name the server has recorded the trial."""
-        self.trial = trial
-        # Without the note it is recorded again, under the same key and so as the same trial.
+    def name(self, trial: TrialId | None, *, resumes: bool = False) -> None:
+        """Note under which name and lease epoch the server has the trial; or that it is still to be taken over."""
+        self.trial, self.resumes = trial, resumes
+        # Without the note it is recorded again, under the same key and so as the same trial, or taken over again.
         with contextlib.suppress(OSError):
-            self._write(_Line(trial=trial))
+            self._write(_Line(trial=trial, resumes=True) if resumes else _Line(trial=trial))
 
     def drop_first(self) -> None:
         """Note that the first item was delivered."""
@@ -259,8 +265,8 @@ class OutboxFile:
             if item is not None:
                 self._written += 1
                 self._take_in(item, self._written)
-            elif line.trial is not None:
-                self.trial = line.trial
+            elif line.trial is not None or line.resumes:
+                self.trial, self.resumes = line.trial, line.resumes
             elif line.delivered is not None:
                 while self._waiting and (self._waiting[0].number or 0) <= line.delivered:
                     self._waiting.popleft()
@@ -310,7 +316,10 @@ class Outbox:
             path = self.directory / sender.file_name(copy)
             # An earlier run's may be just being delivered.
             with contextlib.suppress(OutboxFileBusyError):
-                return self._opened(path, sender)
+                box = self._opened(path, sender)
+                if not _is_of_other_run(box.trial, sender.trial):
+                    return box
+                box.close()
         raise AssertionError("unreachable: some name is free")
 
     def latest(self, sender: OutboxHeader) -> Evaluation | None:
@@ -366,6 +375,14 @@ class Outbox:
             _files.close(file)
             raise
         return box
+
+
+def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
+    """Whether the server, which takes results of one run, would refuse a file's other results for the sake of these."""
+    if kept is None or sent is None:
+        return False
+    epochs, registrations = {kept.lease_epoch, sent.lease_epoch}, {kept.registration_id, sent.registration_id}
+    return len(epochs - {None}) > 1 or len(registrations - {None}) > 1
 
 
 def state_directory(environ: Mapping[str, str] | None = None) -> Path:

@@ -75,6 +75,9 @@ class ServerPort(Protocol):
     - It raises `ZeusBSOConfigError` when the server refuses the job, the settings or (`ZeusBSOTokenError`) the token,
       and any other `ZeusBSORuntimeError` when it refuses for another reason. `status` says which: 404 no such job or
       trial, 409 conflict, 422 invalid. A refusal has changed nothing.
+    - What is sent of a trial says the job's `registration_id` and the trial's `lease_epoch`, where they are known. It
+      is refused (409) if the job was registered anew since, or if a later run of the training has taken the trial over:
+      the error's `reason` says which (`RefusalReason`).
     """
 
     @property
@@ -176,10 +179,12 @@ class ServerPort(Protocol):
             ZeusBSOConfigError: It has another batch size (422).
         """
 
-    def heartbeat(self, trial: TrialId, *, regular: bool = True) -> HeartbeatResponse:
+    def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
         """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
 
-        It is `regular` if more heartbeats follow at the interval that the answer names.
+        It is `regular` if more heartbeats follow at the interval that the answer names. A training that `resumes` takes
+        the trial over from the run with the trial's `lease_epoch`, unless it has ended; the answer says its own. Said
+        again, that is refused as stale.
 
         Returns:
             Where the trial stands, even if it has ended, and when the next heartbeat is due.

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded
+from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded, taken_over
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
@@ -47,11 +47,19 @@ class TrialReporter:
     """Takes a trial's results, gives verdicts on them, and sees to it that the server gets them.
 
     No method raises because of the server. One warning tells of each kind of trouble, at its first time. The sender's
-    trial may be one that the server has not recorded yet; a Zeus server takes no heartbeats.
+    trial may be one that the server has not recorded yet, or one that it has not given to this run, which `resumes`;
+    a Zeus server takes no heartbeats.
     """
 
     def __init__(
-        self, client: ServerPort, outbox: Outbox, sender: OutboxHeader, rule: StopRule, *, takes_heartbeats: bool
+        self,
+        client: ServerPort,
+        outbox: Outbox,
+        sender: OutboxHeader,
+        rule: StopRule,
+        *,
+        takes_heartbeats: bool,
+        resumes: bool = False,
     ) -> None:
         self._client = client
         self._outbox = outbox
@@ -60,6 +68,8 @@ class TrialReporter:
         self._rule = rule
         self._takes_heartbeats = takes_heartbeats
         self._trial = sender.trial
+        # While it does, everything goes through the box: the trial is still to be taken over from an earlier run.
+        self._resumes = resumes
         self._box: OutboxFile | None = None
         # What the thread is to send next.
         self._power_limits: PowerLimitChoice | None = None
@@ -88,9 +98,9 @@ class TrialReporter:
 
     @property
     def is_away(self) -> bool:
-        """Whether results wait for the server, or it refuses them."""
+        """Whether results wait for the server, or it refuses them; or it has not heard that this run resumes."""
         with self._lock:
-            return self._box is not None or self._is_refused
+            return self._box is not None or self._is_refused or self._resumes
 
     @property
     def rule(self) -> StopRule:
@@ -115,7 +125,7 @@ class TrialReporter:
         with self._lock:
             if self._verdict is not None:  # It came with what was delivered later.
                 return self._verdict
-            trial = None if self._box is not None or self._is_refused else self._trial
+            trial = None if self.is_away else self._trial
         if trial is not None:
             try:
                 verdict = self._client.report(TrainingResult(**trial.model_dump(), **evaluation.model_dump()))
@@ -218,9 +228,14 @@ class TrialReporter:
         with self._lock:
             if self._is_refused:
                 return
+            # As the server knows it by now.
+            sender = self._sender.model_copy(update={"trial": self._trial})
             try:
                 if self._box is None:
-                    self._box = self._outbox.box(self._sender)
+                    self._box = self._outbox.box(sender)
+                    known = self._box.trial or self._trial
+                    if self._resumes or known != self._box.trial:
+                        self._box.name(known, resumes=self._resumes)
                 self._box.put(item)
             except OSError as error:
                 self._warn(
@@ -229,7 +244,8 @@ class TrialReporter:
                     "this process ends before it is back",
                 )
                 if self._box is None:
-                    self._box = OutboxFile(self._outbox.directory / self._sender.file_name(), None, self._sender)
+                    self._box = OutboxFile(self._outbox.directory / sender.file_name(), None, sender)
+                    self._box.resumes = self._resumes
                     self._box.put(item)
         self._start_thread()
         self._wake.set()
@@ -311,20 +327,24 @@ class TrialReporter:
     def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
         """Deliver what waits, and have a trial recorded that is not."""
         with self._lock:
-            box, is_recorded = self._box, self._trial is not None
-            if self._is_refused or (box is None and is_recorded):
+            box, trial = self._box, self._trial
+            if self._is_refused or (box is None and trial is not None and not self._resumes):
                 return
         if box is None:
-            trial = recorded(client, self._sender)
+            trial = trial or recorded(client, self._sender)
+            if self._resumes:
+                trial, _ = taken_over(client, trial)
             with self._lock:
-                self._trial = trial
+                self._trial, self._resumes = trial, False
+                if self._box is not None:  # Something was put in meanwhile.
+                    self._box.name(trial)
             return
         waiting = len(box)
         try:
             verdict = deliver(box, client, lock=self._lock, is_stopped=is_stopped)
         finally:
             with self._lock:
-                self._trial = box.trial
+                self._trial, self._resumes = box.trial, box.resumes
         with self._lock:
             if verdict is not None:
                 self._rule = verdict.stop_rule or self._rule

@@ -56,9 +56,12 @@ from zeus_plugins.protocol._values import Paths as Paths
 from zeus_plugins.protocol._values import PolicyName as PolicyName
 from zeus_plugins.protocol._values import PositiveFinite as PositiveFinite
 from zeus_plugins.protocol._values import PositiveInt as PositiveInt
+from zeus_plugins.protocol._values import RefusalReason as RefusalReason
+from zeus_plugins.protocol._values import RegistrationId as RegistrationId
 from zeus_plugins.protocol._values import Seconds as Seconds
 from zeus_plugins.protocol._values import Seed as Seed
 from zeus_plugins.protocol._values import Stage as Stage
+from zeus_plugins.protocol._values import TerseMessage as TerseMessage
 from zeus_plugins.protocol._values import Text as Text
 from zeus_plugins.protocol._values import TrialState as TrialState
 from zeus_plugins.protocol._values import Watts as Watts

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import (
     AfterValidator,
     FailFast,
     Field,
-    SerializerFunctionWrapHandler,
     StringConstraints,
     ValidationInfo,
     field_validator,
-    model_serializer,
     model_validator,
 )
 
@@ -29,7 +27,9 @@ from zeus_plugins.protocol._values import (
     PolicyName,
     PositiveFinite,
     PositiveInt,
+    RegistrationId,
     Seed,
+    TerseMessage,
     Text,
     Watts,
     WireMessage,
@@ -193,7 +193,7 @@ class Fingerprint(WireMessage):
         ]
 
 
-class JobRegistration(JobSpec, GpuConfig):
+class JobRegistration(JobSpec, GpuConfig, TerseMessage):
     """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
 
     Who does not say which policy, as Zeus's clients do not, gets Zeus's.
@@ -201,17 +201,15 @@ class JobRegistration(JobSpec, GpuConfig):
     Attributes:
         fingerprint: What its trainings are made of. Two registrations that differ in it alone are the same: the server
             keeps what was told first. Left out where nobody has told, as by Zeus's clients.
+        registration_id: Tells the job from one that was deleted and had its id. The server makes it when it registers
+            the job, and clients leave it out; None for jobs of version 0.1.
     """
+
+    _told_only: ClassVar[frozenset[str]] = frozenset({"fingerprint", "registration_id"})
 
     policy: PolicyName = PolicyName.ZEUS
     fingerprint: Fingerprint | None = None
-
-    @model_serializer(mode="wrap")
-    def _without_an_untold_fingerprint(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = serialized(self)
-        if values.get("fingerprint", self) is None:
-            del values["fingerprint"]
-        return values
+    registration_id: RegistrationId | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -239,9 +237,20 @@ class JobRegistration(JobSpec, GpuConfig):
         return cls(**spec.model_dump(), **gpu.model_dump())
 
 
-class TrialId(WireMessage):
-    """One trial of a job, with its global batch size; trials are counted from 1 within the job."""
+class TrialId(TerseMessage):
+    """One trial of a job, with its global batch size; trials are counted from 1 within the job.
+
+    Attributes:
+        registration_id: The job's, by which a later job of the same id is told apart. None, here and below: unchecked,
+            as by clients of Zeus and of version 0.1.
+        lease_epoch: Counts the runs of the training that the server has given the trial to. What a run before the
+            latest one sends is refused.
+    """
+
+    _told_only: ClassVar[frozenset[str]] = frozenset({"registration_id", "lease_epoch"})
 
     job_id: Identifier
     batch_size: BatchSize
     trial_number: PositiveInt
+    registration_id: RegistrationId | None = None
+    lease_epoch: PositiveInt | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import StringConstraints, field_serializer
+from pydantic import StringConstraints, field_serializer, model_validator
 
 from zeus_plugins.protocol._jobs import Goal, TrialId, is_reached
 from zeus_plugins.protocol._power_limits import PowerProfile
@@ -160,9 +160,18 @@ class Heartbeat(TrialId):
     Attributes:
         regular: Whether more heartbeats follow at the interval that the answer names, so that their absence soon means
             that the training is gone. A training that only asks where its trial stands says no.
+        resumes: Whether a training that goes on from a checkpoint takes the trial over from the run with this
+            `lease_epoch`; the answer says its own.
     """
 
     regular: bool = True
+    resumes: bool = False
+
+    @model_validator(mode="after")
+    def _takes_over_from_a_run(self) -> Self:
+        if self.resumes and self.lease_epoch is None:
+            raise ValueError("resumes goes with lease_epoch, so that a take-over that arrives twice is one")
+        return self
 
 
 class HeartbeatResponse(WireMessage):
@@ -175,6 +184,7 @@ class HeartbeatResponse(WireMessage):
         time_s: Seconds since the trial began, as of its last report; None, here and below, where unsaid.
         energy_j: Joules since then.
         epochs: Epochs trained since then.
+        lease_epoch: The trial's, as in `TrialId`; None from a server of version 0.1.
     """
 
     state: TrialState
@@ -183,6 +193,7 @@ class HeartbeatResponse(WireMessage):
     time_s: float | None = None
     energy_j: float | None = None
     epochs: float | None = None
+    lease_epoch: PositiveInt | None = None
 
 
 class Evaluation(WireMessage):

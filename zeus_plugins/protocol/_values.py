@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from enum import EnumType, StrEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    StringConstraints,
+    model_serializer,
+)
 
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
@@ -103,6 +110,17 @@ class EndReason(StrEnum):
     DISCARDED = "discarded"
 
 
+class RefusalReason(StrEnum):
+    """The reason for a refusal, where a program acts on it.
+
+    OTHER_REGISTRATION: the job was deleted and registered anew under its id since the trial began.
+    STALE_LEASE: the trial was given to a later run of its training.
+    """
+
+    OTHER_REGISTRATION = "other_registration"
+    STALE_LEASE = "stale_lease"
+
+
 def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
     """Cost in joules: ``η · energy + (1 − η) · max_power · time``.
 
@@ -121,6 +139,7 @@ def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> f
 # Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
 BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
+RegistrationId = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=ID_PATTERN)]
 # PostgreSQL keeps every character but NUL.
 Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -141,3 +160,17 @@ class WireMessage(BaseModel):
     """Base of all messages: immutable, and deaf to fields that it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class TerseMessage(WireMessage):
+    """A message without those of its fields that nobody has told: older clients and servers do not know them."""
+
+    _told_only: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_what_nobody_told(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        values: dict[str, Any] = serialized(self)
+        for name in self._told_only:
+            if values.get(name, self) is None:
+                del values[name]
+        return values

@@ -17,6 +17,7 @@ from zeus_plugins.protocol._values import (
     Origin,
     PolicyName,
     PositiveInt,
+    RefusalReason,
     Seconds,
     Stage,
     Text,
@@ -217,6 +218,7 @@ class ErrorBody(WireMessage):
         detail: What went wrong and what to change.
         message: The same text again, where a Zeus client looks for it.
         errors: The fields at fault, where there are any.
+        reason: The same for programs, where there is something that one can do about it.
     """
 
     type: str = "about:blank"
@@ -225,3 +227,4 @@ class ErrorBody(WireMessage):
     detail: str
     message: str
     errors: tuple[FieldError, ...] = ()
+    reason: RefusalReason | None = None

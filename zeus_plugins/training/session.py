@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from zeus_plugins.client.delivery import recorded
+from zeus_plugins.client.delivery import recorded, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
@@ -28,6 +28,7 @@ from zeus_plugins.protocol import (
     JobView,
     PowerLimitChoice,
     PowerProfile,
+    RefusalReason,
     ReportResponse,
     StopRule,
     TrialState,
@@ -112,13 +113,7 @@ class TrialSession:
             raise ZeusBSOOperationOrderError("there is no trial yet: ask for a batch size first")
         if self._reporter is None:
             return self._trial
-        known = self._reporter.trial
-        return self._trial.model_copy(
-            update={
-                "trial_number": None if known is None else known.trial_number,
-                "stop_rule": self._reporter.rule,
-            }
-        )
+        return self._trial.known_as(self._reporter.trial, stop_rule=self._reporter.rule)
 
     @property
     def cost_j(self) -> float | None:
@@ -317,7 +312,7 @@ class TrialSession:
 
         Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
         but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
-        away the trial goes on as if it took them.
+        away the trial goes on as if it took them. From now on the server refuses what an earlier run says of the trial.
 
         What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
 
@@ -363,15 +358,19 @@ class TrialSession:
         self._entry.deliver_earlier()
         trouble: ZeusBSOError | None = None
         try:
-            trial_id = trial.trial_id or recorded(self._client, sender)
-            self._update(trial_number=trial_id.trial_number)
-            heard = self._client.heartbeat(trial_id, regular=False) if trial.has_extended_server else None
+            trial_id, heard = trial.trial_id or recorded(self._client, sender), None
+            self._trial = trial.known_as(trial_id)
+            if trial.has_extended_server:
+                trial_id, heard = taken_over(self._client, trial_id)
+                self._trial = trial.known_as(trial_id)
         except ZeusBSORuntimeError as error:
-            if error.status == HTTPStatus.NOT_FOUND and not error.is_foreign:
+            is_gone = error.status == HTTPStatus.NOT_FOUND or error.reason == RefusalReason.OTHER_REGISTRATION
+            if is_gone and not error.is_foreign:
                 return str(error)
             if self._entry.must_raise(error):
                 raise
             trouble = error
+            self._update(lease_epoch=None)  # until this run has one of its own
             _logger.warning("%s. The training goes on with the checkpoint's trial", error)
             waiting = self._outbox.latest(sender)
             if waiting is not None:
@@ -381,7 +380,7 @@ class TrialSession:
                 return f"it is {heard.state}"
             if heard is not None:
                 self._count_known(heard.time_s or 0.0, heard.energy_j or 0.0, heard.epochs or 0.0)
-        self._open_line(registration, told_of=trouble)
+        self._open_line(registration, told_of=trouble, resumes=trouble is not None and trial.has_extended_server)
         return None
 
     def _count_known(self, time_s: float, energy_j: float, epochs: float) -> None:
@@ -400,7 +399,9 @@ class TrialSession:
             key=trial.key,
         )
 
-    def _open_line(self, registration: JobRegistration, *, told_of: ZeusBSOError | None = None) -> TrialReporter:
+    def _open_line(
+        self, registration: JobRegistration, *, told_of: ZeusBSOError | None = None, resumes: bool = False
+    ) -> TrialReporter:
         trial = self.trial
         reporter = TrialReporter(
             self._client,
@@ -408,6 +409,7 @@ class TrialSession:
             self._sender(registration, trial),
             trial.stop_rule or StopRule(max_epochs=registration.max_epochs),
             takes_heartbeats=trial.has_extended_server,
+            resumes=resumes,
         )
         self._reporter = reporter
         if told_of is not None:  # Before its thread meets the same trouble.

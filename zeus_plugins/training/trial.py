@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -16,16 +16,18 @@ from zeus_plugins.protocol import (
     NonNegativeFinite,
     PositiveInt,
     PowerProfile,
+    RegistrationId,
     ReportResponse,
     StopRule,
+    TerseMessage,
     TrialId,
-    WireMessage,
 )
 
 _MAX_SOURCE_LENGTH = 255
+_BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
 
 
-class TrialInfo(WireMessage):
+class TrialInfo(TerseMessage):
     """A training's knowledge of its own trial; also the part of it that a checkpoint keeps.
 
     Attributes:
@@ -33,6 +35,8 @@ class TrialInfo(WireMessage):
         batch_size: Its global batch size.
         trial_number: Counts from 1 within the job; None while a trial that began without the server is not recorded.
         key: By which such a trial is recorded; None for one that the server has dispatched.
+        registration_id: As in `TrialId`; likewise `lease_epoch`, which is None, too, in a run that has resumed while
+            the server was away.
         reason: Why the server chose this batch size, in words; None from a Zeus server.
         stop_rule: When the trial is going to be stopped, as the server said last; None from a Zeus server.
         power_profile: What is known of the power limits at this batch size, by earlier trials or by this one; None
@@ -48,10 +52,14 @@ class TrialInfo(WireMessage):
         unmeasured: Why what the trial costs is no longer known; None while it is.
     """
 
+    _told_only: ClassVar[frozenset[str]] = frozenset({"registration_id", "lease_epoch"})
+
     job_id: Identifier
     batch_size: BatchSize
     trial_number: PositiveInt | None = None
     key: str | None = None
+    registration_id: RegistrationId | None = None
+    lease_epoch: PositiveInt | None = None
     reason: str | None = None
     stop_rule: StopRule | None = None
     power_profile: PowerProfile | None = None
@@ -87,7 +95,12 @@ class TrialInfo(WireMessage):
         """The trial's name on the wire; None while the server has not recorded it."""
         if self.trial_number is None:
             return None
-        return TrialId(job_id=self.job_id, batch_size=self.batch_size, trial_number=self.trial_number)
+        return TrialId(**self.model_dump(include=set(TrialId.model_fields)))
+
+    def known_as(self, trial_id: TrialId | None, **fields: Any) -> Self:
+        """The trial as the server knows it, if it does, with other fields replaced, too."""
+        told = dict.fromkeys(_BY_SERVER) if trial_id is None else trial_id.model_dump(include=_BY_SERVER)
+        return self.model_copy(update=told | fields)
 
     @property
     def name(self) -> str:

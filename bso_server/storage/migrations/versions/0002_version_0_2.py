@@ -28,3 +28,5 @@ def upgrade() -> None:
     op.add_column("tokens", sa.Column("rotated_at", UtcDateTime))
     op.add_column("tokens", sa.Column("previous_hash", sa.String(64)))
     op.add_column("tokens", sa.Column("previous_until", UtcDateTime))
+    op.add_column("jobs", sa.Column("registration_id", sa.String(32)))
+    op.add_column("trials", sa.Column("lease_epoch", sa.Integer, nullable=False, server_default="1"))
