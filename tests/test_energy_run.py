@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
+from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from tests.support.fake_trainer import FakeTrainer
-from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.energy import EnergyUnavailableError, EpochMeter, Measurement, NvmlMonitor, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyRun
 
@@ -108,3 +110,108 @@ def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
     assert (run.time_s, run.energy_j) == (2.0, 100.0)
     run.close()
     assert not run.is_measuring
+
+
+# --- monitors that fail in the middle ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def driver() -> FakeNvml:
+    return FakeNvml([FakeGpu(), FakeGpu(uuid="GPU-1")])
+
+
+def spend(driver: FakeNvml, clock: Clock, time_s: float, power_w: float) -> None:
+    """Let time pass in which each GPU that is there draws so much."""
+    clock.now_s += time_s
+    for gpu in driver.machine:
+        if gpu.counter_mj is not None:
+            gpu.counter_mj += round(power_w * time_s * 1000)
+
+
+def metered(driver: FakeNvml, clock: Clock) -> EpochMeter:
+    meter = EpochMeter(NvmlMonitor(nvml=driver, clock=clock), clock=clock)
+    meter.begin()
+    return meter
+
+
+def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
+    driver: FakeNvml, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
+    meter = metered(driver, clock)
+    spend(driver, clock, 10.0, 150.0)
+    assert meter.end_epoch()["zeus/epoch_energy_j"] == 3000.0
+    lost = driver.machine[1]
+    known_mj, lost.counter_mj = lost.counter_mj, None
+    for _ in range(2):
+        spend(driver, clock, 4.0, 150.0)
+        metrics = meter.end_epoch()
+        assert (metrics["zeus/epoch_time_s"], metrics["zeus/epoch_energy_j"]) == (4.0, 1200.0)
+    lost.counter_mj = known_mj  # the driver was loaded again
+    spend(driver, clock, 1.0, 100.0)
+    meter.end_epoch()
+    spend(driver, clock, 2.0, 200.0)
+    assert meter.end_epoch() == {
+        "zeus/epoch_time_s": 2.0,
+        "zeus/epoch_energy_j": 800.0,
+        "zeus/time_s": 21.0,
+        "zeus/energy_j": 3000.0 + 2 * 1200.0 + 300.0 + 800.0,
+    }
+    meter.end()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    (warning,) = [message for level, message in told if level == "WARNING"]
+    assert "cannot be measured any more (GPU 1 (NVIDIA H200) gives no energy counter: Not Supported." in warning
+    assert warning.endswith("until it can be measured again it is taken to draw 300 W")
+    assert [message for level, message in told if level == "INFO"] == [
+        "energy of the training: nvml",
+        "energy of the training: estimate: 300 W, as it cannot be measured",
+        "energy of the training: nvml",
+    ]
+
+
+def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml) -> None:
+    clock = Clock()
+    meter = metered(driver, clock)
+    driver.machine[0].counter_mj = None
+    spend(driver, clock, 2.0, 100.0)
+    assert meter.state() == {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 2.0, "epoch_energy_j": 2 * 1400.0}
+
+
+def test_an_energy_of_which_nothing_is_known_is_told(driver: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
+    meter = metered(driver, clock)
+    driver.machine[0].counter_mj = driver.machine[0].max_power_mw = None
+    spend(driver, clock, 2.0, 100.0)
+    assert meter.end_epoch()["zeus/epoch_energy_j"] == 0.0
+    assert "until it can be measured again its energy counts for nothing, as its power is not known" in caplog.text
+    assert "energy of the training: unknown, so 0 J, as it cannot be measured" in caplog.text
+    meter.end()
+
+
+class Stubborn(ReplayMonitor):
+    """Fails once at the end of a window, which stays open."""
+
+    has_failed = False
+
+    def end_window(self, name: str) -> Measurement:
+        if not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("uninitialized")
+        return super().end_window(name)
+
+
+def test_a_window_that_stays_open_does_not_keep_the_next_one_from_being_measured() -> None:
+    run = EnergyRun()
+    run.begin(FakeTrainer(), Stubborn([Measurement(2.0, 100.0, "replay")], GPUS))
+    run.end_epoch()
+    metrics = run.end_epoch()
+    assert metrics is not None
+    assert metrics["zeus/epoch_energy_j"] == 100.0
+
+
+def test_a_monitor_that_cannot_measure_when_the_training_begins_is_an_error(driver: FakeNvml) -> None:
+    driver.machine[0].counter_mj = None
+    with pytest.raises(EnergyUnavailableError, match="gives no energy counter"):
+        metered(driver, Clock())
