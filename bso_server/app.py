@@ -108,8 +108,9 @@ def store_of(settings: Settings) -> Store:
         user=settings.db_user,
         password=None if password is None else password.get_secret_value(),
         echo_sql=settings.echo_sql,
+        patience_s=settings.database_timeout_s,
     )
-    return Store(database)
+    return Store(database, patience_s=settings.database_timeout_s)
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:

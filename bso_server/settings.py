@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from bso_server.core.job import LeasePolicy
+from bso_server.storage.deadlines import PATIENCE_S
 
 PREFIX = "ZEUS_BSO_"
 ENV_FILE = ".env"
@@ -33,6 +34,7 @@ class Settings(BaseSettings):
         database_url: SQLAlchemy URL of the database.
         db_user: User of the database, where the URL names none.
         db_password: Password of the database, where the URL holds none.
+        database_timeout_s: Seconds that a request waits for the database, and for what others have locked in it.
         server_host: Address to listen on.
         server_port: Port to listen on.
         log_level: What is logged.
@@ -58,6 +60,7 @@ class Settings(BaseSettings):
     database_url: str = Field(default_factory=default_database_url)
     db_user: str | None = None
     db_password: SecretStr | None = None
+    database_timeout_s: Annotated[float, Field(ge=1, le=3600)] = PATIENCE_S
     server_host: str = "127.0.0.1"
     server_port: Annotated[int, Field(ge=1, le=65535)] = 8000
     log_level: Literal["CRITICAL", "ERROR", "WARNING", "INFO", "DEBUG"] = "INFO"

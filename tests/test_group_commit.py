@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from bso_server.service.reports import GroupCommit
+from bso_server.service.reports import Commit, GroupCommit
 
 
 class Doubler:
@@ -18,12 +18,17 @@ class Doubler:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, items: Sequence[int]) -> list[int | Exception]:
+    async def __call__(self, items: Sequence[int], *, waits: bool) -> list[int | Exception]:  # noqa: ARG002 - it never does
         self.groups.append(list(items))
         await self.gate.wait()
         if 0 in items:
             raise RuntimeError("the transaction failed")
         return [ValueError("unlucky") if item == 13 else 2 * item for item in items]
+
+
+def group_commit(commit: Commit[int, int], *, patience_s: float = 60.0) -> GroupCommit[int, int]:
+    """Numbers that are equal but for their sign are of one row, and those with the same last digit of one queue."""
+    return GroupCommit(commit, row_of=abs, queue_of=lambda item: abs(item) % 10, patience_s=patience_s)
 
 
 async def outcomes(groups: GroupCommit[int, int], *items: int) -> list[int | BaseException]:
@@ -38,7 +43,7 @@ async def turn(times: int) -> None:
 def test_what_has_reached_the_socket_together_shares_a_group() -> None:
     async def run() -> None:
         doubler = Doubler()
-        groups: GroupCommit[int, int] = GroupCommit(doubler)
+        groups: GroupCommit[int, int] = group_commit(doubler)
         first = asyncio.create_task(groups.submit(1))
         await turn(2)
         assert await asyncio.gather(first, groups.submit(2)) == [2, 4]
@@ -51,7 +56,7 @@ def test_the_first_waits_for_no_other_and_the_rest_share_the_next_group() -> Non
     async def run() -> None:
         doubler = Doubler()
         doubler.gate.clear()
-        groups: GroupCommit[int, int] = GroupCommit(doubler)
+        groups: GroupCommit[int, int] = group_commit(doubler)
         first = asyncio.create_task(groups.submit(1))
         await turn(5)
         assert doubler.groups == [[1]]
@@ -66,7 +71,7 @@ def test_the_first_waits_for_no_other_and_the_rest_share_the_next_group() -> Non
 
 def test_an_item_with_an_error_of_its_own_hurts_no_other() -> None:
     async def run() -> None:
-        answers = await outcomes(GroupCommit(Doubler()), 1, 13, 3)
+        answers = await outcomes(group_commit(Doubler()), 1, 13, 3)
         assert answers[::2] == [2, 6]
         assert isinstance(answers[1], ValueError)
 
@@ -76,7 +81,7 @@ def test_an_item_with_an_error_of_its_own_hurts_no_other() -> None:
 def test_a_group_that_fails_is_processed_one_by_one() -> None:
     async def run() -> None:
         doubler = Doubler()
-        answers = await outcomes(GroupCommit(doubler), 1, 0, 3)
+        answers = await outcomes(group_commit(doubler), 1, 0, 3)
         assert answers[::2] == [2, 6]
         assert isinstance(answers[1], RuntimeError)
         assert doubler.groups == [[1, 0, 3], [1], [0], [3]]
@@ -87,7 +92,7 @@ def test_a_group_that_fails_is_processed_one_by_one() -> None:
 def test_groups_are_bounded() -> None:
     async def run() -> None:
         doubler = Doubler()
-        answers = await outcomes(GroupCommit(doubler), *range(100, 550))
+        answers = await outcomes(group_commit(doubler), *range(100, 550))
         assert answers == [2 * item for item in range(100, 550)]
         assert [len(group) for group in doubler.groups] == [200, 200, 50]
 
@@ -98,7 +103,7 @@ def test_an_item_is_processed_although_its_client_has_left() -> None:
     async def run() -> None:
         doubler = Doubler()
         doubler.gate.clear()
-        groups: GroupCommit[int, int] = GroupCommit(doubler)
+        groups: GroupCommit[int, int] = group_commit(doubler)
         client = asyncio.create_task(groups.submit(1))
         waiting = asyncio.create_task(groups.submit(2))
         await asyncio.sleep(0)

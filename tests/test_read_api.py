@@ -322,7 +322,14 @@ class BrokenDatabase:
     def url(self) -> URL:
         return make_url("postgresql://secret.example/bso")
 
-    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:  # noqa: ARG002 - Database's
+    async def run(
+        self,
+        work: Callable[[Connection], T],  # noqa: ARG002 - this and the others are Database's
+        *,
+        read_only: bool = False,  # noqa: ARG002
+        waits: bool = True,  # noqa: ARG002
+        timeout_s: float = 0.0,  # noqa: ARG002
+    ) -> T:
         if self._at_once:
             raise ConnectionRefusedError("secret.example refused")
         await asyncio.Event().wait()

@@ -344,7 +344,7 @@ def test_sqlite_is_safe(sqlite_url: str) -> None:
     async def use(store: Store) -> None:
         for read_only in (False, True):
             found = await store._database.run(settings, read_only=read_only)
-            assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 30_000}
+            assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
 
     in_store(sqlite_url, use)
 

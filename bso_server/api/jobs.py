@@ -92,10 +92,10 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
 @get(_JOB + "/export", summary="Export a job", responses=_ERRORS)
 async def export_job(job_id: JobInPath, reader: Reader) -> JobExport:
     """Everything that is kept of the job, to be imported elsewhere."""
-    return await reader.read(queries.export_job, job_id)
+    return await reader.read_whole(queries.export_job, job_id)
 
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
     """All of the job's trials as a table, with a header line."""
-    return views.trials_csv((await reader.read(queries.show_job, job_id)).trials)
+    return views.trials_csv((await reader.read_whole(queries.show_job, job_id)).trials)

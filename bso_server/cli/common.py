@@ -80,10 +80,10 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the database, use it, and close it."""
+    """Open the database, use it, and close it. A command keeps nobody waiting, and may itself take its time."""
 
     async def run() -> T:
-        store = store_of(settings_of(options))
+        store = store_of(settings_of(options)).patient()
         try:
             return await use(store)
         finally:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import count
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service import transfer
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, with_job_id
 from bso_server.service.messages import JobExport
-from bso_server.service.reports import CallersReport, GroupCommit, ReportBatch
+from bso_server.service.reports import CallersReport, GroupCommit, ReportBatch, job_of, trial_of
+from bso_server.service.turns import Turns
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -29,17 +30,26 @@ T = TypeVar("T")
 class BatchSizeService:
     """Everything that the server can be asked to change. Each method answers after its commit.
 
-    Errors are those of `Commands`; besides, each method raises `DatabaseUnavailableError` when the database stays away.
+    Errors are those of `Commands`; besides, each method raises `DatabaseUnavailableError` when the database stays away,
+    or what it needs there stays locked.
     """
 
     def __init__(self, store: Store, commands: Commands | None = None) -> None:
         self._store = store
         self.commands = commands or Commands()
-        self._reports: GroupCommit[CallersReport, ReportResponse] = GroupCommit(self._report_all)
+        self._turns = Turns(store.patience_s)
+        self._reports: GroupCommit[CallersReport, ReportResponse] = GroupCommit(
+            self._report_all, row_of=trial_of, queue_of=job_of, patience_s=store.patience_s
+        )
 
     async def run(self, command: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do one of `commands`, with these arguments, in a transaction of its own."""
-        return await self._store.write(command, *args, **kwargs)
+        """Do one of `commands`, with these arguments, in a transaction of its own.
+
+        The first argument is the id of the job that it changes, or a message that holds it.
+        """
+        job: Any = args[0]
+        async with self._turns.of(job if isinstance(job, str) else job.job_id):
+            return await self._store.write(command, *args, **kwargs)
 
     async def register(
         self, registration: JobRegistration, caller: Caller = UNRESTRICTED
@@ -50,30 +60,30 @@ class BatchSizeService:
         known = await self._store.read(self.commands.registered, registration, caller)
         if known is not None:
             return known, False
-        return await self._store.write(self.commands.register, registration, caller)
+        return await self.run(self.commands.register, registration, caller)
 
     async def report(self, result: TrainingResult, *, caller: Caller = UNRESTRICTED) -> ReportResponse:
         """Record where a trial stands and decide whether it goes on; see `ReportBatch.take`."""
         return await self._reports.submit((result, caller))
 
     async def reap(self) -> int:
-        """Abandon every trial whose lease has run out; their number."""
+        """Abandon every trial whose lease has run out, but for those that others have locked; their number."""
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):
-            abandoned += await self._store.write(self.commands.reap, job_id)
+            abandoned += await self._store.write_at_once(self.commands.reap, job_id)
         return abandoned
 
     async def delete_job(self, job_id: str) -> None:
         """Delete a job with all that is known of it."""
         attempts = count()
-        await self._store.write(
+        await self._store.patient().write(
             lambda transaction: self.commands.delete_job(transaction, job_id, again=next(attempts) > 0)
         )
 
     async def import_job(self, export: JobExport) -> JobSummary:
         """Create a job with its trials as another server exported it, unless its facts contradict each other."""
         job, attempts = transfer.imported(export), count()
-        return await self._store.write(
+        return await self._store.patient().write(
             lambda transaction: self.commands.import_job(transaction, job, again=next(attempts) > 0)
         )
 
@@ -87,10 +97,13 @@ class BatchSizeService:
             if deleted < PRUNED_AT_ONCE:
                 return pruned
 
-    async def _report_all(self, reports: Sequence[CallersReport]) -> list[ReportResponse | Exception]:
+    async def _report_all(
+        self, reports: Sequence[CallersReport], *, waits: bool
+    ) -> Sequence[ReportResponse | Exception]:
+        write = self._store.write if waits else self._store.write_at_once
         try:
-            return await self._store.write(
-                lambda transaction: ReportBatch(transaction, reports, self.commands.moment()).take()
+            return await write(
+                lambda transaction: ReportBatch(transaction, reports, self.commands.moment(), waits=waits).take()
             )
         except DatabaseUnavailableError as error:
             return [error] * len(reports)

@@ -291,8 +291,8 @@ class Commands:
         return transaction.jobs_with_expired_trials(moment.now, moment.longest_lease_end)
 
     def reap(self, transaction: Transaction, job_id: str) -> int:
-        """Abandon the job's trials whose leases have run out; their number."""
-        job = transaction.locked_job(job_id)
+        """Abandon the job's trials whose leases have run out; their number. It waits for nobody who has them locked."""
+        job = transaction.locked_job(job_id, skip=True)
         if job is None:
             return 0
         after = self._abandon_expired(transaction, job, self._clock())

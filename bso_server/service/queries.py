@@ -153,6 +153,10 @@ class JobReader:
         """The answer to a query, all of it of one moment."""
         return await self._store.read(query, *args, **kwargs)
 
+    async def read_whole(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same with a query for all that is kept of a job, which may take its time."""
+        return await self._store.patient().read(query, *args, **kwargs)
+
     async def check_ready(self) -> None:
         """Make sure that requests can be served.
 

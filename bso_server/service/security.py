@@ -20,6 +20,7 @@ from typing import Protocol
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UntrustedHostError
+from bso_server.storage.deadlines import begin_request
 
 # Seconds for which a process trusts what it read about tokens: a revocation takes effect within them.
 CACHE_S = 10.0
@@ -173,6 +174,8 @@ class Authenticator:
     async def identify(self, authorization: str | None, address: str | None, host: str) -> Caller:
         """Say who makes a request.
 
+        The request begins here: what it waits for the database from now on counts together.
+
         A token that is shown must be good, even where none is needed. Without one, everybody is served by an insecure
         server, clients of its own machine are as long as no token was ever made, and otherwise nobody is.
 
@@ -186,6 +189,7 @@ class Authenticator:
             ForbiddenError: The server has no tokens yet, and the client is on another machine.
             UntrustedHostError: It has none yet, and the request was sent to a name that may lead to any machine.
         """
+        begin_request()
         if authorization is not None:
             return await self._caller_with(token_in(authorization))
         if self._insecure:

@@ -13,27 +13,34 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractAsyncContextManager, closing, nullcontext, suppress
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
 from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
 
+from bso_server.storage.async_database import (
+    READ_ONLY,
+    AsyncDatabase,
+    NoConnectionError,
+    limit_sessions,
+    no_answer,
+)
+from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
 from bso_server.storage.filesystem import network_filesystem
-from bso_server.storage.unwritable import OpenFile, UnwritableError
+from bso_server.storage.unwritable import OpenFile
 
-# Seconds that a SQLite connection waits for another process's transaction before it gives up.
-_SQLITE_BUSY_TIMEOUT_S = 30
+# Seconds that a SQLite connection waits for another process's transaction; then the transaction is begun again, while
+# there is time.
+_SQLITE_BUSY_TIMEOUT_S = 1
 _SQLITE_READERS = 4
 
 # Connections that one server process holds open at most; a request that finds none free waits for one.
 _POOL_SIZE = 10
-
-_READ_ONLY = "bso_read_only"
 
 # SQLAlchemy would log the cursors of a connection that `SqliteFile.drop` has closed.
 _POOL = "bso_server"
@@ -55,21 +62,6 @@ _CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "maria
 
 T = TypeVar("T")
 
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine
-
-
-class NoConnectionError(Exception):
-    """There is no connection to the database, or it was lost in the middle of a transaction.
-
-    Whether that transaction is in force is not known: the connection may have been lost after the commit. The text is
-    one line that says what happened, without a password.
-    """
-
-    def __init__(self, cause: Exception) -> None:
-        said = cause.orig if isinstance(cause, DBAPIError) and cause.orig is not None else cause
-        super().__init__(" ".join(str(said).split()) or type(said).__name__)
-
 
 class Database(Protocol):
     """A database and the way to work on it."""
@@ -77,15 +69,24 @@ class Database(Protocol):
     url: URL
     """The place of the database."""
 
-    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+    async def run(
+        self,
+        work: Callable[[Connection], T],
+        *,
+        read_only: bool = False,
+        waits: bool = True,
+        timeout_s: float = PATIENCE_S,
+    ) -> T:
         """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
 
         Args:
             work: Reads and writes through the connection.
             read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
+            waits: It may wait for locks of others. Other work does not wait behind it for a connection.
+            timeout_s: Seconds until it is given up, whatever it is waiting for; its connection is closed then.
 
         Raises:
-            NoConnectionError: The database cannot be reached, or can no longer.
+            NoConnectionError: The database cannot be reached, can no longer, or does not answer in time.
             UnwritableError: The file of the database was taken away; `work` may be in force.
         """
         ...
@@ -166,12 +167,26 @@ class SqliteDatabase:
         self._writer = ThreadPoolExecutor(1, "bso-writer")
         self._readers = ThreadPoolExecutor(_SQLITE_READERS, "bso-reader")
 
-    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `Database.run`."""
+    async def run(
+        self,
+        work: Callable[[Connection], T],
+        *,
+        read_only: bool = False,
+        waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
+        timeout_s: float = PATIENCE_S,
+    ) -> T:
+        """See `Database.run`. A transaction that has begun cannot be given up: it may be in force a little later."""
         thread = self._readers if read_only else self._writer
-        return await asyncio.get_running_loop().run_in_executor(
-            thread, lambda: self.file.run(self._connection(), work, read_only=read_only)
-        )
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                # Given up while it queues, it is not begun.
+                return await asyncio.get_running_loop().run_in_executor(
+                    thread, lambda: self.file.run(self._connection(), work, read_only=read_only)
+                )
+        except TimeoutError as error:
+            if limit.expired():
+                raise no_answer(timeout_s) from error
+            raise
 
     async def close(self) -> None:
         """Let the work in hand end, and close every connection."""
@@ -193,48 +208,13 @@ class SqliteDatabase:
         return connection
 
 
-class AsyncDatabase:
-    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite."""
-
-    def __init__(self, engine: AsyncEngine, open_file: OpenFile | None = None) -> None:
-        self._engine, self.url, self._open_file = engine, engine.url, open_file
-        is_sqlite = engine.dialect.name == "sqlite"
-        # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
-        self._writing: AbstractAsyncContextManager[object] = asyncio.Lock() if is_sqlite else nullcontext()
-        # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
-        self._one_moment = None if is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
-
-    async def run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `Database.run`."""
-        connected = False
-        try:
-            async with nullcontext() if read_only else self._writing, self._engine.connect() as connection:
-                connected = True
-                connection.info[_READ_ONLY] = read_only
-                async with connection.begin():
-                    if read_only and self._one_moment is not None:
-                        # This holds for one transaction: SQLAlchemy's option is taken back when a connection returns to
-                        # the pool, and one that is lost by then would never return.
-                        await connection.exec_driver_sql(self._one_moment)
-                    done = await connection.run_sync(work)
-                if self._open_file is not None:
-                    self._open_file.check(connection.info)
-                return done
-        except UnwritableError:
-            raise
-        except Exception as error:
-            # Drivers raise this and that while they connect.
-            if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
-                raise
-            raise NoConnectionError(error) from error
-
-    async def close(self) -> None:
-        """Close every connection."""
-        await self._engine.dispose()
-
-
 def open_database(
-    database_url: str, *, user: str | None = None, password: str | None = None, echo_sql: bool = False
+    database_url: str,
+    *,
+    user: str | None = None,
+    password: str | None = None,
+    echo_sql: bool = False,
+    patience_s: float = PATIENCE_S,
 ) -> Database:
     """Open a database, and make the directory of a SQLite file if need be; nothing is connected yet.
 
@@ -245,6 +225,7 @@ def open_database(
         user: User, where the URL names none.
         password: Password, where the URL holds none.
         echo_sql: Log every statement.
+        patience_s: Seconds that transactions take at most; the sessions' limits are set by it.
 
     Raises:
         ValueError: The URL cannot be read, its driver is not installed, or it is a SQLite file that several hosts
@@ -264,6 +245,8 @@ def open_database(
             # A connection that died while idle is noticed before it is used.
             "pool_pre_ping": True,
             "pool_size": _POOL_SIZE,
+            # Whoever waits for one has a deadline of its own.
+            "pool_timeout": None,
         }
     # Loaded where it is needed: a training on a SQLite file does not wait for it.
     from sqlalchemy.ext.asyncio import create_async_engine
@@ -287,7 +270,9 @@ def open_database(
     if url.drivername == _AIOSQLITE:
         open_file = _configure_sqlite(engine.sync_engine)
         event.listen(engine.sync_engine, "begin", _begin)
-    return AsyncDatabase(engine, open_file)
+    else:
+        limit_sessions(engine.sync_engine, SessionLimits(patience_s))
+    return AsyncDatabase(engine, open_file, patience_s=patience_s)
 
 
 def back_up(file: Path) -> None:
@@ -310,8 +295,19 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
 
 
 # Codes by which databases say that a transaction was broken off through no fault of its own.
-_POSTGRES_PASSING = {"40001", "40P01"}  # serialization failure, deadlock
-_MYSQL_PASSING = {1205, 1213, 1053}  # lock wait timeout, deadlock, shutting down
+_POSTGRES_PASSING = {
+    "40001",  # serialization failure
+    "40P01",  # deadlock
+    "55P03",  # lock not available: within lock_timeout
+    "57014",  # query canceled: by statement_timeout
+}
+_MYSQL_PASSING = {
+    1053,  # shutting down
+    1205,  # lock wait timeout
+    1213,  # deadlock
+    1969,  # MariaDB's max_statement_time
+    3024,  # MySQL's max_execution_time
+}
 
 
 def is_passing(error: DBAPIError) -> bool:
@@ -394,7 +390,7 @@ def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEO
 
 def _begin(connection: Connection) -> None:
     # Through SQLAlchemy it would cost a sixth of a small transaction.
-    _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(_READ_ONLY) else "BEGIN IMMEDIATE")
+    _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(READ_ONLY) else "BEGIN IMMEDIATE")
 
 
 def _execute(driver: Any, statement: str) -> None:

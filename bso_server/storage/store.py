@@ -21,17 +21,20 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.database import Database, NoConnectionError, SqliteFile, back_up, is_passing
+from bso_server.storage.async_database import NoConnectionError
+from bso_server.storage.database import Database, SqliteFile, back_up, is_passing
+from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, Deadline, waiting
 from bso_server.storage.transaction import JobExistsError, Transaction
 from bso_server.storage.unwritable import UnwritableError, as_unwritable
 
-# How often a transaction is tried that the database keeps breaking off, and the longest wait after the first time.
-_ATTEMPTS = 8
+# The longest wait after the first time that the database breaks a transaction off; it grows with each time, so often.
 _BACKOFF_S = 0.05
+_GROWS = 8
 
-# The same where connections are lost: a database that starts anew needs seconds. Many clients wait for five at most.
+# The same where connections are lost: a database that starts anew needs seconds, and one that is away for good must not
+# keep a patient caller waiting.
 _LOST_BACKOFF_S = 0.2
-_PATIENCE_S = 3.0
+_LOST_ATTEMPTS = 8
 
 # A database that can keep nothing is spoken of when that begins and ends, and each time that so many seconds are over.
 _SAY_AGAIN_S = 60.0
@@ -45,40 +48,59 @@ logger = logging.getLogger("bso_server")
 class _Attempts:
     """The attempts at one transaction: which failure is followed by another one, and after how long.
 
-    One that the database keeps breaking off is tried so many times at `most`, and that is logged at this level.
+    That the database has broken one off is logged at this level.
     """
 
-    def __init__(self, most: float = _ATTEMPTS, level: int = logging.INFO) -> None:
+    def __init__(self, deadline: Deadline, level: int = logging.INFO) -> None:
         self._level = level
-        self._end = time.monotonic() + _PATIENCE_S
-        self._most = most
+        self._deadline = deadline
+        self._lost_deadline = Deadline(PATIENCE_S)
+        self._begun = time.monotonic()
         self._made = 0
         self._lost = False
         self._collided = False
 
-    def wait_s(self, error: Exception) -> float:
-        """Seconds to wait before the next attempt, random; raises the error if there is none."""
+    def wait_s(self, error: Exception) -> float | None:
+        """Seconds to wait before the next attempt, random; None if there is no time for one.
+
+        Raises the error if another attempt would fare no better.
+        """
         self._made += 1
+        took_s = time.monotonic() - self._begun
         if isinstance(error, JobExistsError):
             # What the other transaction did is there to be found by now.
             if self._collided:
                 raise error
             self._collided = True
-            return 0.0
-        if isinstance(error, DatabaseUnavailableError):
+            wait_s = 0.0
+        elif isinstance(error, DatabaseUnavailableError):
             if error.fault is not None:
                 raise error  # Waiting mends nothing.
-            if self._made == _ATTEMPTS or time.monotonic() > self._end:
-                logger.warning("gave up after %d attempts: %s", self._made, error.detail)
-                raise error
-            self._lost, backoff_s = True, _LOST_BACKOFF_S
+            if self._made == _LOST_ATTEMPTS or not self._lost_deadline.left_s:
+                return None
+            self._lost = True
+            wait_s = self._random_s(_LOST_BACKOFF_S)
         else:
-            if not (isinstance(error, DBAPIError) and is_passing(error)) or self._made == self._most:
+            if not (isinstance(error, DBAPIError) and is_passing(error)):
                 raise error
             logger.log(self._level, "transaction broken off by the database, attempt %d: %s", self._made, error.orig)
-            backoff_s = _BACKOFF_S
+            wait_s = self._random_s(_BACKOFF_S)
+        # What has waited for a lock in vain would need as long again, and leave its connection in the middle of it.
+        if wait_s + took_s >= self._deadline.left_s:
+            return None
+        self._begun = time.monotonic() + wait_s
+        return wait_s
+
+    def _random_s(self, most_s: float) -> float:
         # Not all at once again; randomness is what parts them.
-        return backoff_s * min(self._made, _ATTEMPTS) * random.random()  # noqa: S311 - no secret
+        return most_s * min(self._made, _GROWS) * random.random()  # noqa: S311 - no secret
+
+    def given_up(self, error: Exception) -> DatabaseUnavailableError:
+        """The error to raise as there is no time for another attempt; it is logged, too."""
+        if not isinstance(error, DatabaseUnavailableError):
+            error = DatabaseUnavailableError(f"broken off by the database each time: {NoConnectionError(error)}")
+        logger.warning("gave up after %d attempts: %s", self._made, error.detail)
+        return error
 
     def succeeded(self) -> None:
         """Note that the last attempt has done it."""
@@ -86,14 +108,51 @@ class _Attempts:
             logger.info("lost the connection to the database, and found it again at attempt %d", self._made + 1)
 
 
-class Store:
-    """The project's data in a database. Commit happens in one place: when the work given to `write` has returned."""
+class _Health:
+    """Whether the database can keep anything, and what the log has said of it."""
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
+    def __init__(self) -> None:
         self.fault: str | None = None
-        """What keeps the database from keeping anything, as the last write has found it, or None."""
         self._say_again = -math.inf
+
+    def told(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
+        """The error of a write that failed by this one."""
+        detail, now = f"nothing can be kept in the database {database}, for {error}", time.monotonic()
+        if error.fault != self.fault or now > self._say_again:
+            logger.error("%s; every request gets 503 until that is mended", detail)
+            self._say_again = now + _SAY_AGAIN_S
+        self.fault = error.fault
+        return DatabaseUnavailableError(detail, fault=error.fault)
+
+    def mended(self, database: str) -> None:
+        """Note that a write was kept again."""
+        logger.warning("the database %s keeps what is written again", database)
+        self.fault, self._say_again = None, -math.inf
+
+
+class Store:
+    """The project's data in a database. Commit happens in one place: when the work given to `write` has returned.
+
+    Args:
+        database: The database.
+        patience_s: Seconds after which `write` and `read` give up, with all their attempts.
+    """
+
+    def __init__(self, database: Database, *, patience_s: float = PATIENCE_S) -> None:
+        self._database = database
+        self.patience_s = patience_s
+        self._health = _Health()
+
+    def patient(self) -> Store:
+        """The same data, for what reads or writes a job as a whole, and for callers that keep nobody waiting."""
+        store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S))
+        store._health = self._health
+        return store
+
+    @property
+    def fault(self) -> str | None:
+        """What keeps the database from keeping anything, as the last write has found it, or None."""
+        return self._health.fault
 
     @property
     def is_sqlite(self) -> bool:
@@ -114,47 +173,64 @@ class Store:
         repeated. When the connection was lost at the commit, it is repeated though it may be in force already.
 
         Raises:
-            DatabaseUnavailableError: The database stays away, or can keep nothing. `work` may be in force.
+            DatabaseUnavailableError: The database stays away, breaks the transaction off again and again, does not
+                answer in time, or can keep nothing. `work` may be in force.
         """
-        return await self._repeated(lambda transaction: work(transaction, *args, **kwargs), read_only=False)
+        return await self._done(lambda transaction: work(transaction, *args, **kwargs))
+
+    async def write_at_once(
+        self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Do `work`, which waits for no lock of others; it does not wait behind those who do. Errors as in `write`."""
+        return await self._done(lambda transaction: work(transaction, *args, **kwargs), waits=False)
 
     async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do `work`, which only reads, in a transaction that makes nobody wait; again, and errors, as in `write`."""
-        return await self._repeated(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
+        return await self._done(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
 
-    async def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool) -> T:
-        attempts = _Attempts()
-        while True:
-            try:
-                done, transaction = await self._run(partial(_done_in_transaction, work), read_only=read_only)
-            except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
-                await asyncio.sleep(attempts.wait_s(error))
-            else:
-                attempts.succeeded()
-                if self.fault is not None and not read_only:
-                    logger.warning("the database %s keeps what is written again", self.description)
-                    self.fault, self._say_again = None, -math.inf
-                transaction.write_log()
-                return done
+    async def _done(self, work: Callable[[Transaction], T], *, read_only: bool = False, waits: bool = True) -> T:
+        done, transaction = await self._repeated(
+            partial(_done_in_transaction, work), read_only=read_only, waits=waits, patience_s=self.patience_s
+        )
+        if self.fault is not None and not read_only:
+            self._health.mended(self.description)
+        transaction.write_log()
+        return done
 
-    async def _run(self, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
+    async def _repeated(
+        self, work: Callable[[Connection], T], *, patience_s: float, read_only: bool = False, waits: bool = True
+    ) -> T:
+        with waiting(patience_s) as deadline:
+            attempts = _Attempts(deadline)
+            while True:
+                try:
+                    done = await self._run(work, read_only=read_only, waits=waits, timeout_s=deadline.left_s)
+                except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
+                    wait_s = attempts.wait_s(error)
+                    if wait_s is None:
+                        raise attempts.given_up(error) from error
+                    await asyncio.sleep(wait_s)
+                else:
+                    attempts.succeeded()
+                    return done
+
+    async def _run(
+        self,
+        work: Callable[[Connection], T],
+        *,
+        read_only: bool = False,
+        waits: bool = True,
+        timeout_s: float = PATIENCE_S,
+    ) -> T:
         try:
-            return await self._database.run(work, read_only=read_only)
+            return await self._database.run(work, read_only=read_only, waits=waits, timeout_s=timeout_s)
         except NoConnectionError as error:
             raise DatabaseUnavailableError(f"no connection to the database {self.description}: {error}") from error
         except (DBAPIError, UnwritableError) as error:
             unwritable = error if isinstance(error, UnwritableError) else as_unwritable(error)
             if unwritable is None:
                 raise
-            raise self._told(unwritable) from error
-
-    def _told(self, error: UnwritableError) -> DatabaseUnavailableError:
-        detail, now = f"nothing can be kept in the database {self.description}, for {error}", time.monotonic()
-        if error.fault != self.fault or now > self._say_again:
-            logger.error("%s; every request gets 503 until that is mended", detail)
-            self._say_again = now + _SAY_AGAIN_S
-        self.fault = error.fault
-        return DatabaseUnavailableError(detail, fault=error.fault)
+            raise self._health.told(unwritable, self.description) from error
 
     async def check_writable(self) -> None:
         """Write something and take it away again, so that a full disk and a standby show.
@@ -174,7 +250,7 @@ class Store:
         _refuse_newer(found, self.description)
         if self.is_sqlite and found not in (None, migrations.HEAD):
             await asyncio.to_thread(back_up, Path(self._database.url.database or ""))
-        await self._run(migrations.upgrade)
+        await self._repeated(migrations.upgrade, patience_s=MIGRATION_PATIENCE_S)
 
     def migration_sql(self) -> str:
         """The SQL that makes this version's schema in an empty database of this kind."""
@@ -182,7 +258,7 @@ class Store:
 
     async def current_revision(self) -> str | None:
         """The revision of the database's schema, or None for an empty database; errors as in `read`."""
-        return await self._run(migrations.current, read_only=True)
+        return await self._run(migrations.current, read_only=True, timeout_s=self.patience_s)
 
     async def check_schema(self) -> None:
         """Make sure that the database has this version's schema.
@@ -248,7 +324,7 @@ class SyncStore:
                 self._file.forget()
 
     def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
-        attempts, end = _Attempts(most=math.inf, level=logging.DEBUG), time.monotonic() + timeout_s
+        attempts = _Attempts(Deadline(timeout_s), level=logging.DEBUG)
         while True:
             try:
                 return self._run(partial(_done_in_transaction, work), read_only=read_only)
@@ -261,7 +337,7 @@ class SyncStore:
                     wait_s = attempts.wait_s(error)
                 except DBAPIError:
                     raise DatabaseUnavailableError(str(NoConnectionError(error))) from error
-                if time.monotonic() + wait_s > end:
+                if wait_s is None:
                     raise DatabaseUnavailableError(
                         f"timed out after {timeout_s:g} s, as another process has it locked"
                     ) from error

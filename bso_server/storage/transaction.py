@@ -61,6 +61,10 @@ class JobExistsError(Exception):
     """Another transaction inserted the same job_id first."""
 
 
+class RowLockedError(Exception):
+    """Another transaction has locked a row that this one was not to wait for."""
+
+
 class Transaction:
     """One transaction. Made by `Store` alone; dead once it has ended.
 
@@ -90,24 +94,41 @@ class Transaction:
         """The job, or None."""
         return self._jobs(select(jobs).where(jobs.c.job_id == job_id)).get(job_id)
 
-    def locked_job(self, job_id: str) -> StoredJob | None:
+    @property
+    def can_skip(self) -> bool:
+        """Whether the database can leave out rows that others have locked: all can but SQLite, and old versions.
+
+        On SQLite there are none, as the transaction has locked the file.
+        """
+        dialect = self._connection.dialect
+        if dialect.name == "sqlite":
+            return False
+        least = (
+            (0,) if dialect.name == "postgresql" else (10, 6) if getattr(dialect, "is_mariadb", False) else (8, 0, 1)
+        )
+        return (dialect.server_version_info or least) >= least
+
+    def locked_job(self, job_id: str, *, skip: bool = False) -> StoredJob | None:
         """The job, or None; other writers wait."""
-        return self.locked_jobs([job_id]).get(job_id)
+        return self.locked_jobs([job_id], skip=skip).get(job_id)
 
-    def locked_jobs(self, job_ids: Collection[str]) -> dict[str, StoredJob]:
-        """Those of these jobs that exist; other writers wait."""
+    def locked_jobs(self, job_ids: Collection[str], *, skip: bool = False) -> dict[str, StoredJob]:
+        """Those of these jobs that exist, and that nobody has locked if they are to `skip`; other writers wait."""
         statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id)
-        return self._jobs(statement.with_for_update())
+        return self._jobs(statement.with_for_update(skip_locked=skip and self.can_skip))
 
-    def locked_trials(self, keys: Collection[TrialKey]) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
+    def locked_trials(
+        self, keys: Collection[TrialKey], *, skip: bool = False
+    ) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
         """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
 
-        The jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
+        Told to `skip`, it leaves out those that another transaction has locked, instead of waiting for that. The
+        jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
         reports on different trials of one job need not wait for each other.
         """
         found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
-        for row in self._connection.execute(*_locked_trials(sorted(keys))):
+        for row in self._connection.execute(*_locked_trials(sorted(keys), skip=skip and self.can_skip)):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
             if trial.job_id not in jobs_found:
                 jobs_found[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
@@ -142,7 +163,7 @@ class Transaction:
     def locked_expired_trials(self, job_id: str, now: datetime, latest: datetime) -> list[TrialRecord]:
         """The job's trials whose leases have run out, or end after `latest`, in order of dispatch; other writers wait.
 
-        A trial whose report is just being taken has a new lease by the time that its row can be had.
+        Those that another transaction has locked are left out: it may be the report that renews the lease.
         """
         return self._trials(trials.c.job_id == job_id, *_expired(now, latest), lock=True)
 
@@ -345,7 +366,7 @@ class Transaction:
 
     def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
         statement = select(trials).where(*conditions)
-        rows = self.rows(statement.with_for_update() if lock else statement)
+        rows = self.rows(statement.with_for_update(skip_locked=self.can_skip) if lock else statement)
         # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
         return sorted(map(trial_from, rows), key=lambda trial: trial.trial_number)
 
@@ -380,7 +401,7 @@ _JOB_COLUMNS = jobs.c.keys()
 _TRIAL_COLUMNS = trials.c.keys()
 
 
-def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any]]:
+def _locked_trials(keys: Sequence[TrialKey], *, skip: bool) -> tuple[Select[Any], dict[str, Any]]:
     """The query for the trials with these keys, each with its job, and its parameters."""
     # A few sizes of the query are enough: to ask for a key twice does no harm.
     size = 1 << (len(keys) - 1).bit_length()
@@ -388,11 +409,11 @@ def _locked_trials(keys: Sequence[TrialKey]) -> tuple[Select[Any], dict[str, Any
     parameters: dict[str, Any] = {}
     for n, (job_id, trial_number) in enumerate(padded):
         parameters |= {f"job_id_{n}": job_id, f"trial_number_{n}": trial_number}
-    return _locked_trials_of(size), parameters
+    return _locked_trials_of(size, skip=skip), parameters
 
 
 @lru_cache(maxsize=64)
-def _locked_trials_of(size: int) -> Select[Any]:
+def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
     """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
     condition = or_(
         *(
@@ -401,4 +422,4 @@ def _locked_trials_of(size: int) -> Select[Any]:
         )
     )
     query = select(trials, jobs).join_from(trials, jobs).where(condition)
-    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials)
+    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials, skip_locked=skip)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, text
 
+from bso_server.storage.deadlines import MIGRATION_PATIENCE_S
+
 if TYPE_CHECKING:
     from alembic.config import Config
 
@@ -24,7 +26,7 @@ logger = logging.getLogger("bso_server")
 
 _LOCK_NAME = "zeus_bso_migration"
 _LOCK_KEY = 0x7A657573  # "zeus": PostgreSQL's advisory locks have numbers for names
-_LOCK_TIMEOUT_S = 600
+_LOCK_TIMEOUT_S = round(MIGRATION_PATIENCE_S)
 
 
 def upgrade(connection: Connection) -> None:
@@ -83,9 +85,13 @@ def _only_one(connection: Connection) -> Iterator[None]:
             name = {"name": _LOCK_NAME, "timeout": _LOCK_TIMEOUT_S}
             if connection.scalar(text("SELECT GET_LOCK(:name, :timeout)"), name) != 1:
                 raise TimeoutError(f"another process has been upgrading the database for {_LOCK_TIMEOUT_S} s")
+            end = "ROLLBACK"
             try:
                 yield
+                end = "COMMIT"
             finally:
+                # Whoever has the lock next must find the revision, which is a row like any other.
+                connection.exec_driver_sql(end)
                 connection.execute(text("SELECT RELEASE_LOCK(:name)"), {"name": _LOCK_NAME})
         case _:
             yield

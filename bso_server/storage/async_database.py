@@ -1,0 +1,162 @@
+"""A database over an asynchronous driver, and the error of one that does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from sqlalchemy import Connection, Engine, event
+from sqlalchemy.exc import DBAPIError
+
+from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
+from bso_server.storage.unwritable import OpenFile, UnwritableError
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
+READ_ONLY = "bso_read_only"
+"""Whether the transaction only reads, in the `info` of its connection."""
+
+# Transactions that may wait for other clients' locks, of which so many run at once. The other connections are for those
+# that wait for no lock, which would else wait with them.
+_POOL_OF_WAITING = 6
+
+# Seconds after which a transaction that was given up is told once more to end, and for which its end is waited for when
+# the database is closed.
+_END_S = 5.0
+
+T = TypeVar("T")
+
+
+class NoConnectionError(Exception):
+    """There is no connection to the database, or it was lost in the middle of a transaction.
+
+    Whether that transaction is in force is not known: the connection may have been lost after the commit. The text is
+    one line that says what happened, without a password.
+    """
+
+    def __init__(self, cause: Exception) -> None:
+        said = cause.orig if isinstance(cause, DBAPIError) and cause.orig is not None else cause
+        super().__init__(" ".join(str(said).split()) or type(said).__name__)
+
+
+def no_answer(timeout_s: float) -> NoConnectionError:
+    """The error of a transaction that has taken too long."""
+    return NoConnectionError(TimeoutError(f"no answer within {timeout_s:.1f} s"))
+
+
+class AsyncDatabase:
+    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
+
+    A transaction is a task of its own, so that one that is given up need not be waited for: to break off its statement
+    and to close its connection may take seconds more.
+
+    Args:
+        engine: The connections.
+        open_file: The SQLite file that they are to.
+        patience_s: Seconds that a transaction may take without its session's limits being raised for it.
+    """
+
+    def __init__(
+        self, engine: AsyncEngine, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._engine, self.url, self._open_file = engine, engine.url, open_file
+        self._patience_s = patience_s
+        self._is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
+        self._waiting: AbstractAsyncContextManager[object] = (
+            asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
+        )
+        # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
+        self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+        self._given_up: set[asyncio.Task[None]] = set()
+
+    async def run(
+        self,
+        work: Callable[[Connection], T],
+        *,
+        read_only: bool = False,
+        waits: bool = True,
+        timeout_s: float = PATIENCE_S,
+    ) -> T:
+        """See `Database.run`."""
+        queues = not read_only and (waits or self._is_sqlite)
+        transaction = asyncio.create_task(
+            self._run(work, read_only=read_only, queues=queues, limit_s=timeout_s),
+        )
+        try:
+            done, _ = await asyncio.wait({transaction}, timeout=timeout_s)
+        finally:
+            if not transaction.done():
+                self._give_up(transaction)
+        if not done:
+            raise no_answer(timeout_s)
+        return transaction.result()
+
+    async def _run(self, work: Callable[[Connection], T], *, read_only: bool, queues: bool, limit_s: float) -> T:
+        connected = False
+        try:
+            async with self._waiting if queues else nullcontext(), self._engine.connect() as connection:
+                connected = True
+                connection.info[READ_ONLY] = read_only
+                is_long = limit_s > self._patience_s and not self._is_sqlite
+                async with connection.begin():
+                    if read_only and self._one_moment is not None:
+                        # This holds for one transaction: SQLAlchemy's option is taken back when a connection returns to
+                        # the pool, and one that is lost by then would never return.
+                        await connection.exec_driver_sql(self._one_moment)
+                    if is_long:
+                        limits = SessionLimits(limit_s).sql(self.url.get_backend_name())
+                        await connection.exec_driver_sql(limits)
+                    done = await connection.run_sync(work)
+                if is_long:
+                    # Its limits are not those of the others.
+                    await connection.invalidate()
+                if self._open_file is not None:
+                    self._open_file.check(connection.info)
+                return done
+        except UnwritableError:
+            raise
+        except Exception as error:
+            # Drivers raise this and that while they connect.
+            if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                raise
+            raise NoConnectionError(error) from error
+
+    def _give_up(self, transaction: asyncio.Task[T]) -> None:
+        """End a transaction by and by; its connection is closed, for nobody knows what it is in the middle of."""
+
+        async def end() -> None:
+            while not transaction.done():
+                # More than once: waits for a queue and drivers have been seen to swallow it.
+                transaction.cancel()
+                await asyncio.wait({transaction}, timeout=_END_S)
+            if not transaction.cancelled():
+                transaction.exception()  # looked at, or asyncio would log it
+
+        ending = asyncio.create_task(end())
+        self._given_up.add(ending)
+        ending.add_done_callback(self._given_up.discard)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        if self._given_up:
+            await asyncio.wait(self._given_up, timeout=_END_S)
+        # A network that says nothing must not keep the server from ending.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._engine.dispose()
+
+
+def limit_sessions(engine: Engine, limits: SessionLimits) -> None:
+    """Have each session of these connections begin with these limits."""
+    sql = limits.sql(engine.dialect.name)
+    execute = "execute" if engine.dialect.name == "postgresql" else "query"
+
+    @event.listens_for(engine, "connect")
+    def _limit(connection: Any, _record: Any) -> None:
+        # By the driver itself, as the adapter would begin a transaction for it; and not as parameters of the
+        # connection, which poolers like PgBouncer refuse.
+        connection.run_async(lambda driver: getattr(driver, execute)(sql))
