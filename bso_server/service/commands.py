@@ -31,6 +31,7 @@ from bso_server.service.refusals import (
     refuse_difference,
     refuse_endless_exploration,
     refuse_folder_name,
+    refuse_long_window,
     refuse_other_gpus,
     refuse_other_size,
 )
@@ -130,6 +131,7 @@ class Commands:
         refuse_endless_exploration(registration)
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
         asked, registration = registration, _with_window(registration)
+        refuse_long_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
             transaction.log(

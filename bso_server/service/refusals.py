@@ -15,6 +15,9 @@ from bso_server.service import views
 from bso_server.storage.rows import StoredJob
 from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName, TrialId
 
+# Runs of one batch size that a window holds at most; jobs that were registered before there was a limit keep theirs.
+_LARGEST_WINDOW = 1000
+
 
 def refuse_difference(existing: JobRegistration, asked: JobRegistration) -> None:
     """Raise `JobConflictError` when a job is registered again that differs from the one with its id."""
@@ -44,6 +47,20 @@ def refuse_endless_exploration(job: JobRegistration) -> None:
             f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
             "asks for, so that sizes would be explored for ever: window_size must be at least "
             f"{job.mab_num_explorations}, or 0 for all",
+            field="window_size",
+        )
+
+
+def refuse_long_window(job: JobRegistration) -> None:
+    """Raise `InvalidJobError` for a new job with a window that no decision can read in passing.
+
+    Each suggestion reads the windows of all sizes, and writes that of the size whose run has ended: 25 kB at the limit.
+    A mean over more runs of one size says hardly more, and one over all of them needs no window.
+    """
+    if job.window_size > _LARGEST_WINDOW:
+        raise InvalidJobError(
+            f"a window of {job.window_size} runs is more than the {_LARGEST_WINDOW} that are kept in hand for each "
+            "batch size: make window_size smaller, or 0, which counts all runs",
             field="window_size",
         )
 

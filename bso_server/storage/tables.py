@@ -194,8 +194,8 @@ arms = Table(
     Column("trials", Integer, nullable=False),
     Column("infeasible", _member_of(EndReason, 32)),
     Column("refitted", Boolean, nullable=False),
-    # (trial number, cost) pairs as JSON.
-    Column("window", Text, nullable=False),
+    # (trial number, cost) pairs as JSON. Written as a whole: `refusals.refuse_long_window` bounds it, but for old jobs.
+    Column("window", LongText, nullable=False),
     Column("latest", Text, nullable=False),
     # What policy `gp_voi` has learned, as JSON; null for other policies, and before anything is.
     Column("belief", Text),

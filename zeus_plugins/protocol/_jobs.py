@@ -85,7 +85,7 @@ class JobSpec(WireMessage):
         higher_is_better_metric: Whether the metric rises as the model improves.
         max_epochs: A trial that has not reached the target by then has failed.
         num_pruning_rounds: How often every batch size is tried before sizes are drawn. 0: not at all.
-        window_size: Number of latest observations per batch size that count. 0: all.
+        window_size: Number of latest observations per batch size that count, at most 1000 for a new job. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
         mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-from bso_server.storage.tables import UtcDateTime
+from bso_server.storage.tables import LongText, UtcDateTime
 
 revision = "0002"
 down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Jobs get their fingerprint from their next training. Those that are there belong to no token, so to all."""
+    """Jobs get their fingerprint from their next training. Those that are there belong to no token, so to all.
+
+    The windows of old jobs may need more than 64 KiB.
+    """
     op.add_column("jobs", sa.Column("fingerprint", sa.Text))
     op.create_table(
         "write_probes",
@@ -30,3 +33,5 @@ def upgrade() -> None:
     op.add_column("tokens", sa.Column("previous_until", UtcDateTime))
     op.add_column("jobs", sa.Column("registration_id", sa.String(32)))
     op.add_column("trials", sa.Column("lease_epoch", sa.Integer, nullable=False, server_default="1"))
+    if op.get_context().dialect.name in {"mysql", "mariadb"}:
+        op.alter_column("arms", "window", type_=LongText, existing_type=sa.Text, existing_nullable=False)
