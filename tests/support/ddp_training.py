@@ -1,7 +1,7 @@
 """A training on two processes, started as a user starts a script; every rank writes down what happened to it.
 
 Usage: ``python -m tests.support.ddp_training SERVER_URL JOB_ID TARGET FOLDER SCENARIO``.
-Scenarios: ``plain``; ``guessed``, in which a target and a metric are all that is said; ``memory``, in which the memory of
+Scenarios: ``plain``; ``guessed``, where a target and a metric are all that is said; ``memory``, in which the memory of
 the second rank runs out; ``preempted``, in which all ranks are, and then go on from a checkpoint; ``spawn``, in which
 Lightning makes the processes itself.
 """
