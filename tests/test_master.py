@@ -55,7 +55,7 @@ from zeus_plugins.master import (
 )
 from zeus_plugins.master.display import conclusion
 from zeus_plugins.master.failures import oom_kills, why_failed
-from zeus_plugins.master.history import MAX_TRIES, NextRun, best_size
+from zeus_plugins.master.history import MAX_TRIES, NextRun, cheapest_size
 from zeus_plugins.protocol import TrialState
 
 LONG_S = 120.0
@@ -489,7 +489,7 @@ def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, clien
     assert [trial.cost_j for trial in shown.trials if trial.metric is not None] == [
         pytest.approx(run.cost) for run in kept if run.was_measured
     ]
-    assert shown.best_batch_size == best_size(kept) == 64
+    assert shown.best_batch_size == cheapest_size(kept) == 64
 
 
 def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
@@ -655,8 +655,8 @@ def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> Non
         shown = client.show_job("tiny")
     state = bench.state
     assert len(state.history) == 4
-    assert shown.best_batch_size == best_size(state.history)
-    assert f"Best batch size: {shown.best_batch_size}" in output.replace("the default, ", "")
+    assert shown.best_batch_size == cheapest_size(state.history)
+    assert f"Cheapest batch size: {shown.best_batch_size}" in output.replace("the default, ", "")
     assert "rec04+try01: batch size" in output
     assert "accuracy 0." in output
 
@@ -849,8 +849,8 @@ def test_the_conclusion_compares_with_the_default() -> None:
     runs = runs_of([(100.0, True), (50.0, True), (7.0, False)])
     runs[1] = runs[1].model_copy(update={"bs": 32})
     assert conclusion(runs, 64).splitlines() == [
-        "Best batch size: 32, 50 J a run on average. The default, 64, costs 100 J: 50% saved with every run from now "
-        "on.",
+        "Cheapest batch size: 32, 50 J a run, the mean of 1. The default, 64, costs 100 J: 50% saved with every run "
+        "from now on.",
         "2 of 3 runs reached the target, in 2.0 s and 150 J; all runs took 3.0 s and 157 J.",
         "Energy: as the script says.",
     ]

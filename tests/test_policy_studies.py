@@ -65,7 +65,7 @@ def test_a_job_of_which_nothing_is_known_in_the_end(tmp_path: Path) -> None:
     plot([found], tmp_path / "picture.svg")
     assert "as predicted" not in (tmp_path / "picture.svg").read_text()
     # What was given up has saved nothing.
-    assert "finishing them would cost more" in savings_text([found.comparison], None, None)
+    assert "for a run at the default, by which they end" in savings_text([found.comparison], None, None)
 
 
 def test_predicted_costs() -> None:

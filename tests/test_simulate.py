@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bso_server.cli import main
-from bso_server.cli.simulate_tables import savings_text
+from bso_server.cli.simulate_tables import ratios_text, savings_text
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
 from bso_server.simulate.play import Conditions, Simulation, job_of
@@ -124,25 +124,45 @@ def test_both_policies_find_the_best_size() -> None:
     )
 
 
-def test_recurrences_without_an_end_are_given_up() -> None:
-    first = landscape(WORKLOAD, eta=0.5, optimal_power_limits=True)
-    profiles = {size: replace(profile, epochs_to_target=NEVER) for size, profile in first.profiles.items()}
-    broken = replace(first, profiles=profiles)
+class BreakingConditions(Conditions):
+    """From the second recurrence on nothing ever reaches the target."""
 
-    class BreakingConditions(Conditions):
-        """From the second recurrence on nothing ever reaches the target."""
+    def landscape_at(self, recurrence: int) -> Landscape:
+        at = self.landscape
+        profiles = {size: replace(profile, epochs_to_target=NEVER) for size, profile in at.profiles.items()}
+        return replace(at, profiles=profiles) if recurrence else at
 
-        def landscape_at(self, recurrence: int) -> Landscape:
-            return broken if recurrence else self.landscape
 
-    conditions = BreakingConditions(first)
+def test_recurrences_that_are_given_up_are_finished_by_the_default() -> None:
+    conditions = BreakingConditions(landscape(WORKLOAD, eta=0.5, optimal_power_limits=True))
     fields = {"max_power": 200.0, "max_epochs": 20}
-    gp_voi = Simulation(job_of(first, PolicyName.GP_VOI, seed=0, **fields), conditions, recurrences=4).play()
-    assert gp_voi.unfinished == 3
-    assert [trial.recurrence for trial in gp_voi.trials].count(3) == 20
-    # Zeus has no size left after a round without any.
-    zeus = Simulation(job_of(first, PolicyName.ZEUS, seed=0, **fields), conditions, recurrences=4).play()
-    assert zeus.unfinished == 3
+    jobs = {
+        policy: Simulation(
+            job_of(conditions.landscape, policy, seed=0, **fields), conditions, recurrences=4, concurrency=concurrency
+        ).play()
+        # Zeus has no size left after a round without any.
+        for policy, concurrency in ((PolicyName.GP_VOI, 1), (PolicyName.ZEUS, 2))
+    }
+    assert [trial.recurrence for trial in jobs[PolicyName.GP_VOI].trials].count(3) == 20
+    for job in jobs.values():
+        assert job.unfinished == 3
+        # Its owner trains at the default then: 4 epochs of 1900 J and 10 s, on top of what the tries took.
+        tried_j = [sum(trial.cost_j for trial in job.trials if trial.recurrence == number) for number in range(4)]
+        assert job.costs_j == pytest.approx([tried_j[0], *(spent_j + 4 * 1900 for spent_j in tried_j[1:])])
+        assert job.consumed[3].time_s >= 40
+
+
+def test_what_nothing_finishes_saves_nothing() -> None:
+    hopeless, setting = replace(WORKLOAD, default_batch_size=64), Setting(recurrences=10, seeds=1)
+    conditions = BreakingConditions(landscape(hopeless, eta=0.5, optimal_power_limits=True))
+    comparison = compare(hopeless, [PolicyName.GP_VOI], setting, conditions)
+    shown = comparison.as_json()
+    json.dumps(shown, allow_nan=False)
+    assert shown["policies"]["gp_voi"]["ratio"] == {"10": None}
+    assert shown["policies"]["gp_voi"]["worst_seed_ratio"] is None
+    assert shown["spending"]["policies"]["gp_voi"]["saved"] is None
+    assert geometric_means([comparison]) == {"gp_voi": {"10": None}}
+    assert "made up gp_voi 0.5 - - 9 -" in without_padding(ratios_text([comparison]))
 
 
 @given(st.integers(0, 2**32), st.sampled_from(PolicyName), st.sampled_from([1, 3]))
@@ -163,7 +183,10 @@ def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
     replayed = History.of(job, records, survivors)
     assert replayed.arms == found.history.arms
     assert replayed.cheapest == found.history.cheapest
-    assert sum(found.costs_j) == pytest.approx(sum(trial.cost_j for trial in found.trials))
+    spent_j = sum(trial.cost_j for trial in found.trials)
+    assert sum(found.costs_j) == pytest.approx(spent_j + found.unfinished * at.default.expected_cost_j)
+    completed = sum(record.state is TrialState.COMPLETED for record in records)
+    assert found.unfinished + completed == 12
 
 
 def assert_numbered(records: list[TrialRecord]) -> None:

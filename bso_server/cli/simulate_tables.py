@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from bso_server.cli.tables import table
@@ -18,8 +19,7 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
             each.workload.name,
             policy,
             f"{each.eta:g}",
-            *(f"{ratio:.3f}" for ratio in result.ratio.values()),
-            f"{result.worst_seed_ratio:.3f}",
+            *map(_ratio, [*result.ratio.values(), result.worst_seed_ratio]),
             str(result.unfinished),
             _percent(result.energy_reduction_last5),
         ]
@@ -27,7 +27,7 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
     ]
     if len(comparisons) > 1:
         rows += [
-            ["geometric mean", policy, "", *(f"{ratio:.3f}" for ratio in ratios.values()), "", "", ""]
+            ["geometric mean", policy, "", *map(_ratio, ratios.values()), "", "", ""]
             for policy, ratios in geometric_means(comparisons).items()
         ]
     header = ["WORKLOAD", "POLICY", "ETA", *marks, "WORST SEED", "UNFINISHED", "ENERGY SAVED"]
@@ -54,7 +54,10 @@ def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None,
     return (
         "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
         + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
-        + ("\n\nUNFINISHED recurrences are counted as far as they got: finishing them would cost more" * unfinished)
+        + (
+            "\n\nUNFINISHED recurrences pay for what they took and for a run at the default, by which they end"
+            * unfinished
+        )
     )
 
 
@@ -73,6 +76,10 @@ def _amounts(consumed: Consumption | None, price_per_kwh: float | None) -> list[
         return ["-"] * (3 if price_per_kwh is None else 4)
     money = [] if price_per_kwh is None else [consumed.money(price_per_kwh)]
     return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h, *money)]
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None or math.isinf(ratio) else f"{ratio:.3f}"
 
 
 def _percent(share: float | None) -> str:

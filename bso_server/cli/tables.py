@@ -36,13 +36,15 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
     head = (
         f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
-        f"lowest cost {_number(view.min_cost_j)} J, best batch size {_text(view.best_batch_size)}"
-        f"{f', token {_owner(view)}' if view.owner else ''}"
+        f"{_best(view)}{f', token {_owner(view)}' if view.owner else ''}"
     )
     arms = table(
-        ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J"],
+        ["BATCH SIZE", "TRIALS", "REACHED TARGET", "MEAN COST J", "STD J", "EXPECTED COST J"],
         [
-            [str(arm.batch_size), str(arm.trials), str(arm.n), _number(arm.mean_cost_j), _number(arm.std_cost_j)]
+            [
+                *(str(arm.batch_size), str(arm.trials), str(arm.n), _number(arm.mean_cost_j), _number(arm.std_cost_j)),
+                arm.expected_cost or "-",
+            ]
             for arm in view.arms
         ],
     )
@@ -89,6 +91,13 @@ def _with_numbers(trial: TrialView) -> str:
 
 def _power_limit(trial: TrialView) -> str:
     return "-" if trial.power_limits is None else f"{_number(trial.power_limit_w)} of {trial.power_limits}"
+
+
+def _best(view: JobView) -> str:
+    best = view.arm_of(view.best_batch_size)
+    if best is None:
+        return "no batch size has reached the target yet"
+    return f"best batch size {best.batch_size}, {best.expected_cost} J a run expected"
 
 
 def token_list_text(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -123,3 +124,29 @@ class Suggestion:
     reason: str
     survivors: tuple[int, ...] | None = None
     bound: EpochBound | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCost:
+    """The cost that the policy expects of a run until the target, joules.
+
+    Attributes:
+        mean_j: Its mean.
+        std_j: Standard deviation of that mean, as far as the runs tell; None after a single run.
+    """
+
+    mean_j: float
+    std_j: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Expectations:
+    """The expectations of a job's policy.
+
+    Attributes:
+        costs: By batch size, ascending; without those that cannot run, or of which nothing is known.
+        best: The size that is played when nothing is to be learned: the cheapest one of those that reach the target.
+    """
+
+    costs: Mapping[int, ExpectedCost]
+    best: int | None

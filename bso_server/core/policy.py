@@ -9,7 +9,7 @@ import numpy as np
 
 from bso_server.core.gp_voi import decisions as gp_voi
 from bso_server.core.history import History, after_report, cost_of
-from bso_server.core.model import Report, Suggestion, TrialRecord
+from bso_server.core.model import Expectations, Report, Suggestion, TrialRecord
 from bso_server.core.zeus import bandit, pruning
 from bso_server.errors import InvalidReportError, NoSurvivorError
 from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, StopRule, Verdict
@@ -40,6 +40,11 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:
             return _concurrent(history, trial)
         case pruning.Survivors(batch_sizes):
             return _drawn(history, batch_sizes, rng)
+
+
+def expectations(history: History) -> Expectations:
+    """The cost that the policy expects of each batch size, and the size that it holds to be the best."""
+    return gp_voi.expectations(history) if history.job.policy is PolicyName.GP_VOI else bandit.expectations(history)
 
 
 def _explored(step: pruning.Explore, job: JobRegistration) -> Suggestion:

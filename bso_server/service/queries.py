@@ -86,7 +86,7 @@ def list_trials(
 def list_arms(transaction: Transaction, job_id: str) -> ArmList:
     """The knowledge of each batch size."""
     history, _ = load_history(transaction, _job(transaction, job_id))
-    return ArmList(arms=tuple(map(views.arm, history.arms.values())))
+    return ArmList(arms=views.arms(history))
 
 
 def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:

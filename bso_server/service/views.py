@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from bso_server.core import policy
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import Expectations, ExpectedCost, TrialRecord
 from bso_server.service.messages import (
     EpochList,
     EpochView,
@@ -53,15 +54,13 @@ def job(
     stored: StoredJob, history: History, states: Mapping[TrialState, int], trials: Sequence[TrialRecord]
 ) -> JobView:
     """A job with its arms, the number of its trials in each state, and those `trials` that are to be shown."""
-    arms = tuple(map(arm, history.arms.values()))
-    tried = [each for each in arms if each.mean_cost_j is not None]
-    best = min(tried, key=lambda each: each.mean_cost_j or 0.0, default=None)
+    expected = policy.expectations(history)
     return JobView(
         job=stored.registration,
         stage=history.stage,
         min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
-        best_batch_size=None if best is None else best.batch_size,
-        arms=arms,
+        best_batch_size=expected.best,
+        arms=_arms(history, expected),
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial(stored.registration, each) for each in trials),
@@ -70,8 +69,16 @@ def job(
     )
 
 
-def arm(known: Arm) -> ArmView:
-    """The view of a batch size."""
+def arms(history: History) -> tuple[ArmView, ...]:
+    """The views of all batch sizes, ascending."""
+    return _arms(history, policy.expectations(history))
+
+
+def _arms(history: History, expected: Expectations) -> tuple[ArmView, ...]:
+    return tuple(_arm(known, expected.costs.get(size)) for size, known in history.arms.items())
+
+
+def _arm(known: Arm, expected: ExpectedCost | None) -> ArmView:
     costs = known.completed
     return ArmView(
         batch_size=known.batch_size,
@@ -80,6 +87,8 @@ def arm(known: Arm) -> ArmView:
         mean_cost_j=costs.mean if costs.count else None,
         std_cost_j=costs.variance**0.5 if costs.count > 1 else None,
         infeasible=known.infeasible,
+        expected_cost_j=None if expected is None else expected.mean_j,
+        expected_cost_std_j=None if expected is None else expected.std_j,
     )
 
 

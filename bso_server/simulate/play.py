@@ -66,8 +66,9 @@ class Played:
 
     Attributes:
         history: The job's memory in the end.
-        costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,).
-        consumed: Their energy and time, in the same way.
+        costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,). One that was given up
+            is finished by a run at the default, and costs infinitely much where that never reaches the target.
+        consumed: Their energy and time, in the same way; as far as they got where nothing finishes them.
         unfinished: Recurrences that were given up.
         trials: Every trial, in order of their ends.
     """
@@ -141,7 +142,7 @@ class Simulation:
         self, job: JobRegistration, conditions: Conditions, *, recurrences: int, concurrency: int = 1, seed: int = 0
     ) -> None:
         self._job, self._conditions = job, conditions
-        self._recurrences, self._concurrency = recurrences, concurrency
+        self._recurrences, self._concurrency, self._started = recurrences, concurrency, 0
         self._rng = np.random.default_rng(job.mab_seed)
         self._playing = InMemoryJob(job)
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
@@ -153,33 +154,36 @@ class Simulation:
 
     def play(self) -> Played:
         """Let the job recur, once."""
-        started = 0
-        while started < min(self._concurrency, self._recurrences):
-            self._begin(started, attempts=0, now_s=0.0)
-            started += 1
+        for _ in range(self._concurrency):
+            self._begin_next(now_s=0.0)
         while self._queue:
             now_s, _, run = heapq.heappop(self._queue)
             if not self._report(run, now_s):
                 continue
             finished = run.trial.state is TrialState.COMPLETED
             if not finished and run.attempts < _PATIENCE:
-                self._begin(run.recurrence, run.attempts, now_s)
-                continue
-            self._played.unfinished += not finished
-            if started < self._recurrences:
-                self._begin(started, attempts=0, now_s=now_s)
-                started += 1
+                if self._begin(run.recurrence, run.attempts, now_s):
+                    continue
+            elif not finished:
+                self._finish_by_default(run.recurrence)
+            self._begin_next(now_s)
         self._played.history = self._playing.history
         return self._played
 
-    def _begin(self, recurrence: int, attempts: int, now_s: float) -> None:
+    def _begin_next(self, now_s: float) -> None:
+        """Begin the next recurrence, if there is one that can be."""
+        while self._started < self._recurrences:
+            self._started += 1
+            if self._begin(self._started - 1, attempts=0, now_s=now_s):
+                return
+
+    def _begin(self, recurrence: int, attempts: int, now_s: float) -> bool:
+        """Begin a trial; False, and the recurrence is given up, where no batch size is left."""
         try:
             trial = self._playing.suggest(self._rng)
         except NoSurvivorError:
-            # It never comes back from that: neither this recurrence nor any later one is finished.
-            self._played.unfinished += self._recurrences - recurrence
-            self._recurrences = recurrence
-            return
+            self._finish_by_default(recurrence)
+            return False
         profile = self._conditions.landscape_at(recurrence).profiles[trial.batch_size]
         run = _Run(
             recurrence,
@@ -193,6 +197,14 @@ class Simulation:
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
+        return True
+
+    def _finish_by_default(self, recurrence: int) -> None:
+        """Count a recurrence as given up: its owner still needs a model, and trains it as before."""
+        default = self._conditions.landscape_at(recurrence).default
+        self._played.unfinished += 1
+        self._played.costs_j[recurrence] += default.expected_cost_j
+        self._played.consumed[recurrence] += default.expected_consumption or Consumption()
 
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs

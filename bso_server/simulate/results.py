@@ -45,7 +45,8 @@ class Result:
     """A policy on a workload.
 
     Attributes:
-        ratio: By number of recurrences: mean over the seeds of the cost until then over the oracle's.
+        ratio: By number of recurrences: mean over the seeds of the cost until then over the oracle's; infinite once a
+            recurrence was given up that the default does not finish either.
         worst_seed_ratio: The largest of these over the seeds, after all recurrences.
         unfinished: Recurrences that were given up, over all seeds.
         consumed: Energy and time of all recurrences, mean over the seeds.
@@ -62,8 +63,8 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The same in JSON's types, without the consumption."""
         return {
-            "ratio": {str(mark): ratio for mark, ratio in self.ratio.items()},
-            "worst_seed_ratio": self.worst_seed_ratio,
+            "ratio": {str(mark): _finite(ratio) for mark, ratio in self.ratio.items()},
+            "worst_seed_ratio": _finite(self.worst_seed_ratio),
             "unfinished": self.unfinished,
             "energy_reduction_last5": self.energy_reduction_last5,
         }
@@ -131,7 +132,7 @@ class Comparison:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no infinity: a default that never reaches its target costs null."""
+    """JSON has no infinity: a default that never reaches its target costs null, and so what it has to finish."""
     return number if math.isfinite(number) else None
 
 
@@ -153,13 +154,13 @@ def compare(
     return Comparison(workload, setting.eta, setting.recurrences, conditions, results, costs_j)
 
 
-def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float]]:
-    """Over workloads: of each policy's ratio, by number of recurrences."""
-    means: dict[str, dict[str, float]] = {}
+def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float | None]]:
+    """Over workloads: of each policy's ratio, by number of recurrences; None where one is infinite."""
+    means: dict[str, dict[str, float | None]] = {}
     for policy, result in comparisons[0].results.items():
         means[str(policy)] = {
-            str(mark): math.exp(
-                sum(math.log(each.results[policy].ratio[mark]) for each in comparisons) / len(comparisons)
+            str(mark): _finite(
+                math.exp(sum(math.log(each.results[policy].ratio[mark]) for each in comparisons) / len(comparisons))
             )
             for mark in result.ratio
         }

@@ -39,6 +39,7 @@ class Life:
     trials: list[TrialRecord] = field(default_factory=list)
     events: int = 0
     survivors: tuple[int, ...] | None = None
+    reason: str = ""  # of the latest trial that the policy wanted
 
     @property
     def history(self) -> History:
@@ -60,7 +61,7 @@ class Life:
     def ask(self) -> TrialRecord:
         """Start the trial that the policy wants."""
         suggestion = suggest(self.history, self.rng)
-        self.survivors = suggestion.survivors
+        self.survivors, self.reason = suggestion.survivors, suggestion.reason
         trial = self.dispatch(suggestion.batch_size, suggestion.origin).bounded_by(suggestion.bound)
         self.trials[-1] = trial
         return trial

@@ -80,19 +80,18 @@ class Display:
     def conclude(self, outcome: Outcome) -> None:
         """Print the best size, its saving, and the use of the time."""
         job, trials = outcome.job, outcome.job.trials
-        best, default = job.best_batch_size, job.job.default_batch_size
-        mean_cost_j = outcome.mean_cost_j
+        best, default = outcome.best, outcome.default
         say = self._console.print
         say()
         if best is None or outcome.cost_ratio is None:
             say("No batch size can be compared with the default yet: let the job recur more often.")
         elif best == default:
-            say(f"[bold]Best batch size: {best}[/], the default: none that was tried is cheaper.")
+            say(f"[bold]Best batch size: {best.batch_size}[/], the default: none that was tried is cheaper.")
         else:
             say(
-                f"[bold]Best batch size: {best}[/], {mean_cost_j[best]:.0f} J a run on average. The default, "
-                f"{default}, costs {mean_cost_j[default]:.0f} J: [bold]{1 - outcome.cost_ratio:.0%} saved[/] with "
-                "every run from now on."
+                f"[bold]Best batch size: {best.batch_size}[/], {best.expected_cost} J a run expected. The default, "
+                f"{default.batch_size}, costs {default.expected_cost} J: [bold]{1 - outcome.cost_ratio:.0%} saved[/] "
+                "with every run from now on."
             )
         reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
         stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)

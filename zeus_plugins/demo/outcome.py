@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from zeus_plugins.protocol import JobView, TrialState, TrialView
+from zeus_plugins.protocol import ArmView, JobView, TrialState, TrialView
 
 _BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
 
@@ -41,15 +41,20 @@ class Outcome:
     directory: Path
 
     @property
-    def mean_cost_j(self) -> dict[int, float | None]:
-        """Mean cost of each batch size, joules; None where it is not known."""
-        return {arm.batch_size: arm.mean_cost_j for arm in self.job.arms}
+    def best(self) -> ArmView | None:
+        """The batch size that is expected to cost least, or None."""
+        return self.job.arm_of(self.job.best_batch_size)
+
+    @property
+    def default(self) -> ArmView:
+        """The default batch size."""
+        (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
+        return arm
 
     @property
     def cost_ratio(self) -> float | None:
-        """Mean cost at the best batch size over mean cost at the default one; None where one of them is not known."""
-        default_j = self.mean_cost_j[self.job.job.default_batch_size]
-        best_j = None if self.job.best_batch_size is None else self.mean_cost_j[self.job.best_batch_size]
+        """Expected cost at the best batch size over that at the default one; None where one of them is not known."""
+        default_j, best_j = self.default.expected_cost_j, None if self.best is None else self.best.expected_cost_j
         return None if default_j is None or best_j is None else best_j / default_j
 
     def write_summary(self) -> None:
@@ -68,9 +73,9 @@ class Outcome:
 
 
 def plot_costs(outcome: Outcome, path: Path) -> None:
-    """Draw the cost of every trial with its batch size as a PNG, and the mean cost at the default size as a line."""
+    """Draw as a PNG the cost of every trial with its batch size, and as a line what the default is expected to cost."""
     job = outcome.job
-    default = job.job.default_batch_size
+    default, default_j = outcome.default.batch_size, outcome.default.expected_cost_j
     measured = [trial for trial in job.trials if trial.cost_j is not None]
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -86,7 +91,6 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     for trial in measured:
         place = (trial.trial_number, _cost_j(trial))
         axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
-    default_j = outcome.mean_cost_j[default]
     if default_j is not None:
         axes.axhline(default_j, color=_GREY, linestyle="--", label=f"default batch size, {default}: {default_j:.0f} J")
     axes.set_xlabel("run (the number above each point is its batch size)")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from zeus_plugins.master.history import MasterState, PlannedRun, Run, best_size, mean_costs
+from zeus_plugins.master.history import MasterState, PlannedRun, Run, cheapest_size, mean_costs
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,18 +133,19 @@ def display() -> Iterator[Listener]:
 
 
 def conclusion(history: list[Run] | tuple[Run, ...], default_bs: int) -> str:
-    """The conclusion of the runs: the best size beside the default, and where time and energy went."""
+    """The conclusion of the runs: the cheapest size beside the default, and where time and energy went."""
     means = mean_costs(history)
-    best = best_size(history)
-    if best is None:
+    cheapest = cheapest_size(history)
+    if cheapest is None:
         compared = "No run has reached the target yet."
     else:
-        name = f"the default, {best}" if best == default_bs else best
-        compared = f"Best batch size: {name}, {means[best]:.4g} J a run on average."
+        name = f"the default, {cheapest}" if cheapest == default_bs else cheapest
+        runs = sum(run.reached and run.bs == cheapest for run in history)
+        compared = f"Cheapest batch size: {name}, {means[cheapest]:.4g} J a run, the mean of {runs}."
         if default_bs not in means:
             compared += f" The default, {default_bs}, has not reached the target."
-        elif best != default_bs:
-            saved = 1 - means[best] / means[default_bs]
+        elif cheapest != default_bs:
+            saved = 1 - means[cheapest] / means[default_bs]
             compared += (
                 f" The default, {default_bs}, costs {means[default_bs]:.4g} J: {saved:.0%} saved with every run from "
                 "now on."

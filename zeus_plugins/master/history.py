@@ -217,7 +217,7 @@ def mean_costs(history: Sequence[Run]) -> dict[int, float]:
     return {bs: sum(known) / len(known) for bs, known in sorted(costs.items())}
 
 
-def best_size(history: Sequence[Run]) -> int | None:
+def cheapest_size(history: Sequence[Run]) -> int | None:
     """The batch size with the lowest mean cost, or None while none has reached the target."""
     means = mean_costs(history)
     return min(means, key=means.__getitem__) if means else None

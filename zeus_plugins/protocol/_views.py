@@ -122,6 +122,9 @@ class ArmView(WireMessage):
         infeasible: Why the size cannot run on this hardware, or None.
         mean_cost_j: Mean cost of those in joules, or None.
         std_cost_j: Population standard deviation of those costs in joules; None for fewer than two.
+        expected_cost_j: The cost in joules that the policy expects of a run until the target, with all that it knows of
+            this size and its neighbours; None where that is nothing, and from a server of version 0.1.0.
+        expected_cost_std_j: Standard deviation of that expectation, as a belief, in joules; None after a single run.
     """
 
     batch_size: int
@@ -130,6 +133,16 @@ class ArmView(WireMessage):
     mean_cost_j: float | None
     std_cost_j: float | None
     infeasible: EndReason | None
+    expected_cost_j: float | None = None
+    expected_cost_std_j: float | None = None
+
+    @property
+    def expected_cost(self) -> str | None:
+        """The expected cost in joules with its spread, such as ``480 ± 12``; None where nothing is expected."""
+        if self.expected_cost_j is None:
+            return None
+        spread = "" if self.expected_cost_std_j is None else f" ± {self.expected_cost_std_j:.2g}"
+        return f"{self.expected_cost_j:.4g}{spread}"
 
 
 class JobSummary(WireMessage):
@@ -174,7 +187,8 @@ class JobView(WireMessage):
         job: The job as registered.
         stage: Where it stands.
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
-        best_batch_size: The arm with the lowest mean cost, or None.
+        best_batch_size: The size with the lowest expected cost of those that reach the target, which the policy plays
+            when nothing is to be learned; None while none has reached it.
         arms: Every batch size, ascending.
         trial_count: Number of trials dispatched; None from a server of version 0.1.0, which shows all of them.
         trial_states: How many of them are in each state, where any is.
@@ -192,6 +206,10 @@ class JobView(WireMessage):
     trials: tuple[TrialView, ...]
     owner: str | None = None
     shared: bool = False
+
+    def arm_of(self, batch_size: int | None) -> ArmView | None:
+        """The arm of this size, or None."""
+        return next((arm for arm in self.arms if arm.batch_size == batch_size), None)
 
 
 class TrialPage(WireMessage):

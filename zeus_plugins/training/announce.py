@@ -89,7 +89,11 @@ def _next_steps(trial: TrialInfo, job: JobSpec, view: JobView | None, *, reached
     tried = [arm for arm in able if arm.trials]
     if len(tried) < len(able):
         return f"The next launch goes on: {len(tried)} of {len(job.batch_sizes)} batch sizes are tried."
-    return f"All batch sizes are tried; the cheapest so far is {view.best_batch_size}."
+    best = view.arm_of(view.best_batch_size)
+    if best is None:
+        return "All batch sizes are tried."
+    expected = "" if best.expected_cost is None else f", where a run is expected to cost {best.expected_cost} J"
+    return f"All batch sizes are tried; the best so far is {best.batch_size}{expected}."
 
 
 class Announcer:

@@ -17,7 +17,7 @@ from bso_server.core.gp_voi.gaussian_process import Posterior, prior
 from bso_server.core.gp_voi.stopping import bound, unbounded
 from bso_server.core.gp_voi.value import Worth, worth
 from bso_server.core.history import History, log_costs_per_epoch
-from bso_server.core.model import EpochBound, Suggestion, TrialRecord
+from bso_server.core.model import EpochBound, Expectations, ExpectedCost, Suggestion, TrialRecord
 from bso_server.errors import NoSurvivorError
 from zeus_plugins.protocol import Origin
 
@@ -67,6 +67,19 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     forecast = Forecast.of(history, beliefs_with(beliefs, belief, index), others)
     found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
+
+
+def expectations(history: History) -> Expectations:
+    """The expected cost of each size, once one has reached the target."""
+    beliefs = beliefs_of(history, history.in_flight)
+    if not any(belief.is_observed for belief in beliefs):
+        return Expectations({}, None)
+    forecast, sizes = Forecast.of(history, beliefs, ()), history.job.batch_sizes
+    costs = {
+        sizes[index]: ExpectedCost(forecast.expected_cost_j(index), forecast.expected_cost_std_j(index))
+        for index in forecast.available
+    }
+    return Expectations(costs, sizes[forecast.incumbent] if forecast.incumbent_converges else None)
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:

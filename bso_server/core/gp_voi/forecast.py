@@ -63,6 +63,11 @@ class Forecast:
         variance = float(self.costs.covariance[index, index]) + run_variance
         return bounded_exp(float(self.costs.mean[index]) + variance / 2)
 
+    def expected_cost_std_j(self, index: int) -> float:
+        """Standard deviation of that as a belief: ``E · √(exp(V) − 1)``, without what varies from run to run."""
+        variance = max(float(self.costs.covariance[index, index]), 0.0)
+        return self.expected_cost_j(index) * math.sqrt(bounded_exp(variance) - 1)
+
     @property
     def incumbent_converges(self) -> bool:
         """Whether the incumbent is known to reach the target."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bso_server.core.history import History
+from bso_server.core.model import Expectations, ExpectedCost
 from bso_server.core.statistics import Statistics
 
 
@@ -68,6 +69,22 @@ def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Poster
         )
         for batch_size in batch_sizes
     }
+
+
+def expectations(history: History) -> Expectations:
+    """The posterior of each size that has reached the target; of the other survivors costs are known, but no success.
+
+    A size that only ran beside an exploration is not in its posterior yet: what it cost then stands for that.
+    """
+    survivors = history.survivors or history.job.batch_sizes
+    reaching = [size for size in survivors if size in history.runnable_sizes and history.arms[size].completed.count]
+    costs = {}
+    for size, arm in posteriors(history, reaching).items():
+        known = (
+            arm if arm.observations else fit(history.arms[size].completed.negated(), prior_mean=0, prior_precision=0)
+        )
+        costs[size] = ExpectedCost(-known.mean, known.std if known.observations > 1 else None)
+    return Expectations(costs, min(costs, key=lambda size: costs[size].mean_j, default=None))
 
 
 def choose(
