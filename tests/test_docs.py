@@ -55,12 +55,13 @@ def test_every_page_can_be_found_from_the_readme() -> None:
     assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name}" not in linked] == []
 
 
-def test_the_tests_that_the_matrix_names_exist() -> None:
+@pytest.mark.parametrize(("page", "least"), [("matrix.md", 50), ("reliability.md", 30)])
+def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
     files = list((ROOT / "tests").rglob("*.py"))
-    names = set(re.findall(r"^def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
-    spans = INLINE.findall((ROOT / "docs" / "matrix.md").read_text())
+    names = set(re.findall(r"^ *(?:async )?def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+    spans = INLINE.findall((ROOT / "docs" / page).read_text())
     patterns = [span.replace("…", r"\w+") for span in spans if span.startswith("test_")]
-    assert len(patterns) > 50
+    assert len(patterns) > least
     assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)] == []
     assert [span for span in spans if span.startswith("tests/") and not (ROOT / span).exists()] == []
 
