@@ -58,7 +58,9 @@ def test_every_page_can_be_found_from_the_readme() -> None:
 @pytest.mark.parametrize(("page", "least"), [("matrix.md", 50), ("reliability.md", 30)])
 def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
     files = list((ROOT / "tests").rglob("*.py"))
-    names = set(re.findall(r"^ *(?:async )?def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE))
+    names = set(
+        re.findall(r"^ *(?:async )?def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE)
+    )
     spans = INLINE.findall((ROOT / "docs" / page).read_text())
     patterns = [span.replace("…", r"\w+") for span in spans if span.startswith("test_")]
     assert len(patterns) > least

@@ -15,11 +15,18 @@ from pathlib import Path
 import pytest
 
 from bso_server.core.access import UNRESTRICTED, Scope, TokenRecord
-from bso_server.errors import ForbiddenError, UnauthenticatedError, UnknownTokenError, UntrustedHostError
+from bso_server.errors import (
+    ForbiddenError,
+    RevokedTokenError,
+    UnauthenticatedError,
+    UnknownTokenError,
+    UntrustedHostError,
+)
 from bso_server.service.security import (
     CACHE_S,
     Authenticator,
     is_loopback,
+    new_secret,
     new_token,
     refuse_other_origins,
     require_allowed_host,
@@ -302,6 +309,32 @@ class TestAuthenticating:
         assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
         assert self.identify(authenticator, None, LOCAL) is UnauthenticatedError
 
+    def test_a_new_secret_works_at_once_and_the_old_one_until_its_end(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        instants = [NOW]
+        authenticator = Authenticator(book, clock=clock, now=lambda: instants[-1])
+        assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        new, new_hash = new_secret(RECORD.token_id)
+        book.records[RECORD.token_id] = RECORD.rotated(new_hash, NOW, NOW + timedelta(hours=1))
+
+        for _ in range(2):
+            assert self.identify(authenticator, f"Bearer {new}") == RECORD.token_id
+            assert self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert book.looks == 2
+        instants.append(NOW + timedelta(hours=1))
+        assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert self.identify(authenticator, f"Bearer {new}") == RECORD.token_id
+        book.revoke(RECORD.token_id)
+        instants.append(NOW)
+        clock.now_s += CACHE_S
+        assert self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert self.identify(authenticator, f"Bearer {new}") is UnauthenticatedError
+
+    def test_a_rotation_that_is_done_twice_keeps_the_old_secret(self) -> None:
+        once = RECORD.rotated("new", NOW, NOW + timedelta(hours=1))
+        assert once.previous_hash == RECORD.token_hash
+        assert once.rotated("new", NOW + timedelta(seconds=1), NOW + timedelta(hours=2)) == once
+
     def test_a_new_token_works_at_once_and_closes_the_server(self) -> None:
         book = Book()
         authenticator = Authenticator(book, clock=Clock())
@@ -403,6 +436,54 @@ class TestKeeping:
                 await tokens.revoke("00000000")
 
         in_tokens(database_url, use)
+
+    def test_rotating(self, database_url: str) -> None:
+        async def use(tokens: Tokens) -> None:
+            old, record = await tokens.create("turns", [Scope.REPORT], shares_jobs=True)
+            new, rotated = await tokens.rotate(record.token_id, timedelta(hours=1))
+            now = record.created_at + timedelta(seconds=1)
+            assert new != old
+            assert rotated == replace(
+                record,
+                token_hash=rotated.token_hash,
+                rotated_at=now,
+                previous_hash=record.token_hash,
+                previous_until=now + timedelta(hours=1),
+            )
+            assert await tokens.find(record.token_id) == rotated
+            assert rotated.caller() == record.caller()
+            newest, _ = await tokens.rotate(record.token_id)
+            for token, is_good in ((old, False), (new, True), (newest, True)):
+                authenticator = Authenticator(tokens, now=lambda: now)
+                identify = authenticator.identify(f"Bearer {token}", FOREIGN, "bso.example")
+                if is_good:
+                    assert (await identify).shares_jobs
+                else:
+                    with pytest.raises(UnauthenticatedError):
+                        await identify
+
+        in_tokens(database_url, use)
+
+    def test_what_cannot_be_rotated_or_handed_over(self, tmp_path: Path) -> None:
+        async def use(tokens: Tokens) -> None:
+            (_, gone), (_, other) = [await tokens.create(name, [Scope.REPORT]) for name in ("gone", "other")]
+            assert await tokens.revoke(gone.token_id) == 0
+            with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
+                await tokens.rotate(gone.token_id)
+            with pytest.raises(RevokedTokenError):
+                await tokens.transfer(other.token_id, gone.token_id)
+            assert await tokens.transfer(gone.token_id, other.token_id) == (0, 0)
+            with pytest.raises(ValueError, match="name another token"):
+                await tokens.transfer(other.token_id, other.token_id)
+            for unknown in (
+                tokens.rotate("ffffffff"),
+                tokens.transfer("ffffffff", other.token_id),
+                tokens.transfer(other.token_id, "ffffffff"),
+            ):
+                with pytest.raises(UnknownTokenError, match="'ffffffff'"):
+                    await unknown
+
+        in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}", use)
 
     @pytest.mark.parametrize("name", ["", " ", "x" * 256, "two\nlines"])
     def test_a_name_must_be_printable(self, tmp_path: Path, name: str) -> None:

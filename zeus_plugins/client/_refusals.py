@@ -24,10 +24,16 @@ def error_of(
     A conflict is one of configurations if the request, told in words, was to register a job. A foreign answer is one
     that does not look like that of a batch size optimization server.
     """
-    if status in (401, 403):
+    if status == 401:
         return ZeusBSOTokenError(
             f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "
             f"{TOKEN_VARIABLE}",
+            status=status,
+        )
+    if status == 403:
+        return ZeusBSOTokenError(
+            f"the server at {server_url} does not allow that ({status}): {text}. The token is what token= or "
+            f"{TOKEN_VARIABLE} says",
             status=status,
         )
     if status == 422 or (status == 409 and is_registration):

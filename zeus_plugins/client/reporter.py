@@ -193,7 +193,7 @@ class TrialReporter:
         kept, lost = box.kept, len(box) - box.kept
         if kept:
             _logger.warning(
-                "%d results of job %s wait in %s until the server at %s is back: the next training on this machine "
+                "%d results of job %s wait in %s until the server at %s takes them: the next training on this machine "
                 "delivers them, or: zeus-plugins sync",
                 *(kept, self.job.job_id, box.path, url),
             )
@@ -257,7 +257,7 @@ class TrialReporter:
             self._warn(
                 cause,
                 f"{error}. The training goes on and is judged here; results wait in {self._outbox.directory} until the "
-                "server is back",
+                "server takes them",
             )
             return
         with self._lock:

@@ -91,9 +91,10 @@ class TrialEntry:
         registration = JobRegistration.of(self.job, self._monitor.gpus())
         return registration.model_copy(update={"job_id": trial.job_id})
 
-    def must_raise(self, error: ZeusBSORuntimeError) -> bool:
+    def must_raise(self, error: ZeusBSOError) -> bool:
         """Whether the training does not begin after this error."""
-        return self._on_unreachable == "raise" or not error.is_outage
+        is_outage = isinstance(error, ZeusBSORuntimeError) and error.is_outage
+        return self._on_unreachable == "raise" or not is_outage
 
     def deliver_earlier(self) -> None:
         """Deliver what earlier trainings have left for this server, as far as it takes it."""

@@ -9,15 +9,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
-from http import HTTPStatus
 from typing import Any
 
-from zeus_plugins.client.delivery import recorded, taken_over
+from zeus_plugins.client.delivery import is_refusal, recorded, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
     MAX_DETAIL_LENGTH,
@@ -28,7 +27,6 @@ from zeus_plugins.protocol import (
     JobView,
     PowerLimitChoice,
     PowerProfile,
-    RefusalReason,
     ReportResponse,
     StopRule,
     TrialState,
@@ -312,7 +310,8 @@ class TrialSession:
 
         Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
         but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
-        away the trial goes on as if it took them. From now on the server refuses what an earlier run says of the trial.
+        away, or does not accept the token for it, the trial goes on as if it took them. From now on the server refuses
+        what an earlier run says of the trial.
 
         What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
 
@@ -363,11 +362,10 @@ class TrialSession:
             if trial.has_extended_server:
                 trial_id, heard = taken_over(self._client, trial_id)
                 self._trial = trial.known_as(trial_id)
-        except ZeusBSORuntimeError as error:
-            is_gone = error.status == HTTPStatus.NOT_FOUND or error.reason == RefusalReason.OTHER_REGISTRATION
-            if is_gone and not error.is_foreign:
+        except ZeusBSOError as error:
+            if is_refusal(error):
                 return str(error)
-            if self._entry.must_raise(error):
+            if not isinstance(error, ZeusBSOTokenError) and self._entry.must_raise(error):
                 raise
             trouble = error
             self._update(lease_epoch=None)  # until this run has one of its own
