@@ -236,7 +236,7 @@ class TestImport:
     def test_no_job_at_all(self, run: Any, tmp_path: Path, source: list[str], text: str) -> None:
         file = tmp_path / "broken.json"
         file.write_text(text, encoding="latin-1")
-        assert_failed(run("jobs", "import", file, *source), "broken.json is no job that can be imported: it: ")
+        assert_failed(run("jobs", "import", file, *source), "broken.json is no job that can be imported: ")
 
     def test_a_broken_job_names_its_field(self, run: Any, exported: Path, source: list[str]) -> None:
         job = json.loads(exported.read_text())

@@ -205,9 +205,7 @@ def test_a_job_that_cannot_be(scene: Scene, field: str, token: str, named: str) 
 
 
 def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
-    trials = [{"trial_number": "first"}] * 1000
-    refused = job(**THREE_SIZES, job_id="job-refused")
-    body = {"job": refused, "created_at": "now", "survivors": None, "rng_state": None, "trials": trials}
+    body = good_body(scene, "/api/import") | {"trials": [{"trial_number": "first"}] * 1000}
     with scene.nothing_stored():
         answer = scene.http.post("/api/import", json=body)
         assert_refused(answer, 422, "trials.0.trial_number")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -23,6 +23,7 @@ from bso_server.service.security import Authenticator
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
+from tests.support.service import exported, pieces_of
 from zeus_plugins.protocol import Heartbeat, OfflineTrial, TrainingResult
 
 FIXTURES = Path(__file__).parent / "fixtures" / "v0_1"
@@ -90,7 +91,7 @@ def test_it_is_shown_as_before(tmp_path: Path) -> None:
             assert as_json(await old.reader.read(queries.list_arms, job_id)) == before["arms"]
             assert as_json(await old.reader.read(queries.list_power_profiles, job_id)) == before["power_profiles"]
             export = before.get("export") or json.loads((FIXTURES / "export.json").read_text())
-            assert without_owner(as_json(await old.reader.read(queries.export_job, job_id))) == export
+            assert without_owner(as_json(await exported(old.store, job_id))) == export
 
     on_old_database(tmp_path, use)
 
@@ -138,7 +139,7 @@ def test_the_next_decisions_are_those_that_version_0_1_0_would_have_made(tmp_pat
             assert as_json(trial) == before
         for job_id, arms in EXPECTED["arms_after"].items():
             assert as_json(await old.reader.read(queries.list_arms, job_id)) == arms
-        export = await old.reader.read(queries.export_job, "old-zeus")
+        export = await exported(old.store, "old-zeus")
         assert export.rng_state == EXPECTED["old_zeus_rng_state_after"]
 
     on_old_database(tmp_path, use)
@@ -150,16 +151,21 @@ async def assert_answered(old: Old, report: dict[str, Any]) -> None:
     assert answer.reason == report["answer"]["reason"]
 
 
+async def as_it_was_written() -> AsyncIterator[bytes]:
+    yield (FIXTURES / "export.json").read_bytes()
+
+
 @pytest.mark.parametrize("job_id", [None, "old-gp-copy"])
 def test_an_export_is_imported(tmp_path: Path, job_id: str | None) -> None:
     async def use(old: Old) -> None:
         export = JobExport.model_validate_json((FIXTURES / "export.json").read_bytes())
         if job_id is None:
             await old.service.delete_job("old-gp")
+            await old.service.import_job(as_it_was_written())
         else:
             export = export.renamed(job_id)
-        await old.service.import_job(export)
-        assert await old.reader.read(queries.export_job, job_id or "old-gp") == export
+            await old.service.import_job(pieces_of(export))
+        assert await exported(old.store, job_id or "old-gp") == export
         arms = as_json(await old.reader.read(queries.list_arms, job_id or "old-gp"))
         assert arms == EXPECTED["jobs"]["old-gp"]["arms"]
         # The facts without the caches that the database had: the decisions follow all the same.

@@ -19,16 +19,15 @@ from hypothesis import strategies as st
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
-from bso_server.service import queries, transfer
+from bso_server.service import queries
 from bso_server.service.loading import load_history
-from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import examples
 from tests.support.servers import Server as ServerProcess
-from tests.support.service import HOUR_S, Server, live, serve
+from tests.support.service import HOUR_S, Server, exported, live, pieces_of, serve
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
 
@@ -161,6 +160,11 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("costless", lambda job: job["job"].update(eta_knob=1) or job["trials"][0].update(energy_j=0), "trials.0.energy_j"),
     ("half a bound", lambda job: job["trials"][0].update(epoch_bound=9), "trials.0.epoch_bound_reason"),
     ("a first report alone", lambda job: job["trials"][3].update(first_epoch=1), "trials.3.first_epoch"),
+    ("a late first report", lambda job: job["trials"][0].update(first_epoch=9), "trials.0.first_epoch"),
+    ("one report, two epochs", lambda job: job["trials"][0].update(report_count=1, epochs=[]), "trials.0.first_epoch"),
+    ("trials that are no list", lambda job: job.update(trials={}), "trials"),
+    ("no trials", lambda job: job.pop("trials"), "trials"),
+    ("trials first", lambda job: job.update(created_at=job.pop("created_at")), "created_at"),
     ("a report too many", lambda job: job["trials"][0].update(report_count=1), "trials.0.epochs"),
     ("an epoch twice", lambda job: job["trials"][0]["epochs"].append(job["trials"][0]["epochs"][0]), "trials.0.epochs"),
     ("an epoch beyond", lambda job: job["trials"][0]["epochs"][0].update(report_number=9), "trials.0.epochs"),
@@ -254,10 +258,10 @@ def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: dict[str
 
 async def imported(server: Server) -> Server:
     """A copy of the server's job under another id, on the same database and at the same time."""
-    export = await JobReader(server.store).read(queries.export_job, server.job_id)
+    export = await exported(server.store, server.job_id)
     copy = Server(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
-    await copy.service.import_job(JobExport.model_validate_json(export.renamed(copy.job_id).model_dump_json()))
+    await copy.service.import_job(pieces_of(export.renamed(copy.job_id)))
     return copy
 
 
@@ -328,9 +332,9 @@ def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
 def test_an_import_is_whole_or_nothing(database_url: str) -> None:
     async def use(server: Server) -> None:
         await server.reach(await server.suggest())
-        export = await JobReader(server.store).read(queries.export_job, server.job_id)
+        export = await exported(server.store, server.job_id)
         with pytest.raises(JobConflictError):
-            await server.service.import_job(export)
+            await server.service.import_job(pieces_of(export))
         assert await server.states() == [TrialState.COMPLETED]
 
     serve(database_url, use)
@@ -338,12 +342,12 @@ def test_an_import_is_whole_or_nothing(database_url: str) -> None:
 
 def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) -> None:
     async def use(server: Server) -> None:
-        export = await JobReader(server.store).read(queries.export_job, server.job_id)
+        export = await exported(server.store, server.job_id)
         with pytest.raises(ValueError, match="does not start with job_id_prefix"):
             export.renamed("other")
         nameless = export.model_copy(update={"job": export.job.model_copy(update={"job_id": None})})
         with pytest.raises(InvalidImportError, match="has an id"):
-            transfer.imported(nameless)
+            await server.service.import_job(pieces_of(nameless))
 
     serve(database_url, use)
 

@@ -6,13 +6,13 @@ from http import HTTPStatus
 
 from litestar import delete, get, post, put
 from litestar.openapi.spec import SecurityRequirement
-from litestar.params import JSONBody
 
-from bso_server.api.auth import needs
+from bso_server.api.auth import CallerRequest, needs
+from bso_server.api.bodies import require_json
 from bso_server.api.parameters import JobInPath, Reader, Service, TrialNumber
 from bso_server.api.responses import BODY, errors
 from bso_server.core.access import Scope
-from bso_server.service.messages import MAX_IMPORT_BYTES, JobExport, Liveness, VersionView
+from bso_server.service.messages import MAX_IMPORT_BYTES, Liveness, VersionView
 from bso_server.service.queries import version_view
 from zeus_plugins.protocol import JobSummary, Paths, TrialView
 
@@ -27,9 +27,10 @@ _OPEN: list[SecurityRequirement] = [{}]
     request_max_body_size=MAX_IMPORT_BYTES,
     responses=errors(HTTPStatus.CONFLICT, *BODY),
 )
-async def import_job(data: JSONBody[JobExport], service: Service) -> JobSummary:
+async def import_job(request: CallerRequest, service: Service) -> JobSummary:
     """Create a job with all its trials from what another server exported."""
-    return await service.import_job(data)
+    require_json(request.headers.get("content-type", ""))
+    return await service.import_job(request.stream())
 
 
 @post(

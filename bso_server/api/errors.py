@@ -9,9 +9,10 @@ from http import HTTPStatus
 from typing import Any
 
 from litestar import Request, Response
-from litestar.exceptions import HTTPException, ValidationException
+from litestar.exceptions import ClientException, HTTPException, ValidationException
 
 from bso_server.errors import BsoError, DatabaseUnavailableError, UnauthenticatedError
+from bso_server.service.json_stream import MalformedJsonError
 from bso_server.service.messages import MAX_IMPORT_BYTES
 from bso_server.service.statuses import STATUS_OF
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
@@ -79,6 +80,11 @@ def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody
     return _answer(status, message, fields, headers=error.headers)
 
 
+def malformed_json(request: AnyRequest, error: MalformedJsonError) -> Response[ErrorBody]:
+    """Answer a body that was read in pieces as one that is read at once (`api.bodies.decoded`)."""
+    return http_error(request, ClientException(f"the body cannot be read as JSON: {error}"))
+
+
 def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:
     """Answer a fault of the server: 500, with the details in its log alone."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -117,6 +123,7 @@ def _answer(
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
     BsoError: domain_error,
+    MalformedJsonError: malformed_json,
     ValidationException: invalid_request,
     HTTPException: http_error,
     Exception: unexpected_error,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from http import HTTPStatus
 
-from litestar import get
+from litestar import MediaType, get
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.response import Stream
 
 from bso_server.api.parameters import (
     JobCursor,
@@ -89,10 +92,27 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
     return await reader.read(queries.list_power_profiles, job_id)
 
 
-@get(_JOB + "/export", summary="Export a job", responses=_ERRORS)
-async def export_job(job_id: JobInPath, reader: Reader) -> JobExport:
+@get(
+    _JOB + "/export",
+    summary="Export a job",
+    media_type=MediaType.JSON,
+    responses={
+        HTTPStatus.OK: ResponseSpec(JobExport, description="The whole job.", generate_examples=False),
+        **_ERRORS,
+    },
+)
+async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
     """Everything that is kept of the job, to be imported elsewhere."""
-    return await reader.read_whole(queries.export_job, job_id)
+    pieces = reader.export(job_id)
+    # An unknown job is answered as such; later nothing but an end in the middle would be left.
+    first = await anext(pieces)
+
+    async def whole() -> AsyncIterator[bytes]:
+        yield first
+        async for piece in pieces:
+            yield piece
+
+    return Stream(whole(), media_type=MediaType.JSON)
 
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)

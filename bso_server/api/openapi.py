@@ -1,11 +1,14 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
 Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
-Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.report`).
+Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.report`), nor of the body of
+``POST /api/import``.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from functools import cache
 from http import HTTPStatus
@@ -16,6 +19,7 @@ from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
 from bso_server.api.responses import BODY, errors
+from bso_server.service.messages import JobExport
 from zeus_plugins.protocol import ErrorBody, Paths, ReportResponse, TrainingResult, WireMessage
 
 
@@ -26,11 +30,17 @@ class OpenApiDocument(JsonRenderPlugin):
         """See `JsonRenderPlugin`."""
         components = openapi_schema["components"]
         ours = _schemas()
-        used = {*components["schemas"], TrainingResult.__name__, ReportResponse.__name__}
+        paths = {**openapi_schema["paths"], Paths.REPORT: {"post": _report()}}
+        # It reads its body by itself, as it comes.
+        import_job = {**paths[Paths.IMPORT]["post"], "requestBody": {"content": _content(JobExport), "required": True}}
+        paths[Paths.IMPORT] = {"post": import_job}
+        used = set(components["schemas"])
+        for message in (TrainingResult, ReportResponse, JobExport):
+            used |= _named(message.__name__, ours)
         schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
         document = {
             **openapi_schema,
-            "paths": {**openapi_schema["paths"], Paths.REPORT: {"post": _report()}},
+            "paths": paths,
             "components": {**components, "schemas": schemas},
         }
         return super().render(request, document)
@@ -55,6 +65,16 @@ def _report() -> dict[str, Any]:
 
 def _content(message: type[WireMessage], media_type: str = "application/json") -> dict[str, Any]:
     return {media_type: {"schema": {"$ref": f"#/components/schemas/{message.__name__}"}}}
+
+
+def _named(name: str, schemas: dict[str, Any]) -> set[str]:
+    """The schema of this name, and all that it is made of."""
+    found, to_see = set(), {name}
+    while to_see:
+        found |= to_see
+        texts = json.dumps([schemas[each] for each in to_see])
+        to_see = set(re.findall('"#/components/schemas/([^"]+)"', texts)) - found
+    return found
 
 
 @cache

@@ -6,10 +6,12 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 from urllib.parse import quote, urlencode
 
 import httpx
@@ -17,9 +19,13 @@ from pydantic import BaseModel, ValidationError
 
 from bso_server.cli.common import TOKEN_VARIABLE, CommandError, Commands, add_command, with_ready_store
 from bso_server.cli.tables import job_list_text, job_text
+from bso_server.errors import InvalidImportError
 from bso_server.service import queries, views
 from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.messages import MAX_PAGE, JobExport
+from bso_server.service.json_stream import MalformedJsonError
+from bso_server.service.messages import MAX_PAGE
+from bso_server.service.queries import JobReader
+from bso_server.service.transfer import END, ExportReader, beginning, lines
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
@@ -32,6 +38,9 @@ _TIMEOUT_S = 300.0
 
 # Trials that a terminal shows unless told otherwise.
 _LATEST = 20
+
+# Bytes of a file that are read at a time.
+_PIECE_BYTES = 65536
 
 # User and password in a URL; a token may be the password, and is not to be printed.
 _LOGIN = re.compile("//[^/]*@")
@@ -108,25 +117,77 @@ def _show(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     if options.format == "csv":
-        text = views.trials_csv(read_job(options).trials)
+        with _written(options.output) as file:
+            file.write(views.trials_csv(read_job(options).trials))
+    elif options.server_url is not None:
+        with _written(options.output) as file, _answered(options, "GET", f"{_path_of_job(options)}/export") as answer:
+            for piece in answer.iter_text():
+                file.write(piece)
     else:
-        export = _read(options, JobExport, "/export", partial(queries.export_job, job_id=options.job_id))
-        text = export.model_dump_json(indent=2) + "\n"
-    if options.output is None:
-        sys.stdout.write(text)
-    else:
+
+        async def export(store: Store) -> None:
+            with _written(options.output) as file:
+                async for piece in JobReader(store).export(options.job_id):
+                    file.write(piece.decode())
+
+        with_ready_store(options, export)
+
+
+@contextmanager
+def _written(output: Path | None) -> Iterator[TextIO]:
+    """Standard output, or a file that is replaced when all is written."""
+    if output is None:
+        yield sys.stdout
+        return
+    is_special = output.exists() and not output.is_file()
+    part = output if is_special else output.with_name(f"{output.name}.part")
+    try:
         # Lines of CSV end as its standard says, on every system.
-        options.output.write_text(text, encoding="utf-8", newline="")
+        with part.open("w", encoding="utf-8", newline="") as file:
+            yield file
+    except BaseException:
+        if not is_special:
+            part.unlink(missing_ok=True)
+        raise
+    part.replace(output)
 
 
 def _import(options: argparse.Namespace) -> None:
-    export = _exported(options.file, options.job_id)
-    if options.server_url is None:
-        job = with_ready_store(options, lambda store: BatchSizeService(store).import_job(export))
-    else:
-        answer = _ask(options, "POST", Paths.IMPORT, content=export.model_dump_json())
-        job = JobSummary.model_validate_json(answer)
+    try:
+        if options.server_url is None:
+
+            async def pieces() -> AsyncIterator[bytes]:
+                for piece in _read_file(options.file) if options.job_id is None else _checked(options):
+                    yield piece
+
+            job = with_ready_store(options, lambda store: BatchSizeService(store).import_job(pieces()))
+        else:
+            with _answered(options, "POST", Paths.IMPORT, content=_checked(options)) as answer:
+                job = JobSummary.model_validate_json(answer.read())
+    except (InvalidImportError, MalformedJsonError, ValidationError) as error:
+        said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
+        raise CommandError(f"{options.file} is no job that can be imported: {said}") from error
     print(f"job {job.job_id} is imported with {job.trials} trials")
+
+
+def _read_file(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as opened:
+        yield from iter(partial(opened.read, _PIECE_BYTES), b"")
+
+
+def _checked(options: argparse.Namespace) -> Iterator[bytes]:
+    """What the file holds, piece by piece, as it was understood here; perhaps with another id for the job."""
+    reader, is_begun, is_first = ExportReader(), False, True
+    for piece in chain(_read_file(options.file), [b""]):
+        trials = reader.feed(piece)
+        if reader.head is not None and not is_begun:
+            is_begun = True
+            head = reader.head if options.job_id is None else reader.head.renamed(options.job_id)
+            yield beginning(head).encode()
+        if trials:
+            yield lines(trials, is_first=is_first).encode()
+            is_first = False
+    yield END.encode()
 
 
 def _discard(options: argparse.Namespace) -> None:
@@ -170,18 +231,6 @@ def _delete(options: argparse.Namespace) -> None:
     print(f"job {options.job_id} is deleted")
 
 
-def _exported(file: Path, job_id: str | None) -> JobExport:
-    """The job in a file, perhaps under another id."""
-    try:
-        export = JobExport.model_validate_json(file.read_bytes())
-        return export if job_id is None else export.renamed(job_id)
-    except ValidationError as error:
-        first, *others = error.errors(include_url=False)
-        where = ".".join(map(str, first["loc"])) or "it"
-        more = f" (and {len(others)} more)" if others else ""
-        raise CommandError(f"{file} is no job that can be imported: {where}: {first['msg']}{more}") from error
-
-
 def _read(
     options: argparse.Namespace, message: type[Message], path: str, query: Callable[[Transaction], Message]
 ) -> Message:
@@ -206,8 +255,17 @@ def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator
         query["cursor"] = str(page.next_cursor)
 
 
-def _ask(options: argparse.Namespace, method: str, path: str, content: str | None = None) -> bytes:
+def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
     """One request to the server that the command line names."""
+    with _answered(options, method, path) as answer:
+        return answer.read()
+
+
+@contextmanager
+def _answered(
+    options: argparse.Namespace, method: str, path: str, content: Iterator[bytes] | None = None
+) -> Iterator[httpx.Response]:
+    """The same with an answer that is yet to be read."""
     url = options.server_url.rstrip("/") + path
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     headers = {"Content-Type": "application/json"} if content is not None else {}
@@ -215,12 +273,13 @@ def _ask(options: argparse.Namespace, method: str, path: str, content: str | Non
         headers["Authorization"] = f"Bearer {token}"
     shown = _LOGIN.sub("//", url)
     try:
-        response = httpx.request(method, url, content=content, headers=headers, timeout=_TIMEOUT_S)
+        with httpx.stream(method, url, content=content, headers=headers, timeout=_TIMEOUT_S) as response:
+            if response.is_error:
+                response.read()
+                raise CommandError(f"{shown} answered {response.status_code}: {_message_in(response)}")
+            yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error
-    if response.is_error:
-        raise CommandError(f"{shown} answered {response.status_code}: {_message_in(response)}")
-    return response.content
 
 
 def _message_in(response: httpx.Response) -> str:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from datetime import timedelta
 from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.errors import DatabaseUnavailableError
-from bso_server.service import transfer
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, with_job_id
-from bso_server.service.messages import JobExport
+from bso_server.service.imports import Imports
 from bso_server.service.reports import CallersReport, GroupCommit, ReportBatch, job_of, trial_of
 from bso_server.service.turns import Turns
 from bso_server.storage.store import Store
@@ -37,6 +36,7 @@ class BatchSizeService:
     def __init__(self, store: Store, commands: Commands | None = None) -> None:
         self._store = store
         self.commands = commands or Commands()
+        self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
         self._turns = Turns(store.patience_s)
         self._reports: GroupCommit[CallersReport, ReportResponse] = GroupCommit(
             self._report_all, row_of=trial_of, queue_of=job_of, patience_s=store.patience_s
@@ -67,7 +67,11 @@ class BatchSizeService:
         return await self._reports.submit((result, caller))
 
     async def reap(self) -> int:
-        """Abandon every trial whose lease has run out, but for those that others have locked; their number."""
+        """Abandon every trial whose lease has run out, but for those that others have locked; their number.
+
+        What imports have left that were broken off is removed, too.
+        """
+        await self.imports.remove_broken()
         abandoned = 0
         for job_id in await self._store.read(self.commands.jobs_to_reap):
             abandoned += await self._store.write_at_once(self.commands.reap, job_id)
@@ -80,12 +84,9 @@ class BatchSizeService:
             lambda transaction: self.commands.delete_job(transaction, job_id, again=next(attempts) > 0)
         )
 
-    async def import_job(self, export: JobExport) -> JobSummary:
-        """Create a job with its trials as another server exported it, unless its facts contradict each other."""
-        job, attempts = transfer.imported(export), count()
-        return await self._store.patient().write(
-            lambda transaction: self.commands.import_job(transaction, job, again=next(attempts) > 0)
-        )
+    async def import_job(self, pieces: AsyncIterable[bytes]) -> JobSummary:
+        """See `Imports.run`."""
+        return await self.imports.run(pieces)
 
     async def prune(self, command: Callable[[Transaction, timedelta], int], age: timedelta) -> int:
         """Forget all that `prune_epochs` or `prune_power_profiles` of the commands forgets a part of; its number."""

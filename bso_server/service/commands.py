@@ -35,7 +35,7 @@ from bso_server.service.refusals import (
     refuse_other_gpus,
     refuse_other_size,
 )
-from bso_server.service.transfer import ImportedJob
+from bso_server.storage import imports
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredJob, StoredPowerProfile
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -129,6 +129,11 @@ class Commands:
             return known, False
         refuse_folder_name(registration)
         refuse_endless_exploration(registration)
+        if imports.mark_of(transaction, registration.job_id or "") is not None:
+            raise JobConflictError(
+                f"job {registration.job_id!r} is being imported at present: register it when that is over",
+                field="job_id",
+            )
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
         asked, registration = registration, _with_window(registration)
         refuse_long_window(registration)
@@ -336,39 +341,10 @@ class Commands:
         return views.summary(job)
 
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
-        """Delete a job with all that is known of it; `again` as in `import_job`."""
+        """Delete a job with all that is known of it; if it was tried `again`, there may be none left."""
         if not transaction.delete_job(job_id) and not again:
             raise UnknownJobError(job_id)
         transaction.log("job %s deleted", job_id)
-
-    def import_job(self, transaction: Transaction, job: ImportedJob, *, again: bool = False) -> JobSummary:
-        """Create a job with its trials as another server exported it.
-
-        If it was tried `again`, it may have been committed before the connection was lost.
-
-        Raises:
-            JobConflictError: Its id is taken.
-            InvalidJobError: It could not be served under its id.
-        """
-        stored, job_id = job.stored, job.stored.job_id
-        if transaction.token(stored.owner or "") is None:
-            # Another server's, perhaps: nobody here has that token, so the job is open to all.
-            stored = replace(stored, owner=None)
-        existing = transaction.job(job_id)
-        if existing is not None and not (again and existing == stored):
-            raise JobConflictError(
-                f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
-            )
-        if existing is None:
-            refuse_folder_name(stored.registration)
-            transaction.insert_job(stored.registration, stored.created_at, owner=stored.owner, shared=stored.shared)
-            transaction.update_jobs([stored])
-            transaction.update_arms(job_id, job.arms)
-            transaction.insert_trials(job.trials)
-            transaction.insert_epochs(job.epochs)
-            transaction.insert_power_profiles(job.power_profiles)
-        transaction.log("job %s imported with %d trials", job_id, len(job.trials))
-        return views.summary(stored)
 
     def prune_epochs(self, transaction: Transaction, age: timedelta) -> int:
         """Forget reports that are older than `age`, at most `PRUNED_AT_ONCE`; each trial keeps its last. Their number.

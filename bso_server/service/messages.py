@@ -201,8 +201,8 @@ class TrialExport(TrialFacts):
     epochs: tuple[EpochExport, ...] = ()
 
 
-class JobExport(WireMessage):
-    """A whole job: answer of ``GET /api/jobs/{job_id}/export``, body of ``POST /api/import``.
+class ExportHead(WireMessage):
+    """What an export says before the job's trials.
 
     Attributes:
         format: Says what this is.
@@ -211,7 +211,6 @@ class JobExport(WireMessage):
         created_at: When it was registered (UTC).
         survivors: Batch sizes with which the bandit stage was entered, ascending, or None before that.
         rng_state: State of the job's random generator as JSON, or None for one without a seed or before its first draw.
-        trials: Every trial, in order of dispatch.
         owner: Id of the token that it belongs to, or None. It means something to a server that has this token.
         shared: Whether other tokens may run trials of it, too.
     """
@@ -222,7 +221,6 @@ class JobExport(WireMessage):
     created_at: Instant
     survivors: Annotated[tuple[BatchSize, ...], Field(min_length=1)] | None
     rng_state: Annotated[str, StringConstraints(max_length=1000)] | None
-    trials: tuple[TrialExport, ...]
     owner: Annotated[str, StringConstraints(pattern="^[0-9a-f]{8}$")] | None = None
     shared: bool = False
 
@@ -234,3 +232,13 @@ class JobExport(WireMessage):
         """
         job = JobRegistration.model_validate({**self.job.model_dump(), "job_id": job_id})
         return self.model_copy(update={"job": job})
+
+
+class JobExport(ExportHead):
+    """A whole job: answer of ``GET /api/jobs/{job_id}/export``, body of ``POST /api/import``.
+
+    Attributes:
+        trials: Every trial, in order of dispatch. They come last.
+    """
+
+    trials: tuple[TrialExport, ...]

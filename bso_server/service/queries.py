@@ -9,10 +9,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from importlib.metadata import version
+from itertools import accumulate
 from typing import Concatenate, ParamSpec, TypeVar
 
+from bso_server.core.model import TrialRecord
 from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError, UnknownJobError, UnknownTrialError
 from bso_server.service import transfer, views
 from bso_server.service.loading import load_history
@@ -21,13 +23,13 @@ from bso_server.service.messages import (
     ArmList,
     EpochList,
     EventPage,
-    JobExport,
+    ExportHead,
     PowerProfileList,
     VersionView,
 )
 from bso_server.storage import queries as store_reads
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import StoredJob
+from bso_server.storage.rows import StoredEpoch, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import JobList, JobView, Stage, TrialPage, TrialState
@@ -40,6 +42,12 @@ logger = logging.getLogger("bso_server")
 # Seconds for which a database that has taken a write counts as taking writes, unless one has failed since. Whoever asks
 # each second must not wear the disk.
 _WRITABLE_FOR_S = 10.0
+
+# Trials, and roughly reports, that are read at a time for an export.
+_EXPORTED_AT_ONCE = 100
+_REPORTS_AT_ONCE = 1000
+
+ExportedRows = tuple[Sequence[TrialRecord], Sequence[StoredEpoch], Sequence[StoredPowerProfile]]
 
 
 def list_jobs(
@@ -114,13 +122,29 @@ def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit:
     )
 
 
-def export_job(transaction: Transaction, job_id: str) -> JobExport:
-    """A whole job, to be kept or taken to another server."""
-    return transfer.exported(
-        _job(transaction, job_id),
-        transaction.all_trials(job_id),
-        store_reads.epochs_of(transaction, job_id),
-        store_reads.power_profiles_of(transaction, job_id),
+def export_head(transaction: Transaction, job_id: str) -> tuple[ExportHead, int]:
+    """What an export says before the job's trials, and the number of those."""
+    stored = _job(transaction, job_id)
+    return transfer.head_of(stored), stored.trial_count
+
+
+def export_trials(transaction: Transaction, job_id: str, after: int, last: int) -> ExportedRows:
+    """A few of the trials after this one, or one with many reports, with all that is kept of them; none after `last`.
+
+    Raises:
+        UnknownJobError: The job was deleted meanwhile.
+    """
+    found = store_reads.trials_page(transaction, job_id, state=None, after=after, limit=_EXPORTED_AT_ONCE)
+    sums = accumulate(trial.report_count for trial in found)
+    few = [trial for trial, sum_ in zip(found, sums, strict=True) if sum_ <= _REPORTS_AT_ONCE] or found[:1]
+    trials = [trial for trial in few if trial.trial_number <= last]
+    if not trials:
+        raise UnknownJobError(job_id)
+    between = trials[0].trial_number, trials[-1].trial_number
+    return (
+        trials,
+        store_reads.epochs_between(transaction, job_id, *between),
+        store_reads.power_profiles_of(transaction, job_id, *between),
     )
 
 
@@ -134,6 +158,10 @@ def _job(transaction: Transaction, job_id: str) -> StoredJob:
 def version_view() -> VersionView:
     """The running version."""
     return VersionView(version=version("zeus-plugins"), schema_revision=HEAD)
+
+
+def _exported(rows: ExportedRows, *, is_first: bool) -> bytes:
+    return transfer.lines(transfer.exported(*rows), is_first=is_first).encode()
 
 
 class JobReader:
@@ -156,6 +184,21 @@ class JobReader:
     async def read_whole(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """The same with a query for all that is kept of a job, which may take its time."""
         return await self._store.patient().read(query, *args, **kwargs)
+
+    async def export(self, job_id: str) -> AsyncIterator[bytes]:
+        """The text of a job's export, piece by piece: everything that is kept of the job, to be imported elsewhere.
+
+        Each piece is read on its own, so that no transaction stays open for as long as somebody takes to receive all.
+        Trials that began after the first piece are left out; of the others each is of one moment, with its reports.
+        """
+        head, last = await self._store.read(export_head, job_id)
+        yield transfer.beginning(head).encode()
+        after = 0
+        while after < last:
+            rows = await self._store.read(export_trials, job_id, after, last)
+            yield await asyncio.to_thread(_exported, rows, is_first=after == 0)
+            after = rows[0][-1].trial_number
+        yield transfer.END.encode()
 
     async def check_ready(self) -> None:
         """Make sure that requests can be served.

@@ -19,7 +19,7 @@ from bso_server.storage.rows import (
     trial_from,
 )
 from bso_server.storage.tables import epochs, jobs, power_profiles, trials
-from bso_server.storage.transaction import Transaction
+from bso_server.storage.transaction import IS_THERE, Transaction
 from zeus_plugins.protocol import Stage, TrialState
 
 
@@ -27,7 +27,7 @@ def jobs_page(
     transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int | None
 ) -> list[StoredJob]:
     """See `service.queries.list_jobs`; only jobs whose ids come `after` this one."""
-    statement = select(jobs).order_by(jobs.c.job_id).limit(limit)
+    statement = select(jobs).where(IS_THERE).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
     if stage is not None:
@@ -76,19 +76,27 @@ def ended_after(transaction: Transaction, job_id: str, event: int, limit: int) -
     return _trials(transaction, job_id, [trials.c.ended_event > event], order=trials.c.ended_event, limit=limit)
 
 
-def epochs_of(transaction: Transaction, job_id: str, trial_number: int | None = None) -> list[StoredEpoch]:
-    """Reports that did not end their trials: of one trial, or of all of the job's, trial by trial; in order."""
-    statement = select(epochs).where(epochs.c.job_id == job_id).order_by(epochs.c.trial_number, epochs.c.report_number)
-    if trial_number is not None:
-        statement = statement.where(epochs.c.trial_number == trial_number)
+def epochs_of(transaction: Transaction, job_id: str, trial_number: int) -> list[StoredEpoch]:
+    """A trial's reports that did not end it, in order."""
+    return epochs_between(transaction, job_id, trial_number, trial_number)
+
+
+def epochs_between(transaction: Transaction, job_id: str, first: int, last: int) -> list[StoredEpoch]:
+    """The same of the trials with these numbers and all between them, trial by trial."""
+    condition = epochs.c.job_id == job_id, epochs.c.trial_number.between(first, last)
+    statement = select(epochs).where(*condition).order_by(epochs.c.trial_number, epochs.c.report_number)
     return [StoredEpoch(**row) for row in transaction.rows(statement)]
 
 
-def power_profiles_of(transaction: Transaction, job_id: str) -> list[StoredPowerProfile]:
-    """The power-limit profiles that the job's trials have left and that are kept, in order of dispatch."""
+def power_profiles_of(
+    transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
+) -> list[StoredPowerProfile]:
+    """The power-limit profiles that these of the job's trials have left and that are kept, in order of dispatch."""
     table = power_profiles.c
-    statement = select(power_profiles).where(table.job_id == job_id).order_by(table.trial_number)
-    return [power_profile_from(row) for row in transaction.rows(statement)]
+    statement = select(power_profiles).where(table.job_id == job_id, table.trial_number >= first)
+    if last is not None:
+        statement = statement.where(table.trial_number <= last)
+    return [power_profile_from(row) for row in transaction.rows(statement.order_by(table.trial_number))]
 
 
 def _trials(

@@ -94,6 +94,8 @@ jobs = Table(
     # Shared: other tokens may use it, too.
     Column("owner", String(16)),
     Column("shared", Boolean, nullable=False),
+    # While the job is imported: when its import last added something. It is no job until that is over and this null.
+    Column("importing_at", UtcDateTime, index=True),
     # Logical clock of the job: one tick per dispatch and per ending.
     Column("event_count", Integer, nullable=False),
     # State of the job's random generator as JSON; null before its first draw and for jobs without a seed.

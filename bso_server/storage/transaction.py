@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import (
     ColumnElement,
     Connection,
+    Delete,
     RowMapping,
     Select,
     Table,
@@ -56,6 +57,9 @@ logger = logging.getLogger("bso_server")
 # Some pages of each kind of database: a report, too, needs a new one now and then.
 _PROBE_BYTES = 16384
 
+IS_THERE = jobs.c.importing_at.is_(None)
+"""The condition that a job is one, and not a part of one that is being imported."""
+
 
 class JobExistsError(Exception):
     """Another transaction inserted the same job_id first."""
@@ -89,6 +93,10 @@ class Transaction:
     def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
         """The rows of a query that only reads; `queries` holds those that no decision needs."""
         return self._connection.execute(statement).mappings().all()
+
+    def change(self, statement: Update | Delete) -> int:
+        """Change rows that no decision rests on, of a job that is being imported; their number."""
+        return self._connection.execute(statement).rowcount
 
     def job(self, job_id: str) -> StoredJob | None:
         """The job, or None."""
@@ -192,9 +200,15 @@ class Transaction:
         return {row["batch_size"]: arm_from(row) for row in self.rows(statement)}
 
     def insert_job(
-        self, registration: JobRegistration, created_at: datetime, *, owner: str | None = None, shared: bool = False
+        self,
+        registration: JobRegistration,
+        created_at: datetime,
+        *,
+        owner: str | None = None,
+        shared: bool = False,
+        importing_at: datetime | None = None,
     ) -> None:
-        """Add a job with its arms; fields as of `StoredJob`.
+        """Add a job with its arms; fields as of `StoredJob`, and the mark of its import (`storage.imports`).
 
         Raises:
             JobExistsError: Another one has its id; the transaction is of no more use.
@@ -209,6 +223,7 @@ class Transaction:
             "created_at": created_at,
             "owner": owner,
             "shared": shared,
+            "importing_at": importing_at,
         }
         try:
             self._connection.execute(insert(jobs).values(row))
@@ -231,7 +246,7 @@ class Transaction:
 
     def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
-        return bool(self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id)).rowcount)
+        return bool(self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Add trials that were just dispatched, or that another database has seen."""
@@ -346,7 +361,13 @@ class Transaction:
         self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
     ) -> int:
         statement = select(*table.primary_key).where(dated < instant, *conditions)
-        rows = self.rows(statement.order_by(dated).limit(limit))
+        return self._delete(table, self.rows(statement.order_by(dated).limit(limit)))
+
+    def delete_some_of(self, table: Table, job_id: str, *, limit: int) -> int:
+        """Remove rows of this job from a table, at most so many; how many were there."""
+        return self._delete(table, self.rows(select(*table.primary_key).where(table.c.job_id == job_id).limit(limit)))
+
+    def _delete(self, table: Table, rows: Sequence[RowMapping]) -> int:
         if rows:
             # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
             values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
@@ -357,7 +378,7 @@ class Transaction:
         return [token_from(row) for row in self.rows(statement)]
 
     def _jobs(self, statement: Select[Any]) -> dict[str, StoredJob]:
-        return {row["job_id"]: job_from(row) for row in self.rows(statement)}
+        return {row["job_id"]: job_from(row) for row in self.rows(statement.where(IS_THERE))}
 
     def _power_profile(self, *conditions: ColumnElement[bool]) -> StoredPowerProfile | None:
         """The one of the latest trial."""
@@ -421,5 +442,5 @@ def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
             for n in range(size)
         )
     )
-    query = select(trials, jobs).join_from(trials, jobs).where(condition)
+    query = select(trials, jobs).join_from(trials, jobs).where(condition, IS_THERE)
     return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials, skip_locked=skip)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -12,6 +12,7 @@ from bso_server.errors import BsoError
 from bso_server.service import queries
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.commands import Commands
+from bso_server.service.messages import JobExport
 from bso_server.service.queries import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -95,6 +96,16 @@ class Server:
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
+
+
+async def exported(store: Store, job_id: str) -> JobExport:
+    """The job's export as a whole, as somebody who has received all of it reads it."""
+    return JobExport.model_validate_json(b"".join([piece async for piece in JobReader(store).export(job_id)]))
+
+
+async def pieces_of(export: JobExport) -> AsyncIterator[bytes]:
+    """The text of an export, as it may come."""
+    yield export.model_dump_json().encode()
 
 
 def trial_id(trial: TrialId) -> TrialId:

@@ -35,3 +35,5 @@ def upgrade() -> None:
     op.add_column("trials", sa.Column("lease_epoch", sa.Integer, nullable=False, server_default="1"))
     if op.get_context().dialect.name in {"mysql", "mariadb"}:
         op.alter_column("arms", "window", type_=LongText, existing_type=sa.Text, existing_nullable=False)
+    op.add_column("jobs", sa.Column("importing_at", UtcDateTime))
+    op.create_index("ix_jobs_importing_at", "jobs", ["importing_at"])
