@@ -82,6 +82,9 @@ def test_show_reads_well(used_server: Server) -> None:
     assert text.splitlines()[0] == (
         "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, 500 J a run expected"
     )
+    assert text.splitlines()[2] == (
+        "1 recurrence against as many at the default, 16: energy saved 0 %, time saved 0 %, cost saved 0 %"
+    )
     assert "energy by nvml" in text
     # Nobody was asked for one.
     assert "TOKEN" not in text

@@ -57,7 +57,17 @@ PUBLIC = {
             "GpuConfig",
             "Heartbeat",
         ),
-        *("HeartbeatResponse", "JobList", "JobRegistration", "JobSpec", "JobSummary", "JobView", "OfflineTrial"),
+        *(
+            "HeartbeatResponse",
+            "JobList",
+            "JobRegistration",
+            "JobSpec",
+            "JobSummary",
+            "JobView",
+            "SavedView",
+            "SavingsView",
+            "OfflineTrial",
+        ),
         *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
         *(
             "Stage",

@@ -76,7 +76,20 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
     if len(view.trials) < count:
         trials += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
-    return "\n\n".join([head, arms, trials, energy])
+    return "\n\n".join([head, _savings(view), arms, trials, energy])
+
+
+def _savings(view: JobView) -> str:
+    saved, default = view.savings, view.job.default_batch_size
+    if saved is None:
+        return f"nothing to compare with yet: no run at the default, {default}, has reached the target"
+    runs = "1 recurrence" if saved.recurrences == 1 else f"{saved.recurrences} recurrences"
+    amounts = ", ".join(
+        f"{name} {amount.in_words}"
+        for name, amount in (("energy", saved.energy_j), ("time", saved.time_s), ("cost", saved.cost_j))
+    )
+    exploring = f"; of the cost, exploring took {_number(saved.exploration_cost_j)} J" * bool(saved.exploration_cost_j)
+    return f"{runs} against as many at the default, {default}: {amounts}{exploring}"
 
 
 def _owner(job: JobSummary | JobView) -> str:

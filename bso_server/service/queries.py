@@ -72,8 +72,8 @@ def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None)
     """One job with its arms and its latest trials, at most so many of them; None: all."""
     stored = _job(transaction, job_id)
     history, _ = load_history(transaction, stored)
-    states = store_reads.trial_states(transaction, job_id)
-    return views.job(stored, history, states, store_reads.latest_trials(transaction, job_id, limit=limit))
+    tallies = store_reads.tallies(transaction, job_id)
+    return views.job(stored, history, tallies, store_reads.latest_trials(transaction, job_id, limit=limit))
 
 
 def list_trials(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from bso_server.core import policy
 from bso_server.core.history import Arm, History, cost_of
 from bso_server.core.model import Expectations, ExpectedCost, TrialRecord
+from bso_server.core.savings import Tally, savings
 from bso_server.service.messages import (
     EpochList,
     EpochView,
@@ -27,6 +29,7 @@ from zeus_plugins.protocol import (
     JobRegistration,
     JobSummary,
     JobView,
+    SavingsView,
     Stage,
     TrialFacts,
     TrialState,
@@ -50,11 +53,14 @@ def summary(stored: StoredJob) -> JobSummary:
     )
 
 
-def job(
-    stored: StoredJob, history: History, states: Mapping[TrialState, int], trials: Sequence[TrialRecord]
-) -> JobView:
-    """A job with its arms, the number of its trials in each state, and those `trials` that are to be shown."""
+def job(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: Sequence[TrialRecord]) -> JobView:
+    """A job with its arms, the number of its trials in each state, its savings, and those `trials` to be shown."""
     expected = policy.expectations(history)
+    states: Counter[TrialState] = Counter()
+    for tally in tallies:
+        states[tally.state] += tally.trials
+    best = None if expected.best is None else expected.costs[expected.best].mean_j
+    saved = savings(stored.registration, tallies, best)
     return JobView(
         job=stored.registration,
         stage=history.stage,
@@ -64,6 +70,7 @@ def job(
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial(stored.registration, each) for each in trials),
+        savings=None if saved is None else SavingsView.model_validate(saved, from_attributes=True),
         owner=stored.owner,
         shared=stored.shared,
     )

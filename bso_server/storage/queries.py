@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 
 from bso_server.core.model import TrialRecord
+from bso_server.core.savings import Sums, Tally
 from bso_server.storage.rows import (
     StoredEpoch,
     StoredJob,
@@ -53,10 +54,24 @@ def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -
     return _trials(transaction, job_id, [], order=trials.c.trial_number.desc(), limit=limit)[::-1]
 
 
-def trial_states(transaction: Transaction, job_id: str) -> dict[TrialState, int]:
-    """The number of the job's trials in each state that any of them is in."""
-    statement = select(trials.c.state, func.count()).where(trials.c.job_id == job_id).group_by(trials.c.state)
-    return {row["state"]: row["count"] for row in transaction.rows(statement)}
+def tallies(transaction: Transaction, job_id: str) -> list[Tally]:
+    """The job's trials, counted and summed up by batch size, state and origin."""
+    kind = trials.c.batch_size, trials.c.state, trials.c.origin
+    energy, time = trials.c.energy_j, trials.c.time_s
+    sums = {
+        "energy_j": energy,
+        "time_s": time,
+        "energy_squared": energy * energy,
+        "time_squared": time * time,
+        "energy_times_time": energy * time,
+    }
+    # Null where none of them has reported.
+    columns = [func.coalesce(func.sum(each), 0.0).label(name) for name, each in sums.items()]
+    statement = select(*kind, func.count().label("trials"), *columns).where(trials.c.job_id == job_id).group_by(*kind)
+    return [
+        Tally(row["batch_size"], row["state"], row["origin"], row["trials"], Sums(**{name: row[name] for name in sums}))
+        for row in transaction.rows(statement)
+    ]
 
 
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:

@@ -75,6 +75,8 @@ from zeus_plugins.protocol._views import JobList as JobList
 from zeus_plugins.protocol._views import JobSummary as JobSummary
 from zeus_plugins.protocol._views import JobView as JobView
 from zeus_plugins.protocol._views import LongText as LongText
+from zeus_plugins.protocol._views import SavedView as SavedView
+from zeus_plugins.protocol._views import SavingsView as SavingsView
 from zeus_plugins.protocol._views import TrialFacts as TrialFacts
 from zeus_plugins.protocol._views import TrialPage as TrialPage
 from zeus_plugins.protocol._views import TrialView as TrialView

@@ -180,6 +180,52 @@ class JobList(WireMessage):
     next_cursor: str | None = None
 
 
+class SavedView(WireMessage):
+    """The amount of energy (J), time (s) or cost (J) that was saved.
+
+    Attributes:
+        spent: By all trials that have ended.
+        default: What as many recurrences at the default batch size would have taken, as far as its runs tell.
+        saved: The difference; negative for a loss.
+        low: With a probability of 5 % it is less than that; None while no batch size has two runs.
+        high: With a probability of 5 % it is more than that.
+    """
+
+    spent: float
+    default: float
+    saved: float
+    low: float | None
+    high: float | None
+
+    @property
+    def in_words(self) -> str:
+        """The share of the default's that was saved or lost, with its interval, such as ``saved 31 % (25 to 37 %)``."""
+        if not self.default:
+            return "saved nothing"
+        share, word = self.saved / self.default, "saved" if self.saved >= 0 else "lost"
+        text = f"{word} {abs(share):.0%}"
+        if self.low is not None and self.high is not None and self.low < self.high:
+            ends = sorted(end / self.default * (1 if self.saved >= 0 else -1) for end in (self.low, self.high))
+            text += f" ({ends[0] * 100:.0f} to {ends[1]:.0%})"
+        return text.replace("%", " %")
+
+
+class SavingsView(WireMessage):
+    """The savings of a job over always playing its default batch size, exploration paid.
+
+    Attributes:
+        recurrences: Runs that reached the target.
+        energy_j: Energy; `time_s` and `cost_j` likewise.
+        exploration_cost_j: The part of the cost that trials made to learn took more than runs at the best size.
+    """
+
+    recurrences: int
+    energy_j: SavedView
+    time_s: SavedView
+    cost_j: SavedView
+    exploration_cost_j: float
+
+
 class JobView(WireMessage):
     """Answer of ``GET /api/jobs/{job_id}`` and of ``bso-server jobs show --json``.
 
@@ -193,6 +239,7 @@ class JobView(WireMessage):
         trial_count: Number of trials dispatched; None from a server of version 0.1.0, which shows all of them.
         trial_states: How many of them are in each state, where any is.
         trials: The latest trials, in order of dispatch: as many as were asked for.
+        savings: What the job has saved until now; None before the default has reached the target.
         owner: As in `JobSummary`; likewise `shared`.
     """
 
@@ -204,6 +251,7 @@ class JobView(WireMessage):
     trial_count: int | None = None
     trial_states: dict[TrialState, int] = Field(default_factory=dict)
     trials: tuple[TrialView, ...]
+    savings: SavingsView | None = None
     owner: str | None = None
     shared: bool = False
 
