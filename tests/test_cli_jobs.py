@@ -273,6 +273,18 @@ def test_a_trial_is_set_aside(run: Any, server: Server, job_id: str, source: lis
     assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
 
 
+def test_a_job_is_shared_and_no_more(run: Any, server: Server, job_id: str, source: list[str]) -> None:
+    for _ in range(2):
+        shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"
+        assert run("jobs", "share", job_id, *source) == (0, shared, "")
+        assert shown(server, job_id)["shared"]
+    status, out, err = run("jobs", "share", job_id, "--stop", *source)
+    assert (status, err) == (0, "")
+    assert "belongs to no token and so stays open to all" in out  # the server asks for none
+    assert not shown(server, job_id)["shared"]
+    assert_failed(run("jobs", "share", "none", *source), "unknown job 'none'")
+
+
 def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
 

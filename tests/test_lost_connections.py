@@ -25,7 +25,8 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from bso_server.core.access import Scope
+from bso_server.core.access import Caller, Scope
+from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.tokens import Tokens
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -33,6 +34,7 @@ from tests.support.databases import MYSQL, POSTGRESQL
 from tests.support.jobs import job
 from tests.support.servers import Server, bso_server
 from tests.support.wire import begin, reached
+from zeus_plugins.protocol import JobRegistration
 
 # A SQLite file has no connection that could be lost.
 pytestmark = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
@@ -259,19 +261,35 @@ class TestAnswersThatGetLostAfterTheCommit:
         assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
 
     @pytest.mark.usefixtures("lossy")
-    def test_a_token_is_made_and_revoked(self, relayed_url: str) -> None:
+    def test_a_token_is_made_rotated_replaced_and_revoked(self, relayed_url: str) -> None:
         async def make() -> None:
             store = Store(open_database(relayed_url))
             try:
                 tokens = Tokens(store)
                 _, record = await tokens.create("once", [Scope.READ])
                 assert await tokens.all() == [record]
+                _, rotated = await tokens.rotate(record.token_id)
+                assert rotated.previous_hash == record.token_hash
+                assert await tokens.all() == [rotated]
+                await _give(store, tokens, record.token_id)
                 await tokens.revoke(record.token_id)
-                assert [token.revoked_at is None for token in await tokens.all()] == [False]
+                assert [token.revoked_at is None for token in await tokens.all()] == [False, False]
             finally:
                 await store.close()
 
         asyncio.run(make())
+
+
+async def _give(store: Store, tokens: Tokens, token_id: str) -> None:
+    """Hand over a job with a trial, as one would without losses."""
+    service = BatchSizeService(store)
+    registration = JobRegistration.model_validate(job(job_id="given"))
+    caller = Caller(token_id, frozenset({Scope.REPORT}))
+    await service.register(registration, caller)
+    await service.run(service.commands.suggest, "given", "key", caller=caller)
+    _, successor = await tokens.create("successor", [Scope.READ])
+    assert await tokens.transfer(token_id, successor.token_id) == (1, 1)
+    await tokens.revoke(successor.token_id)
 
 
 def cut_sessions(database_url: str) -> int:

@@ -16,20 +16,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from bso_server.core.access import Scope
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
 from bso_server.errors import BsoError, InvalidImportError, JobConflictError
 from bso_server.service import queries
 from bso_server.service.loading import load_history
 from bso_server.service.queries import JobReader
+from bso_server.service.tokens import Tokens
 from bso_server.storage.rows import StoredEpoch
 from bso_server.storage.transaction import Transaction
+from tests.support.jobs import THREE_SIZES, job
 from tests.support.power_limit_bench import found_out
 from tests.support.properties import examples
 from tests.support.servers import Server as ServerProcess
 from tests.support.service import HOUR_S, Server, exported, live, pieces_of, serve
 from tests.support.wire import assert_refused, begin, reached, report
-from zeus_plugins.protocol import PolicyName, TrialDispatch, TrialState
+from zeus_plugins.protocol import JobRegistration, PolicyName, TrialDispatch, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -325,6 +328,23 @@ def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
         assert await copy.states() == [TrialState.ABANDONED]
         await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
         assert await copy.states() == [TrialState.COMPLETED]
+
+    serve(database_url, use)
+
+
+def test_a_copy_belongs_to_the_same_token_where_there_is_one(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        _, record = await Tokens(server.store).create("owner", [Scope.REPORT], shares_jobs=True)
+        registration = JobRegistration.model_validate(job(**THREE_SIZES))
+        await server.service.register(registration, record.caller())
+        export = await JobReader(server.store).read(queries.export_job, registration.job_id or "")
+        assert (export.owner, export.shared) == (record.token_id, True)
+        for owner in (record.token_id, "ffffffff"):
+            copy = export.renamed(f"job-{uuid.uuid4().hex}").model_copy(update={"owner": owner})
+            await server.service.import_job(copy)
+            view = await JobReader(server.store).read(queries.show_job, copy.job.job_id or "")
+            # Nobody here has another server's token: the job is open to all, as those of version 0.1 are.
+            assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
 
     serve(database_url, use)
 

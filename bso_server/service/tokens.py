@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.errors import RevokedTokenError, UnknownTokenError
@@ -105,14 +106,21 @@ class Tokens:
         """Whether there is a token that was not revoked."""
         return await self._store.read(Transaction.any_token, valid=True)
 
-    async def _handed_over(self, hand_over: Callable[..., int], token_id: str, successor_id: str) -> int:
-        total = 0
-        while True:
-            # A transaction for each few: between two of them, others get their turn.
-            number = await self._store.write(hand_over, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
-            total += number
-            if number < _HANDED_OVER_AT_ONCE:
-                return total
+    async def _handed_over(
+        self, hand_over: Callable[..., Collection[tuple[Any, ...]]], token_id: str, successor_id: str
+    ) -> int:
+        handed_over: set[tuple[Any, ...]] = set()
+
+        def some(transaction: Transaction) -> int:
+            keys = hand_over(transaction, token_id, successor_id, limit=_HANDED_OVER_AT_ONCE)
+            # Also those of a try that is in force though the connection was lost before it said so.
+            handed_over.update(keys)
+            return len(keys)
+
+        # A transaction for each few: between two of them, others get their turn.
+        while await self._store.write(some):
+            pass
+        return len(handed_over)
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:

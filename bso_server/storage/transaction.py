@@ -343,19 +343,21 @@ class Transaction:
         statement = select(func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self._connection.execute(statement).scalar_one()
 
-    def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> int:
-        """Give a token's jobs, at most so many of them, to another token; their number."""
+    def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
+        """Give a token's jobs, at most so many of them, to another token; their keys."""
         return self._hand_over(jobs, owner, successor, limit)
 
-    def hand_over_trials(self, owner: str, successor: str, *, limit: int) -> int:
+    def hand_over_trials(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
         """The same with its trials."""
         return self._hand_over(trials, owner, successor, limit)
 
-    def _hand_over(self, table: Table, owner: str, successor: str, limit: int) -> int:
+    def _hand_over(self, table: Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
         rows = self.rows(select(*table.primary_key).where(table.c.owner == owner).limit(limit))
+        keys = sorted(tuple(row.values()) for row in rows)
         # By key, in order: a condition on the owner would lock every row that MySQL looks at.
-        self._update(table, [{**row, "owner": successor} for row in sorted(rows, key=lambda row: tuple(row.values()))])
-        return len(rows)
+        names = table.primary_key.columns.keys()
+        self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
+        return keys
 
     def _delete_some(
         self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
