@@ -73,7 +73,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         },
         middleware=[
             *([] if rate_limit is None else [_rate_limit(rate_limit)]),
-            AccessControl(authenticator, allowed_hosts),
+            AccessControl(authenticator, allowed_hosts, read_timeout_s=settings.read_timeout_s),
         ],
         stores={_REQUEST_COUNTS: request_counts},
         request_class=BodyRequest,

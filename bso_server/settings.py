@@ -49,6 +49,7 @@ class Settings(BaseSettings):
         allowed_hosts: Host names that requests may be sent to, separated by commas; ``*.example`` stands for all names
             below ``example``, and ``*`` for every host.
         max_body_bytes: Size in bytes of the largest request body that is taken.
+        read_timeout_s: Seconds that a client may take to send the head of a request, and again to send its body.
         rate_limit_per_minute: Requests that one address may make within a minute, per server process; None: any number.
 
     Raises:
@@ -75,6 +76,7 @@ class Settings(BaseSettings):
     insecure: bool = False
     allowed_hosts: Annotated[str, Field(min_length=1)] = "*"
     max_body_bytes: Annotated[int, Field(gt=0)] = 1024 * 1024
+    read_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
     rate_limit_per_minute: Annotated[int, Field(gt=0)] | None = None
 
     @property

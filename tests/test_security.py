@@ -556,7 +556,7 @@ class TestLimits:
         authenticator = Authenticator(cast("TokenSource", None), insecure=True)
         app = Litestar(
             [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
-            middleware=[AccessControl(authenticator, ["*"])],
+            middleware=[AccessControl(authenticator, ["*"], read_timeout_s=60)],
             exception_handlers=EXCEPTION_HANDLERS,
         )
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}

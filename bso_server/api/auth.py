@@ -1,4 +1,4 @@
-"""The right to call a route, checked before a request's body is read."""
+"""The right to call a route, checked before a request's body is read, and the time to send that."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
+from bso_server.api.bodies import in_time
 from bso_server.core.access import Caller, Scope
 from bso_server.service.security import (
     Authenticator,
@@ -57,9 +58,10 @@ class AccessControl(ASGIMiddleware):
     A guard would do, but Litestar copies the route's handler for each call of one, which costs more than the check.
     """
 
-    def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str]) -> None:
+    def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str], *, read_timeout_s: float) -> None:
         self._authenticator = authenticator
         self._allowed_hosts = allowed_hosts
+        self._read_timeout_s = read_timeout_s
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """See `ASGIMiddleware`; errors as of `Authenticator.identify`, and of the checks of `service.security`."""
@@ -79,7 +81,7 @@ class AccessControl(ASGIMiddleware):
             )
             caller.require(needed)
             scope["user"] = caller
-        await next_app(scope, receive, send)
+        await next_app(scope, in_time(receive, self._read_timeout_s), send)
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:

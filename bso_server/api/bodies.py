@@ -2,17 +2,53 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from http import HTTPStatus
 from typing import Any, TypeVar
 
 from litestar import Request
 from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from litestar.types import Receive
 from pydantic import ValidationError
 
 from zeus_plugins.protocol import WireMessage
 
 Message = TypeVar("Message", bound=WireMessage)
+
+
+# Bytes that buy a client another second for its body, so that a large one may come over a slow line.
+_BYTES_PER_S = 16 * 1024
+
+
+def in_time(receive: Receive, timeout_s: float) -> Receive:
+    """Give a client so many seconds to send its body, from now on, and one more for each 16 KiB.
+
+    Where it takes longer, what reads the body raises an `HTTPException`, 408. What comes after the body, such as the
+    news that the client has left, may be waited for without end.
+    """
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    is_whole = False
+
+    async def receive_in_time() -> Any:
+        nonlocal deadline, is_whole
+        if is_whole:
+            return await receive()
+        try:
+            async with asyncio.timeout_at(deadline):
+                message: Any = await receive()
+        except TimeoutError:
+            raise HTTPException(
+                "the body of the request did not come in time: the server's setting ZEUS_BSO_READ_TIMEOUT_S says how "
+                "many seconds it waits",
+                status_code=HTTPStatus.REQUEST_TIMEOUT,
+                headers={"Connection": "close"},
+            ) from None
+        deadline += len(message.get("body", b"")) / _BYTES_PER_S
+        is_whole = not message.get("more_body", False)
+        return message
+
+    return receive_in_time
 
 
 def require_json(content_type: str) -> None:

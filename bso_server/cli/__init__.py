@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging.config
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
-import uvicorn
-
-from bso_server.app import prepare, store_of
+from bso_server.app import store_of
 from bso_server.cli.common import (
     CommandError,
     add_command,
@@ -25,6 +20,7 @@ from bso_server.cli.common import (
     with_store,
 )
 from bso_server.cli.jobs import add_jobs_commands
+from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError
@@ -59,19 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {version('zeus-plugins')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = add_command(commands, "serve", "run the server", _serve)
-    serve.add_argument("--host", dest="server_host", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", dest="server_port", help="port to listen on (default 8000)")
-    serve.add_argument("--workers", type=int, default=1, help="number of processes (default 1)")
-    serve.add_argument(
-        "--migrate",
-        action="store_true",
-        help="bring the database to this version's schema first (on SQLite that is done in any case)",
-    )
-    serve.add_argument(
-        "--insecure", action="store_const", const=True, help="serve everybody who shows no token, on any machine"
-    )
-
+    add_serve_command(commands)
     database = commands.add_parser("db", help="look after the database").add_subparsers(required=True, metavar="WHAT")
     upgrade = add_command(database, "upgrade", "bring the database to this version's schema", _db_upgrade)
     upgrade.add_argument("--sql", action="store_true", help="print the SQL for an empty database instead of running it")
@@ -93,38 +77,6 @@ def _parser() -> argparse.ArgumentParser:
     add_jobs_commands(commands)
     add_simulate_command(commands)
     return parser
-
-
-def _serve(options: argparse.Namespace) -> None:
-    settings = settings_of(options)
-    log_config = _log_config(settings.log_level)
-    logging.config.dictConfig(log_config)
-    with_store(options, lambda store: prepare(store, migrate=options.migrate))
-    # Each worker process builds its own application, and reads the settings from the environment that it inherits.
-    os.environ.update({variable_of(name): str(value) for name, value in given(options).items()})
-    uvicorn.run(
-        "bso_server.app:create_app",
-        factory=True,
-        host=settings.server_host,
-        port=settings.server_port,
-        workers=options.workers,
-        log_config=log_config,
-        # One line per request would drown the others.
-        access_log=False,
-    )
-
-
-def _log_config(level: str) -> dict[str, Any]:
-    """Logging for this process and for each worker, as `logging.config.dictConfig` takes it."""
-    return {
-        "version": 1,
-        "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
-        "root": {"level": level, "handlers": ["stderr"]},
-        # It tells which implementation it picked at every look at the schema.
-        "loggers": {"alembic": {"level": "WARNING"}},
-    }
 
 
 def _db_upgrade(options: argparse.Namespace) -> None:
