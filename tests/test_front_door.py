@@ -341,6 +341,18 @@ class TestBodies:
         asyncio.run(run())
         assert pieces == []
 
+    def test_the_time_that_the_server_takes_over_a_part_does_not_count(self) -> None:
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"x", "more_body": True}
+
+        async def run() -> None:
+            receive_in_time = in_time(cast("Receive", receive), SHORT_S)
+            for _ in range(3):
+                await receive_in_time()
+                await asyncio.sleep(SHORT_S)
+
+        asyncio.run(run())
+
     def test_after_the_body_there_is_no_deadline(self) -> None:
         messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
 

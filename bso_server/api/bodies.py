@@ -22,20 +22,21 @@ _BYTES_PER_S = 16 * 1024
 
 
 def in_time(receive: Receive, timeout_s: float) -> Receive:
-    """Give a client so many seconds to send its body, from now on, and one more for each 16 KiB.
+    """Give a client so many seconds to send its body, and one more for each 16 KiB; only time spent waiting counts.
 
     Where it takes longer, what reads the body raises an `HTTPException`, 408. What comes after the body, such as the
     news that the client has left, may be waited for without end.
     """
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    now, left_s = asyncio.get_running_loop().time, timeout_s
     is_whole = False
 
     async def receive_in_time() -> Any:
-        nonlocal deadline, is_whole
+        nonlocal left_s, is_whole
         if is_whole:
             return await receive()
+        began_at = now()
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(began_at + left_s):
                 message: Any = await receive()
         except TimeoutError:
             raise HTTPException(
@@ -44,7 +45,7 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
                 status_code=HTTPStatus.REQUEST_TIMEOUT,
                 headers={"Connection": "close"},
             ) from None
-        deadline += len(message.get("body", b"")) / _BYTES_PER_S
+        left_s += len(message.get("body", b"")) / _BYTES_PER_S - (now() - began_at)
         is_whole = not message.get("more_body", False)
         return message
 
