@@ -21,7 +21,7 @@ from tests.support.jobs import THREE_SIZES, job
 from tests.support.reporting import until, warnings_in
 from tests.support.servers import Server, bso_server
 from tests.support.service import Server as Service
-from tests.support.service import serve, trial_id
+from tests.support.service import exported, serve, trial_id
 from zeus_plugins import JobSpec
 from zeus_plugins.cli import main
 from zeus_plugins.client.http import BsoClient
@@ -231,7 +231,7 @@ class TestRotation:
         session = site.begun(old)
 
         def lease_ends() -> object:
-            return site.run("jobs", "export", site.job.job_id or "").split('"lease_expires_at": ')[1].split(",")[0]
+            return json.loads(site.run("jobs", "export", site.job.job_id or ""))["trials"][0]["lease_expires_at"]
 
         before = lease_ends()
         until(lambda: lease_ends() != before)
@@ -258,7 +258,7 @@ def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
             for each in (gone, gone, stays):
                 await service.service.run(commands.suggest, job_id, caller=each)
 
-        before = [await JobReader(service.store).read(queries.export_job, job_id) for job_id in jobs]
+        before = [await exported(service.store, job_id) for job_id in jobs]
         assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
         assert await tokens.revoke(gone.token_id or "") == 8
         assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
@@ -269,7 +269,7 @@ def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
             view = await JobReader(service.store).read(queries.show_job, job_id)
             assert (view.owner, view.shared) == (owner.token_id, True)
             assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
-            after = await JobReader(service.store).read(queries.export_job, job_id)
+            after = await exported(service.store, job_id)
             assert after == export.model_copy(update={"owner": owner.token_id})
 
     serve(database_url, use)

@@ -337,11 +337,11 @@ def test_a_copy_belongs_to_the_same_token_where_there_is_one(database_url: str) 
         _, record = await Tokens(server.store).create("owner", [Scope.REPORT], shares_jobs=True)
         registration = JobRegistration.model_validate(job(**THREE_SIZES))
         await server.service.register(registration, record.caller())
-        export = await JobReader(server.store).read(queries.export_job, registration.job_id or "")
+        export = await exported(server.store, registration.job_id or "")
         assert (export.owner, export.shared) == (record.token_id, True)
         for owner in (record.token_id, "ffffffff"):
             copy = export.renamed(f"job-{uuid.uuid4().hex}").model_copy(update={"owner": owner})
-            await server.service.import_job(copy)
+            await server.service.import_job(pieces_of(copy))
             view = await JobReader(server.store).read(queries.show_job, copy.job.job_id or "")
             # Nobody here has another server's token: the job is open to all, as those of version 0.1 are.
             assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)

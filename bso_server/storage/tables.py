@@ -153,6 +153,7 @@ trials = Table(
     Index("ix_trials_job_id_origin", "job_id", "origin"),
     Index("ix_trials_job_id_ended_event", "job_id", "ended_event"),
     Index("ix_trials_state_job_id", "state", "job_id"),
+    Index("ix_trials_owner", "owner"),
     **_MYSQL,
 )
 

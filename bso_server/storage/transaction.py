@@ -335,7 +335,7 @@ class Transaction:
 
     def jobs_per_owner(self) -> dict[str, int]:
         """The number of jobs of each token that has any, by its id."""
-        statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None)).group_by(jobs.c.owner)
+        statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
         return {row[0]: row[1] for row in self._connection.execute(statement)}
 
     def alive_trials_of(self, owner: str) -> int:

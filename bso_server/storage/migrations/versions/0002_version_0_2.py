@@ -27,6 +27,7 @@ def upgrade() -> None:
     )
     op.add_column("jobs", sa.Column("owner", sa.String(16)))
     op.add_column("jobs", sa.Column("shared", sa.Boolean, nullable=False, server_default=sa.false()))
+    op.create_index("ix_trials_owner", "trials", ["owner"])
     op.add_column("tokens", sa.Column("shares_jobs", sa.Boolean, nullable=False, server_default=sa.false()))
     op.add_column("tokens", sa.Column("rotated_at", UtcDateTime))
     op.add_column("tokens", sa.Column("previous_hash", sa.String(64)))
