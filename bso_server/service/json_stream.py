@@ -1,4 +1,8 @@
-"""A JSON object that is read in pieces: what it holds is handed on as soon as it is there, and not kept."""
+"""A JSON object that is read in pieces: what it holds is handed on as soon as it is there, and not kept.
+
+Values are the standard library's, which reads ``NaN`` and numbers without end for what they are, so that the model can
+name the field that holds one. ijson, which reads in pieces too, calls that no JSON and cannot say where it stands.
+"""
 
 from __future__ import annotations
 
