@@ -176,9 +176,16 @@ class TestRevocation:
         assert "does not accept the token (401" in warnings_in(caplog)[0]
         assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.RUNNING, 1, id_of(owner))]
 
+        site.run("jobs", "share", site.job.job_id or "")
+        caplog.clear()
+        site.begun(other).end(KeyboardInterrupt())
+        (stays,) = warnings_in(caplog)
+        assert f"results of job {site.job.job_id} stay in" in stays
+        assert f"belongs to token {id_of(owner)} (nightly)" in stays
+
         assert site.sync(other, monkeypatch) == 1
         assert site.sync(admin, monkeypatch) == 0
-        assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.COMPLETED, 2, id_of(owner))]
+        assert facts(site.trials(admin)[0]) == (TrialState.COMPLETED, 2, id_of(owner))
         assert default_outbox().waiting() == default_outbox().refused() == []
 
 

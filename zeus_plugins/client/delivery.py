@@ -168,7 +168,8 @@ class Delivered:
     """The fate of one file of the outbox: how many results were delivered, how many are left there, and why.
 
     Job and server are empty where the file cannot be read. A file that the server has refused is set aside, and so is
-    one with damaged lines, without a problem, once all others were delivered.
+    one with damaged lines, without a problem, once all others were delivered. Where the problem is the token
+    (`needs_token`), it is there for another one to deliver.
     """
 
     path: Path
@@ -179,6 +180,7 @@ class Delivered:
     problem: str | None = None
     set_aside: Path | None = None
     damaged_lines: int = 0
+    needs_token: bool = False
 
 
 def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
@@ -244,8 +246,9 @@ def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOErr
         problem = error
     left = len(box)
     aside = box.refuse() if problem is not None and is_refusal(problem) else box.close()
-    told = None if problem is None else str(problem)
-    return replace(_described(box, problem=told), delivered=waiting - left, left=left, set_aside=aside), problem
+    file = _described(box, problem=None if problem is None else str(problem))
+    needs_token = isinstance(problem, ZeusBSOTokenError)
+    return replace(file, delivered=waiting - left, left=left, set_aside=aside, needs_token=needs_token), problem
 
 
 def _described(box: OutboxFile, *, problem: str | None = None) -> Delivered:

@@ -98,6 +98,7 @@ class TrialEntry:
 
     def deliver_earlier(self) -> None:
         """Deliver what earlier trainings have left for this server, as far as it takes it."""
+        told: set[str] = set()
         with self._client.with_retries(NO_RETRIES) as client:
             for file in deliver_waiting(
                 self._outbox, lambda server_url: client if server_url == client.server_url else None
@@ -115,7 +116,10 @@ class TrialEntry:
                         *(file.job_id, file.problem, file.set_aside),
                     )
                 elif file.problem is not None:
-                    _logger.info("%s stays: %s", file.path, file.problem)
+                    # Whoever has no token for them would not hear of them otherwise, and nobody else comes for them.
+                    level = logging.WARNING if file.needs_token and file.job_id not in told else logging.INFO
+                    told.add(file.job_id)
+                    _logger.log(level, "results of job %s stay in %s: %s", file.job_id, file.path, file.problem)
 
     def tell_optimizer(self, registration: JobRegistration, optimizer: str) -> None:
         """Have the server know by what the trainings optimize, which some frameworks know only when they begin.
