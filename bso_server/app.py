@@ -21,6 +21,7 @@ from bso_server.api.auth import AccessControl
 from bso_server.api.bodies import BodyRequest
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
+from bso_server.api.refusals import RefusalLog
 from bso_server.api.report import report_route
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.batch_size_service import BatchSizeService
@@ -79,6 +80,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
         exception_handlers=EXCEPTION_HANDLERS,
+        after_exception=[RefusalLog().note],
         lifespan=[lifespan],
         # Logging is the launcher's business; Litestar's own set-up would write request bodies.
         logging_config=None,

@@ -343,6 +343,7 @@ class TestBodies:
 
     def test_the_time_that_the_server_takes_over_a_part_does_not_count(self) -> None:
         async def receive() -> Any:
+            await asyncio.sleep(0.001)
             return {"type": "http.request", "body": b"x", "more_body": True}
 
         async def run() -> None:

@@ -391,7 +391,7 @@ class TestFirstTokens:
         assert "FROM tokens" in log, "the log is not as detailed as this test means it to be"
         for secret in (token[14:], UNKNOWN[14:], base64.b64encode(f"me:{token}".encode()).decode()):
             assert secret not in log
-        assert "authorization" not in log.lower()
+        assert all("refused with 401" in line for line in log.splitlines() if "authorization" in line.lower())
 
 
 def begin_openly(url: str) -> dict[str, Any]:
@@ -628,6 +628,41 @@ class TestLimits:
                 assert await counts.exists(counted[0])
 
         asyncio.run(run())
+
+    def test_who_is_refused_stands_in_the_log(self, sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
+        token, other = make_token(sqlite_url, "read"), make_token(sqlite_url, "report")
+
+        async def use(client: Callable[[str], httpx.AsyncClient]) -> None:
+            async with client(FOREIGN) as http:
+                for shown, status in ((None, 401), (UNKNOWN, 401), (token, 403)):
+                    headers = {} if shown is None else bearer(shown)
+                    assert (await http.delete("/jobs?job_id=none", headers=headers)).status_code == status
+                large = await http.post("/report", content=b"x" * 1001, headers=bearer(other))
+                assert large.status_code == 413
+                assert (await http.get("/api/jobs", headers={"Host": "evil.example"})).status_code == 400
+                # What is wrong without being refused leaves no line.
+                assert (await http.get("/api/jobs/no%0ane", headers=bearer(token))).status_code in {404, 422}
+                assert (await http.get("/api/jobs", headers=bearer(token))).status_code == 429
+                assert (await http.get("/api/jobs/no%0ane", headers=bearer(other))).status_code == 429
+
+        settings = Settings(
+            database_url=sqlite_url, allowed_hosts="localhost", max_body_bytes=1000, rate_limit_per_minute=6
+        )
+        in_app(settings, use)
+        refused = [record.getMessage() for record in caplog.records if record.getMessage().startswith("refused")]
+        ids = {name: f"token {text.split('_')[1]}" for name, text in {"read": token, "report": other}.items()}
+        assert [line.partition(": ")[2] for line in refused] == [
+            f"DELETE '/jobs' from {FOREIGN}, no token: this server needs a token",
+            f"DELETE '/jobs' from {FOREIGN}, token 00000000: the token is unknown or was revoked, or has "
+            "another secret by now",
+            f"DELETE '/jobs' from {FOREIGN}, {ids['read']}: {ids['read']} has no scope admin, which this request "
+            "needs; make another one",
+            f"POST '/report' from {FOREIGN}, {ids['report']}: Request Entity Too Large",
+            f"GET '/api/jobs' from {FOREIGN}, no token: this server does not answer to host 'evil.example'",
+            f"GET '/api/jobs' from {FOREIGN}, {ids['read']}: Too Many Requests",
+            f"GET '/api/jobs/no\\nne' from {FOREIGN}, {ids['report']}: Too Many Requests",
+        ]
+        assert [int(line.split()[2].rstrip(":")) for line in refused] == [401, 401, 403, 413, 400, 429, 429]
 
     def test_requests_are_not_counted_unless_asked_for(self, sqlite_url: str) -> None:
         async def use(client: Callable[[str], httpx.AsyncClient]) -> None:

@@ -63,6 +63,14 @@ def token_in(authorization: str) -> str:
     return token
 
 
+def token_id_in(authorization: str) -> str | None:
+    """The public part of the token in an ``Authorization`` header, known or not, or None where there is no token."""
+    try:
+        return token_in(authorization).split("_")[1]
+    except UnauthenticatedError:
+        return None
+
+
 @lru_cache(maxsize=1024)
 def is_loopback(address: str | None) -> bool:
     """Whether a client with this address is on the server's own machine; None, an unknown address, is not."""
