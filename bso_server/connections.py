@@ -165,8 +165,10 @@ class Bounded(_Protocol):
         """The time when the client has kept this connection waiting too long, if it does at all."""
         if self._unread_since is not None:
             return self._unread_since + self._limits.answer_timeout_s
-        since = self._since if self._is_between_requests else self.loop.time()
-        return since + self.timeout_keep_alive + self._limits.read_timeout_s
+        if not self._is_between_requests:
+            return self.loop.time() + self._limits.read_timeout_s
+        idle_s = 0 if self.cycle is None else self.timeout_keep_alive
+        return self._since + idle_s + self._limits.read_timeout_s
 
     def _look_again_at(self, when: float) -> None:
         if self._alarm is not None:

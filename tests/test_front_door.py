@@ -378,6 +378,38 @@ def connection_to(server: Server, sent: bytes) -> socket.socket:
     return connection
 
 
+def test_the_command_and_its_setting_bring_the_deadlines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_READ_TIMEOUT_S", str(SHORT_S))
+    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    try:
+        for sent in (HALF_A_HEAD, HALF_A_BODY % b"jobs"):
+            with connection_to(server, sent) as connection:
+                assert connection.recv(100).startswith(b"HTTP/1.1 408 ")
+    finally:
+        server.kill()
+
+
+@pytest.mark.slow
+def test_a_process_ends_though_a_thread_of_it_hangs() -> None:
+    script = """
+import signal, threading
+from bso_server.cli import serve
+
+serve._LAST_S = 0.2
+signal.signal(signal.SIGTERM, lambda *_: print("ending", flush=True))
+serve._end_in_time()
+signal.raise_signal(signal.SIGTERM)
+threading.Event().wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert ended.returncode == 1
+    assert ended.stdout == "ending\n"
+    assert "threading" in ended.stderr, "where it hung is not told"
+
+
 @pytest.mark.slow
 class TestProcesses:
     def test_half_a_body_does_not_keep_a_server_from_ending(self, server: Server) -> None:
