@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 
@@ -29,6 +30,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOTokenError
 from zeus_plugins.protocol import Heartbeat, JobRegistration, TrialState, TrialView
+from zeus_plugins.training.entry import OnUnreachable
 from zeus_plugins.training.session import TrialSession
 
 
@@ -56,10 +58,10 @@ class Site:
         self.server.kill()
         self.server.start()
 
-    def session(self, token: str) -> TrialSession:
+    def session(self, token: str, on_unreachable: OnUnreachable = "default") -> TrialSession:
         """A training that spends a second and ten joules on each epoch."""
         client = self.until_the_end.enter_context(BsoClient(self.server.url, token=token, retries=NO_RETRIES))
-        return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0))
+        return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0), on_unreachable=on_unreachable)
 
     def begun(self, token: str) -> TrialSession:
         session = self.session(token)
@@ -114,15 +116,20 @@ class TestAnotherToken:
             site.session(other).ask()
         assert len(site.trials(owner)) == 1
 
+    @pytest.mark.parametrize("on_unreachable", get_args(OnUnreachable))
     def test_a_resumed_training_goes_on_and_its_results_wait_for_the_handover(
-        self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+        self,
+        site: Site,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        on_unreachable: OnUnreachable,
     ) -> None:
         owner, other = site.token("nightly"), site.token("other")
         first = site.begun(owner)
         first.report(0.5)
         state = through_a_checkpoint(first)
 
-        resumed = site.session(other)
+        resumed = site.session(other, on_unreachable)
         with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
             assert resumed.resume(state)
             resumed.begin_measurement()

@@ -115,6 +115,7 @@ def test_a_job_is_shown_with_all_or_the_latest_of_its_trials(port: ServerPort, j
     for _ in range(3):
         port.suggest(job_id)
     assert port.show_job(job_id).job == job
+    assert (port.show_job(job_id).owner, port.show_job(job_id).shared) == (None, False)  # the server asks for no token
     assert [trial.trial_number for trial in port.show_job(job_id).trials] == [1, 2, 3]
     assert [trial.trial_number for trial in port.show_job(job_id, limit=2).trials] == [2, 3]
 
