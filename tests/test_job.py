@@ -222,6 +222,7 @@ RECORDS = st.builds(
     longest_gap_s=numbers(),
     lease_expires_at=st.none() | instants(),
     heartbeats=st.booleans(),
+    lease_epoch=st.integers(1, 2**30),
     first_epoch=st.floats(1e-3, 1e6),
     first_cost_j=numbers(),
     epoch_bound=st.none() | st.integers(1, 1000),

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bso_server.core.access import Scope
 from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
-from bso_server.errors import BsoError, InvalidImportError, JobConflictError
+from bso_server.errors import BsoError, InvalidImportError, JobConflictError, StaleLeaseError
 from bso_server.service import queries
 from bso_server.service.loading import load_history
 from bso_server.service.queries import JobReader
@@ -32,7 +32,15 @@ from tests.support.properties import examples
 from tests.support.servers import Server as ServerProcess
 from tests.support.service import HOUR_S, Server, exported, live, pieces_of, serve
 from tests.support.wire import assert_refused, begin, reached, report
-from zeus_plugins.protocol import JobRegistration, PolicyName, TrialDispatch, TrialState
+from zeus_plugins.protocol import (
+    Heartbeat,
+    JobRegistration,
+    PolicyName,
+    TrainingResult,
+    TrialDispatch,
+    TrialId,
+    TrialState,
+)
 
 pytestmark = pytest.mark.storage
 
@@ -328,6 +336,24 @@ def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
         assert await copy.states() == [TrialState.ABANDONED]
         await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
         assert await copy.states() == [TrialState.COMPLETED]
+
+    serve(database_url, use)
+
+
+def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alone(database_url: str) -> None:
+    async def use(server: Server) -> None:
+        first = TrialId(**(await server.suggest()).model_dump())
+        resumes = Heartbeat(**first.model_dump(), regular=False, resumes=True)
+        taken = await server.service.run(server.service.commands.heartbeat, resumes)
+        copy = await imported(server)
+        for lease_epoch in (taken.lease_epoch, first.lease_epoch):
+            name = first.model_copy(update={"job_id": copy.job_id, "lease_epoch": lease_epoch})
+            sent = TrainingResult(**name.model_dump(), time=1, energy=1, metric=0.1, current_epoch=lease_epoch or 0)
+            if lease_epoch == 2:
+                assert not (await copy.service.report(sent)).stop_train
+            else:
+                with pytest.raises(StaleLeaseError):
+                    await copy.service.report(sent)
 
     serve(database_url, use)
 

@@ -27,7 +27,7 @@ from zeus_plugins.protocol import (
 )
 
 _TRAINING = needs(Scope.REPORT)
-_ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, *BODY)
+_ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
 
 
 @post(

@@ -379,7 +379,7 @@ class Histories(RuleBasedStateMachine):
             answers = [error]
         outcomes = [outcome_of(answer) for answer in answers]
         expected = [self._expected(*each) for each in zip(messages, outcomes, strict=True)]
-        assert outcomes == expected
+        assert outcomes == expected, f"{messages} came to {outcomes}, not {expected}"
         accepted = {
             message.trial_number
             for message, answer in zip(messages, answers, strict=True)
@@ -435,7 +435,8 @@ class Histories(RuleBasedStateMachine):
         before = self.rows
         self.rows = {row.trial_number: row for row in found}
         told = {number: as_told(row) for number, row in self.rows.items()}
-        assert told == {number: vars(trial) for number, trial in self.model.trials.items()}
+        expected = {number: vars(trial) for number, trial in self.model.trials.items()}
+        assert told == expected, f"the server has {told}, not {expected}"
         for number, then in before.items():
             row = self.rows[number]
             if row is then or row == then:
