@@ -1,0 +1,147 @@
+"""A relay between a server and its database, which loses connections or falls silent when a test says so."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from enum import Enum, auto
+from itertools import cycle, repeat
+
+from sqlalchemy.engine import make_url
+
+COMMIT = re.compile(rb"(?<!AUTO)COMMIT")
+
+
+class Fate(Enum):
+    """What becomes of a connection once the database has answered."""
+
+    LIVE = auto()
+    LOSE_ANSWER = auto()
+    END = auto()
+
+
+class Relay:
+    """Passes on what a database and its clients say to each other, unless told otherwise; a thread per direction.
+
+    Args:
+        target: Host and port of the database.
+    """
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener: socket.socket | None = None
+        self._sockets: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self._fates: Iterator[Fate] = repeat(Fate.LIVE)
+        self._turns_away = False
+        self._speaks = threading.Event()
+        self._speaks.set()
+        self.turned_away = 0
+        self.lost_commits = 0
+        self.port = 0
+        self.open()
+
+    def open(self) -> None:
+        """Take connections, on the same port as before."""
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self._listener, self.port = listener, listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def close(self) -> None:
+        """Break off every connection, and refuse others."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            # Closing alone would leave the thread waiting, and the port taken.
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        self._cut()
+
+    def turn_away(self, turns_away: bool) -> None:
+        """Break off every connection, and others as soon as they are made; or stop doing so."""
+        self._turns_away = turns_away
+        if turns_away:
+            self._cut()
+
+    def fall_silent(self, is_silent: bool) -> None:
+        """Keep what either side says, and take connections all the same; or pass on all that was kept."""
+        if is_silent:
+            self._speaks.clear()
+        else:
+            self._speaks.set()
+
+    def url_of(self, database_url: str) -> str:
+        """The URL of the database by way of this relay."""
+        return make_url(database_url).set(host="127.0.0.1", port=self.port).render_as_string(hide_password=False)
+
+    def lose_commits(self, loses: bool) -> None:
+        """Break off each connection at its COMMIT, in turn before the client has the answer and thereafter."""
+        self._fates = cycle([Fate.LOSE_ANSWER, Fate.END]) if loses else repeat(Fate.LIVE)
+
+    def _cut(self) -> None:
+        with self._lock:
+            sockets, self._sockets = self._sockets, set()
+        for each in sockets:
+            _end(each)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            if self._turns_away:
+                _end(client)
+                self.turned_away += 1
+                continue
+            database = socket.create_connection(self._target)
+            with self._lock:
+                self._sockets |= {client, database}
+            fates = [Fate.LIVE]
+            for pump in (self._pass_questions, self._pass_answers):
+                threading.Thread(target=pump, args=(client, database, fates), daemon=True).start()
+
+    def _pass_questions(self, client: socket.socket, database: socket.socket, fates: list[Fate]) -> None:
+        with suppress(OSError):
+            while data := client.recv(65536):
+                if COMMIT.search(data):
+                    fates.append(next(self._fates))
+                self._speaks.wait()
+                database.sendall(data)
+        _end(database)
+
+    def _pass_answers(self, client: socket.socket, database: socket.socket, fates: list[Fate]) -> None:
+        with suppress(OSError):
+            while data := database.recv(65536):
+                if fates[-1] is Fate.LOSE_ANSWER:
+                    self.lost_commits += 1
+                    break
+                self._speaks.wait()
+                client.sendall(data)
+                if fates[-1] is Fate.END:
+                    break
+        _end(client)
+        _end(database)
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection; a thread that waits for it wakes up."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+@contextmanager
+def relay_to(database_url: str) -> Iterator[Relay]:
+    """A relay to the database with this URL."""
+    url = make_url(database_url)
+    assert url.host is not None
+    assert url.port is not None
+    relay = Relay((url.host, url.port))
+    try:
+        yield relay
+    finally:
+        relay.fall_silent(False)
+        relay.close()
