@@ -52,11 +52,18 @@ def on(database_url: str, use: Callable[[Store], Awaitable[None]], *, patience_s
     asyncio.run(run())
 
 
+async def jobs_on(store: Store, number: int) -> list[Server]:
+    """One service with so many jobs."""
+    servers = [Server(store) for _ in range(number)]
+    for server in servers:
+        server.service = servers[0].service
+        await server.service.register(server.job)
+    return servers
+
+
 async def job_on(store: Store) -> Server:
     """The service with a job of its own."""
-    server = Server(store)
-    await server.service.register(server.job)
-    return server
+    return (await jobs_on(store, 1))[0]
 
 
 @asynccontextmanager
@@ -114,7 +121,7 @@ def checked_out(store: Store) -> int:
 class TestRowsThatStayLocked:
     def test_hold_up_no_other_job(self, database_url: str) -> None:
         async def use(store: Store) -> None:
-            blocked, other = await job_on(store), await job_on(store)
+            blocked, other = await jobs_on(store, 2)
             trials = [await blocked.suggest() for _ in range(MANY)]
             trial = await other.suggest()
             async with locked(database_url, row_of(blocked), *(row_of(blocked, each) for each in trials)):
@@ -138,8 +145,7 @@ class TestRowsThatStayLocked:
 
     def test_of_many_jobs_stop_no_report_of_another(self, database_url: str) -> None:
         async def use(store: Store) -> None:
-            blocked = [await job_on(store) for _ in range(MANY)]
-            other = await job_on(store)
+            *blocked, other = await jobs_on(store, MANY + 1)
             trial = await other.suggest()
             async with locked(database_url, *map(row_of, blocked)):
                 requests = [asyncio.create_task(each.suggest()) for each in blocked]
@@ -166,7 +172,7 @@ class TestRowsThatStayLocked:
 
     def test_leave_reports_of_a_trial_in_their_order(self, database_url: str) -> None:
         async def use(store: Store) -> None:
-            server, other = await job_on(store), await job_on(store)
+            server, other = await jobs_on(store, 2)
             trial, another = await server.suggest(), await other.suggest()
             async with locked(database_url, row_of(server), row_of(server, trial)):
                 reports = []
@@ -225,7 +231,7 @@ class TestRowsThatStayLocked:
 
     def test_are_passed_over_in_the_search_for_abandoned_trials(self, database_url: str) -> None:
         async def use(store: Store) -> None:
-            servers = [await job_on(store) for _ in range(3)]
+            servers = await jobs_on(store, 3)
             trials = [[await server.suggest(), await server.suggest()] for server in servers]
             reaper = servers[0]
             reaper.wait(2 * HOUR_S)
