@@ -362,7 +362,7 @@ class TestSessions:
             await unavailable(store.write(work))
             assert tries > 1
 
-        on(database_url, use, patience_s=SHORT_S)
+        on(database_url, use, patience_s=3.0)
 
 
 @pytest.fixture(params=SQLITE_DRIVERS)
