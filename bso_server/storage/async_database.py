@@ -102,18 +102,20 @@ class AsyncDatabase:
                 connected = True
                 connection.info[READ_ONLY] = read_only
                 is_long = limit_s > self._patience_s and not self._is_sqlite
-                async with connection.begin():
-                    if read_only and self._one_moment is not None:
-                        # This holds for one transaction: SQLAlchemy's option is taken back when a connection returns to
-                        # the pool, and one that is lost by then would never return.
-                        await connection.exec_driver_sql(self._one_moment)
-                    if is_long:
-                        limits = SessionLimits(limit_s).sql(self.url.get_backend_name())
-                        await connection.exec_driver_sql(limits)
-                    done = await connection.run_sync(work)
-                if is_long:
-                    # Its limits are not those of the others.
-                    await connection.invalidate()
+                try:
+                    async with connection.begin():
+                        if read_only and self._one_moment is not None:
+                            # It holds for one transaction: SQLAlchemy's option is taken back when a connection returns
+                            # to the pool, and one that is lost by then would never return.
+                            await connection.exec_driver_sql(self._one_moment)
+                        if is_long:
+                            limits = SessionLimits(limit_s).sql(self._engine.dialect.name, is_local=True)
+                            await connection.exec_driver_sql(limits)
+                        done = await connection.run_sync(work)
+                finally:
+                    if is_long and self._engine.dialect.name != "postgresql":
+                        # The session's limits are no more those of the others.
+                        await connection.invalidate()
                 if self._open_file is not None:
                     self._open_file.check(connection.info)
                 return done

@@ -18,7 +18,7 @@ PATIENCE_S = 3.0
 """Seconds that a request waits for the database, unless a setting says otherwise. Many clients wait for five only."""
 
 LONG_PATIENCE_S = 60.0
-"""The same for what reads or writes a job as a whole, and for commands, which keep nobody waiting."""
+"""The same for each transaction of what reads or writes a whole job, and of commands, which keep nobody waiting."""
 
 MIGRATION_PATIENCE_S = 600.0
 """The same for a change of the schema, which may rewrite tables, or wait for another process that makes it."""
@@ -41,8 +41,11 @@ class SessionLimits:
         """
         return 0.4 * self.patience_s
 
-    def sql(self, backend: str) -> str:
-        """The statement that sets them, on a kind of database that has sessions."""
+    def sql(self, backend: str, *, is_local: bool = False) -> str:
+        """The statement that sets them, on a kind of database that has sessions.
+
+        Those that are local hold for the transaction at hand, on PostgreSQL; others know nothing of the kind.
+        """
         if backend == "postgresql":
             limits = {
                 "statement_timeout": self.patience_s,
@@ -51,7 +54,8 @@ class SessionLimits:
             }
             # One statement, as a prepared one must be.
             return "SELECT " + ", ".join(
-                f"set_config('{name}', '{max(1, round(1000 * limit_s))}', false)" for name, limit_s in limits.items()
+                f"set_config('{name}', '{max(1, round(1000 * limit_s))}', {is_local})"
+                for name, limit_s in limits.items()
             )
         # Whole seconds. MySQL and MariaDB each read what is written for it in a comment, and have other names for the
         # same; MySQL knows no limit on statements that write, and none on idle transactions.
@@ -86,12 +90,12 @@ def begin_request() -> None:
 
 
 @contextmanager
-def waiting(patience_s: float) -> Iterator[Deadline]:
-    """Wait for the database so many seconds at most, less what this request has waited for it before.
+def waiting(patience_s: float, *, alone: bool = False) -> Iterator[Deadline]:
+    """Wait for the database so many seconds at most, less what this request has waited for it before, unless `alone`.
 
     Only that time counts: a client may take its own to send a body.
     """
-    waited_s, begun = _waited_s.get(), time.monotonic()
+    waited_s, begun = None if alone else _waited_s.get(), time.monotonic()
     try:
         yield Deadline(patience_s - (waited_s[0] if waited_s else 0.0))
     finally:

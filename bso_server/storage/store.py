@@ -200,7 +200,7 @@ class Store:
     async def _repeated(
         self, work: Callable[[Connection], T], *, patience_s: float, read_only: bool = False, waits: bool = True
     ) -> T:
-        with waiting(patience_s) as deadline:
+        with waiting(patience_s, alone=patience_s >= LONG_PATIENCE_S) as deadline:
             attempts = _Attempts(deadline)
             while True:
                 try:
