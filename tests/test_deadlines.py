@@ -99,6 +99,16 @@ async def unavailable(request: Coroutine[Any, Any, Any]) -> None:
         await request
 
 
+async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What was given up may keep its locks for a moment more."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                return await request()
+            except DatabaseUnavailableError:
+                continue
+
+
 async def epochs(server: Server, trial: TrialDispatch) -> list[float]:
     found = await server.store.read(epochs_of, trial.job_id, trial.trial_number)
     return [epoch.epoch for epoch in found]
@@ -223,9 +233,9 @@ class TestRowsThatStayLocked:
                     )
                 )
             await wait_until(lambda: checked_out(store) == 0)
-            assert await server.states() == [TrialState.RUNNING]
-            await server.report(trial, cost_j=100)
-            await server.reach(trial)
+            await sent_until_taken(lambda: server.report(trial, cost_j=100))
+            await sent_until_taken(lambda: server.reach(trial))
+            assert await sent_until_taken(server.states) == [TrialState.COMPLETED]
 
         on(database_url, use, patience_s=SHORT_S)
 
@@ -273,14 +283,7 @@ class TestASilentNetwork:
                 relay.fall_silent(False)
                 await wait_until(lambda: checked_out(store) == 0)
                 await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
-                # What was kept back in the middle of a transaction may keep its locks until that is over.
-                async with asyncio.timeout(LONG_S):
-                    while True:
-                        try:
-                            await server.report(trial, cost_j=100)
-                            break
-                        except DatabaseUnavailableError:
-                            continue
+                await sent_until_taken(lambda: server.report(trial, cost_j=100))
                 assert await epochs(server, trial) == [1]
 
             on(relay.url_of(database_url), use, patience_s=SHORT_S)
@@ -384,7 +387,7 @@ def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: P
             )
             assert await server.states() == [TrialState.RUNNING]
             shell.execute("ROLLBACK")
-        await server.report(trial, cost_j=100)
+        await sent_until_taken(lambda: server.report(trial, cost_j=100))
         assert await epochs(server, trial) == [1]
 
     on(sqlite_url, use, patience_s=SHORT_S)

@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import pytest
 
+from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.reports import Commit, GroupCommit
+from bso_server.storage.transaction import RowLockedError
 
 
 class Doubler:
-    """Doubles numbers; refuses 13, and breaks down over any group that holds 0."""
+    """Doubles numbers; refuses 13, and breaks down over any group that holds 0.
 
-    def __init__(self) -> None:
+    Rows that are `locked` it doubles only in groups that wait, once `lock` is open.
+    """
+
+    def __init__(self, locked: Collection[int] = ()) -> None:
         self.groups: list[list[int]] = []
+        self.waited: list[list[int]] = []
         self.gate = asyncio.Event()
         self.gate.set()
+        self.locked = set(locked)
+        self.lock = asyncio.Event()
 
-    async def __call__(self, items: Sequence[int], *, waits: bool) -> list[int | Exception]:  # noqa: ARG002 - it never does
-        self.groups.append(list(items))
+    async def __call__(self, items: Sequence[int], *, waits: bool) -> list[int | Exception]:
+        (self.waited if waits else self.groups).append(list(items))
         await self.gate.wait()
+        if waits:
+            await self.lock.wait()
         if 0 in items:
             raise RuntimeError("the transaction failed")
-        return [ValueError("unlucky") if item == 13 else 2 * item for item in items]
+        return [self._outcome(item, waits=waits) for item in items]
+
+    def _outcome(self, item: int, *, waits: bool) -> int | Exception:
+        if not waits and abs(item) in self.locked:
+            return RowLockedError()
+        return ValueError("unlucky") if item == 13 else 2 * item
 
 
 def group_commit(commit: Commit[int, int], *, patience_s: float = 60.0) -> GroupCommit[int, int]:
@@ -113,5 +128,70 @@ def test_an_item_is_processed_although_its_client_has_left() -> None:
             await client
         assert await waiting == 4
         assert [item for group in doubler.groups for item in group] == [1, 2]
+
+    asyncio.run(run())
+
+
+def test_items_of_locked_rows_are_processed_apart_queue_by_queue() -> None:
+    async def run() -> None:
+        doubler = Doubler(locked=[11, 21, 12])
+        groups = group_commit(doubler)
+        held = asyncio.create_task(outcomes(groups, 11, 5, 21, 12))
+        await turn(20)
+        assert doubler.groups == [[11, 5, 21, 12]]
+        assert sorted(doubler.waited) == [[11, 21], [12]]
+        assert await outcomes(groups, 6, 31) == [12, 62]
+        assert not held.done()
+        doubler.lock.set()
+        assert await held == [22, 10, 42, 24]
+
+    asyncio.run(run())
+
+
+def test_items_of_a_row_stay_in_order_though_its_lock_is_gone_meanwhile() -> None:
+    async def run() -> None:
+        doubler = Doubler(locked=[11])
+        groups = group_commit(doubler)
+        first = asyncio.create_task(groups.submit(11))
+        await turn(20)
+        # It can be had by now, and the first waits for something else.
+        doubler.locked.clear()
+        rest = asyncio.create_task(outcomes(groups, -11, 4))
+        await turn(20)
+        assert (doubler.groups, doubler.waited) == ([[11], [4]], [[11]])
+        doubler.lock.set()
+        assert (await first, await rest) == (22, [-22, 8])
+        assert doubler.waited == [[11], [-11]]
+        # Nothing is held up any more.
+        assert await groups.submit(11) == 22
+        assert doubler.groups[-1] == [11]
+
+    asyncio.run(run())
+
+
+def test_items_of_a_row_stay_in_order_in_a_group_that_fails() -> None:
+    async def run() -> None:
+        doubler = Doubler(locked=[11])
+        task = asyncio.create_task(outcomes(group_commit(doubler), 11, -11, 0))
+        await turn(20)
+        assert (doubler.groups, doubler.waited) == ([[11, -11, 0], [11], [0]], [[11, -11]])
+        doubler.lock.set()
+        assert (await task)[:2] == [22, -22]
+
+    asyncio.run(run())
+
+
+def test_an_item_whose_time_is_over_is_answered_and_not_processed() -> None:
+    async def run() -> None:
+        doubler = Doubler()
+        doubler.gate.clear()
+        groups = group_commit(doubler, patience_s=0.05)
+        answers = asyncio.create_task(outcomes(groups, 1))
+        await turn(5)
+        late = await outcomes(groups, 2, 3)
+        assert {type(answer) for answer in [*late, *await answers]} == {DatabaseUnavailableError}
+        doubler.gate.set()
+        assert await groups.submit(4) == 8
+        assert doubler.groups == [[1], [4]]
 
     asyncio.run(run())
