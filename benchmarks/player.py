@@ -45,7 +45,7 @@ def encode(method: str, target: str, body: Mapping[str, object] | None = None) -
         body: Sent as JSON, if given.
     """
     payload = b"" if body is None else json.dumps(body).encode()
-    head = [f"{method} {target} HTTP/1.1", "Host: benchmark", "Accept: application/json"]
+    head = [f"{method} {target} HTTP/1.1", "Host: localhost", "Accept: application/json"]
     if body is not None:
         head += ["Content-Type: application/json", f"Content-Length: {len(payload)}"]
     return "\r\n".join(head).encode() + HEAD_END + payload

@@ -63,7 +63,7 @@ def relayed_url(database_url: str, relay: Relay) -> str:
 def relayed_server(database_url: str, relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     upgrade = bso_server("db", "upgrade", "--database-url", database_url)
     assert upgrade.returncode == 0, upgrade.stderr
-    server = Server(relayed_url, tmp_path_factory.mktemp("server") / "server.log")
+    server = Server(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=3.0)
     server.start("--insecure")
     yield server
     server.kill()

@@ -191,7 +191,7 @@ def site(kind: str, state_directory: Path, tmp_path: Path) -> Iterator[Site]:
     with ExitStack() as stack:
         folder = stack.enter_context(small_disk(tmp_path / "disk", size="1m")) if kind == SMALL_DISK else tmp_path
         database_url = stack.enter_context(empty_database(kind.partition(" ")[0], folder))
-        server = Server(database_url, tmp_path / "server.log")
+        server = Server(database_url, tmp_path / "server.log", database_timeout_s=3.0)
         server.start("--migrate")
         yield Site(server, Outbox(state_directory / "outbox"))
         server.kill()

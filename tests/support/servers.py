@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ class Server:
     database_url: str
     log: Path
     port: int = 0
+    # Longer than by default: where tests run side by side, what takes milliseconds elsewhere may take seconds.
+    database_timeout_s: float = 60.0
     process: warm.Process | None = field(default=None, repr=False)
 
     @property
@@ -38,7 +41,8 @@ class Server:
     def start(self, *arguments: str) -> None:
         self.port = self.port or free_port()
         command = ["bso_server", "serve", "--port", str(self.port), "--database-url", self.database_url, *arguments]
-        self.process = warm.start(*command, modules=NEEDED, output=self.log)
+        environ = {**os.environ, "ZEUS_BSO_DATABASE_TIMEOUT_S": str(self.database_timeout_s)}
+        self.process = warm.start(*command, modules=NEEDED, output=self.log, environ=environ)
         wait_until_up(self.process, self.url, self.log)
 
     def kill(self) -> None:

@@ -118,7 +118,8 @@ def beat_of(trial: TrialId, *, regular: bool = True) -> Heartbeat:
 
 def serve(database_url: str, use: Callable[[Server], Awaitable[None]], **job: object) -> None:
     async def run() -> None:
-        store = Store(open_database(database_url))
+        # Longer than by default: see `tests.support.servers.Server`.
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         try:
             await store.migrate()
             server = Server(store, **job)
