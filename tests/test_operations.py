@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
@@ -174,6 +175,20 @@ def test_two_upgrades_at_once(database_url: str, tmp_path: Path) -> None:
     both = [warm.start(*command, modules=NEEDED, output=output) for _ in range(2)]
     for process in both:
         assert process.wait() == 0, output.read_text()
+
+
+@pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
+def test_of_servers_that_start_at_once_one_migrates(kind: str, tmp_path: Path) -> None:
+    for number in range(10):
+        with empty_database(kind, tmp_path) as database_url:
+            servers = [Server(database_url, tmp_path / f"{number}-{each}.log") for each in range(4)]
+            try:
+                with ThreadPoolExecutor(len(servers)) as pool:
+                    for started in [pool.submit(server.start, "--migrate") for server in servers]:
+                        started.result()
+            finally:
+                for server in servers:
+                    server.kill()
 
 
 @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
