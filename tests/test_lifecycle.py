@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bso_server.core.history import History
+from bso_server.core.history import Arm, History
 from bso_server.core.job import LeasePolicy
 from bso_server.errors import (
     InvalidReportError,
@@ -23,7 +23,7 @@ from bso_server.errors import (
 from bso_server.service.loading import load_history
 from bso_server.storage.transaction import Transaction
 from tests.support.properties import examples
-from tests.support.service import HOUR_S, Server, beat_of, live, serve
+from tests.support.service import HOUR_S, START, Server, beat_of, live, serve
 from zeus_plugins.protocol import (
     EndReason,
     OfflineTrial,
@@ -498,3 +498,31 @@ def _quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Hundreds of lines per example would only slow the examples down."""
     with caplog.at_level("WARNING", logger="bso_server"):
         yield
+
+
+def test_a_job_from_before_windows_were_bounded_goes_on(database_url: str) -> None:
+    """MariaDB's TEXT ends at 64 KiB, which a window of some 2,700 runs fills."""
+    runs = 5000
+
+    async def use(server: Server) -> None:
+        store, registration = server.store, server.job
+        old = registration.model_copy(update={"window_size": runs, "job_id": f"{registration.job_id}-old"})
+        arms = [
+            Arm(size, window=tuple((number, 123456.789 + number) for number in range(-runs, 0)))
+            for size in old.batch_sizes
+        ]
+
+        def insert(transaction: Transaction) -> None:
+            transaction.insert_job(old, START)
+            transaction.update_arms(old.job_id or "", arms)
+
+        await store.write(insert)
+        assert await server.service.register(old) == (old, False)
+        server.job, server.job_id = old, old.job_id or ""
+        await server.reach(await server.suggest())
+        await server.suggest()
+        windows = [arm.window for arm in (await store.read(lambda found: found.arms(server.job_id))).values()]
+        assert [len(window) for window in windows] == [runs] * len(arms)
+        assert sum((1, 500.0) in window for window in windows) == 1
+
+    serve(database_url, use)

@@ -117,6 +117,10 @@ class TestRegistering:
         assert_refused(http.get("/jobs/batch_size", params={"job_id": ended}), 422, "job_id")
         assert_refused(http.get(f"/api/jobs/{spec['job_id']}%0A"), 422, "job_id")
 
+    def test_a_window_is_not_too_long(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert_refused(http.post("/jobs", json={**spec, "window_size": 1001}), 422, "window_size", "1000", "0")
+        assert http.post("/jobs", json={**spec, "window_size": 1000}).status_code == 201
+
     def test_a_window_holds_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         """A Zeus client, which does not say which policy, cannot be told what to change."""
         short = {**spec, "window_size": 3, "mab_num_explorations": 5}
