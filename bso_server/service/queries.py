@@ -191,11 +191,12 @@ class JobReader:
         Each piece is read on its own, so that no transaction stays open for as long as somebody takes to receive all.
         Trials that began after the first piece are left out; of the others each is of one moment, with its reports.
         """
-        head, last = await self._store.patient().read(export_head, job_id)
+        store = self._store.patient()
+        head, last = await store.read(export_head, job_id)
         yield transfer.beginning(head).encode()
         after = 0
         while after < last:
-            rows = await self._store.patient().read(export_trials, job_id, after, last)
+            rows = await store.read(export_trials, job_id, after, last)
             yield await asyncio.to_thread(_exported, rows, is_first=after == 0)
             after = rows[0][-1].trial_number
         yield transfer.END.encode()
