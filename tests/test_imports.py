@@ -34,8 +34,6 @@ from tests.support.servers import Server as ServerProcess
 from tests.support.service import Server, exported, serve
 from tests.support.wire import OURS, begin
 
-pytestmark = pytest.mark.storage
-
 PATIENCE_S = 60.0
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -205,14 +203,18 @@ def test_what_a_crash_leaves_is_removed(
 def test_an_import_that_was_given_up_cannot_go_on(database_url: str) -> None:
     async def use(server: Server) -> None:
         job_id = new_id()
-        sender = Sender(export_of(job_id, 400))
-        task = await sender.half_way(server)
+        first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
+        given_up = await first.half_way(server)
         server.wait(SILENCE.total_seconds() + 1)
         await server.service.reap()
-        sender.goes_on.set()
-        with pytest.raises(JobConflictError, match="given up"):
-            await task
         assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
+        other = await second.half_way(server)
+        first.goes_on.set()
+        with pytest.raises(JobConflictError, match="given up"):
+            await given_up
+        second.goes_on.set()
+        assert (await other).trials == 300
+        assert await exported(server.store, job_id) == JobExport.model_validate_json(second.text)
 
     serve(database_url, use)
 

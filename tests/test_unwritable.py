@@ -40,8 +40,6 @@ from zeus_plugins.client.local import LocalServer
 from zeus_plugins.errors import ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import JobRegistration, TrainingResult, TrialDispatch
 
-pytestmark = pytest.mark.storage
-
 PATIENCE_S = 60.0
 
 

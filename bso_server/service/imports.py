@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from datetime import datetime, timedelta
 
@@ -85,14 +86,14 @@ class Imports:
     async def _begun(self, head: ExportHead, job_id: str) -> datetime:
         """The mark of a new import."""
         await self.remove_broken()
-        mark = self._clock()
+        mark = _mark(self._clock())
         await self._store.write(_begin, head, job_id, mark)
         return mark
 
     async def _remove(self, job_id: str, mark: datetime) -> bool:
         """Remove a job that is being imported, unless its import has gone on since this mark; whether that is done."""
         while True:
-            after = _after(mark, self._clock())
+            after = _mark(self._clock())
             removed = await self._store.write(_remove_some, job_id, mark, after)
             if not removed:
                 return removed is not None
@@ -141,7 +142,7 @@ class _StagedJob:
             await self._write_rows([], epochs[first : first + _ROWS_AT_ONCE])
 
     async def _write_rows(self, trials: list[ImportedTrial], epochs: list[StoredEpoch]) -> None:
-        before, after = self.mark, _after(self.mark, self._clock())
+        before, after = self.mark, _mark(self._clock())
         await self._store.write(_add, self.job.job_id, trials, epochs, before=before, after=after)
         self.mark = after
 
@@ -154,9 +155,9 @@ async def _sized(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     yield b""
 
 
-def _after(mark: datetime, now: datetime) -> datetime:
-    """Another mark, whatever the clock does."""
-    return max(now, mark + timedelta(microseconds=1))
+def _mark(now: datetime) -> datetime:
+    """A mark of this second that no other import has."""
+    return now.replace(microsecond=secrets.randbelow(1_000_000))
 
 
 def _begin(transaction: Transaction, head: ExportHead, job_id: str, mark: datetime) -> None:
