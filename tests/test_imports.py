@@ -259,6 +259,7 @@ def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(database
     serve(database_url, use)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_deleted_while_it_is_exported_is_no_export(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
