@@ -1,4 +1,4 @@
-"""What belongs to a token that is rotated or revoked, or whose trainings go on with another one."""
+"""Tokens that are rotated, revoked or replaced, and the jobs, trials and waiting results that belong to them."""
 
 from __future__ import annotations
 

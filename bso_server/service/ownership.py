@@ -1,4 +1,4 @@
-"""Whose jobs and trials are: each belongs to the token that registered it, or that it was dispatched to.
+"""The owners of jobs and trials: each belongs to the token that registered it, or that it was dispatched to.
 
 A job that was registered without a token, or that is shared, is open to every token that may report. Its trials still
 belong each to its own token. Administrators may do everything, and the log says in whose place.

@@ -15,7 +15,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 
 DEFAULT_GRACE = timedelta(hours=24)
-"""How long the secret before the latest rotation stays good: trainings that run have it."""
+"""The time for which the secret before the latest rotation stays good: trainings that run have it."""
 
 _MAX_NAME_LENGTH = 255
 
