@@ -291,6 +291,34 @@ def test_a_database_that_stays_away_is_told_and_survived(
     assert epochs_of(http, trial) == [1]
 
 
+def test_a_network_that_falls_silent_is_told_and_survived(
+    http: httpx.Client, relay: Relay, relayed_server: Server
+) -> None:
+    http.post("/jobs", json=job(job_id="silent")).raise_for_status()
+    trial = begin(http, "silent")
+    said = len(relayed_server.log.read_text())
+    relay.fall_silent(True)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
+            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "silent"})
+            for answer in [future.result() for future in [*reports, suggest]]:
+                assert answer.status_code == 503, answer.text
+                assert int(answer.headers["retry-after"]) > 0
+        assert http.get("/health/ready").status_code == 503
+        assert http.get("/health/live").status_code == 200
+    finally:
+        relay.fall_silent(False)
+
+    # What was cut off in the middle of a transaction may keep its locks for a moment.
+    deadline = time.monotonic() + PATIENCE_S
+    while report(http, trial, 1).status_code != 200:
+        assert time.monotonic() < deadline
+    assert http.get("/health/ready").status_code == 200
+    assert epochs_of(http, trial) == [1]
+    assert "Traceback" not in relayed_server.log.read_text()[said:]
+
+
 def test_the_schema_says_so(http: httpx.Client) -> None:
     document = json.loads(http.get("/schema/openapi.json").raise_for_status().text)
     assert "503" in document["paths"]["/report"]["post"]["responses"]
