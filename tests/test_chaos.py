@@ -1,4 +1,4 @@
-"""Clients, server processes and database connections die at random under load; nothing that was acknowledged is lost.
+"""Clients, servers and connections die, stop and find full disks at random under load; nothing acknowledged is lost.
 
 ``ZEUS_TEST_CHAOS_S`` makes the test longer (seconds for each kind of database); ``ZEUS_TEST_CHAOS_SEED`` repeats the
 choices of a run that failed, though not its timing.
@@ -28,6 +28,7 @@ from bso_server.storage.transaction import Transaction
 from tests.chaos.disasters import Scene
 from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read_logs
 from tests.chaos.jobs import Job, jobs, result
+from tests.support.disks import small_disk
 from tests.support.servers import bso_server
 from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, TrialState
 
@@ -45,6 +46,7 @@ LONGEST_PEACE = 40
 AFTER_ALL_LEASES = timedelta(days=2)
 # More than any of the jobs needs until each of its batch sizes is explored.
 MANY_TRIALS = 20
+VICTIMS = {"client", "worker", "server", "lease", "pause"}
 
 T = TypeVar("T")
 
@@ -54,8 +56,23 @@ def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None
     upgrade = bso_server("db", "upgrade", "--database-url", database_url)
     assert upgrade.returncode == 0, upgrade.stderr
     scene = cause_chaos(database_url, tmp_path, random.Random(SEED))  # noqa: S311 - no secret
-    victims = {"client", "worker", "server", "lease"}
-    assert set(+scene.struck) == (victims if database_url.startswith("sqlite") else victims | {"connection"})
+    assert set(+scene.struck) == (VICTIMS if database_url.startswith("sqlite") else VICTIMS | {"connection"})
+    check(scene, database_url)
+
+
+def test_nothing_acknowledged_is_lost_on_a_disk_that_fills_up(tmp_path: Path) -> None:
+    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
+    with small_disk(tmp_path / "disk", size="64m") as disk:
+        database_url = f"sqlite:///{disk / 'bso.sqlite3'}"
+        upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+        assert upgrade.returncode == 0, upgrade.stderr
+        scene = cause_chaos(database_url, tmp_path, random.Random(SEED), disk)  # noqa: S311 - no secret
+        assert set(+scene.struck) == VICTIMS | {"disk"}
+        check(scene, database_url)
+
+
+def check(scene: Scene, database_url: str) -> None:
+    """All that was acknowledged is there, and the jobs go on."""
     acknowledged = read_logs(scene.logs)
     assert {line["kind"] for line in acknowledged} == {"registered", "dispatched", "reported", "ended"}
 
@@ -69,9 +86,9 @@ def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None
     check_jobs(database_url, every_job, acknowledged)
 
 
-def cause_chaos(database_url: str, directory: Path, rng: random.Random) -> Scene:
+def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> Scene:
     """Let everything happen at least once, and go on, in another order each time, until the time is over."""
-    scene = Scene(database_url, directory, rng)
+    scene = Scene(database_url, directory, rng, disk)
     end = time.monotonic() + CHAOS_S
     try:
         scene.start()

@@ -26,10 +26,12 @@ from bso_server.service.commands import Commands
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
+from tests.support.disks import fill
 from tests.support.servers import SERVER_START_S, Server
 
 CLIENTS = 4
 PATIENCE_S = 120.0
+LONGEST_PAUSE_S = 2.0
 WORKERS = ("--workers", "2")
 ROOT = Path(__file__).parent.parent.parent
 
@@ -71,13 +73,15 @@ class Scene:
         database_url: A database with the server's schema.
         directory: For logs.
         rng: Chooses victims, and seeds the clients.
+        disk: The small disk that holds the database, if it may fill up.
 
     Attributes:
         logs: What the clients were told.
         struck: How often each disaster found a victim.
     """
 
-    def __init__(self, database_url: str, directory: Path, rng: random.Random) -> None:
+    def __init__(self, database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> None:
+        self._disk = disk
         self._server = Server(database_url, directory / "server.log")
         self._directory = directory
         self._rng = rng
@@ -113,9 +117,12 @@ class Scene:
         """What can happen; the frequent stands here more than once."""
         cut = [] if self._backend == "sqlite" else [self.cut_connections] * 2
         leases = [self.expire_leases] * 2
+        full = [] if self._disk is None else [self.fill_disk] * 3
         return [
             *[self.replace_client] * 3,
             *[self.kill_worker] * 2,
+            *[self.pause_worker] * 2,
+            *full,
             *leases,
             *cut,
             self.kill_server,
@@ -138,6 +145,24 @@ class Scene:
         # The last ones may just have been killed.
         self._wait(lambda: self._workers() != [], "the server has no workers")
         self.struck["worker"] += _kill(self._rng.choice(self._workers()))
+
+    def pause_worker(self) -> None:
+        """Stop a worker, amid a transaction perhaps, and let it go on, too soon for its parent to miss it."""
+        self._wait(lambda: self._workers() != [], "the server has no workers")
+        worker = self._rng.choice(self._workers())
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGSTOP)
+            self.struck["pause"] += 1
+            time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
+            os.kill(worker, signal.SIGCONT)
+
+    def fill_disk(self) -> None:
+        """Take all the room on the database's disk, for a while."""
+        assert self._disk is not None
+        ballast = fill(self._disk)
+        time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
+        self.struck["disk"] += self._says_that_its_disk_is_full()
+        ballast.unlink()
 
     def kill_server(self) -> None:
         """Kill the server with its workers, and start it again."""
@@ -174,6 +199,9 @@ class Scene:
                 await engine.dispose()
 
         asyncio.run(cut())
+
+    def _says_that_its_disk_is_full(self) -> bool:
+        return "disk of its database is full" in self._server.log.read_text()
 
     @property
     def _acknowledgements(self) -> int:

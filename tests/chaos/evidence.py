@@ -11,7 +11,7 @@ from typing import Any
 from bso_server.core.history import History
 from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
 from bso_server.service.loading import load_history
-from bso_server.storage.queries import epochs_of
+from bso_server.storage.queries import epochs_between
 from bso_server.storage.rows import StoredJob
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, EndReason, TrialState
@@ -99,7 +99,7 @@ def _check_acknowledged(
 ) -> None:
     by_key = {trial.key: trial for trial in trials}
     going_on: dict[TrialKey, list[tuple[float, ...]]] = {key: [] for key in by_key}
-    for epoch in epochs_of(transaction, job_id):
+    for epoch in epochs_between(transaction, job_id, 1, len(by_key)):
         going_on[epoch.job_id, epoch.trial_number].append((epoch.time_s, epoch.energy_j, epoch.epoch, epoch.metric))
     for totals in going_on.values():
         assert totals == sorted(set(totals)), "a report is there twice"
