@@ -93,6 +93,8 @@ class Display:
                 f"{default.batch_size}, costs {default.expected_cost} J: [bold]{1 - outcome.cost_ratio:.0%} saved[/] "
                 "with every run from now on."
             )
+            if job.savings is not None:
+                say(f"Until now: cost {job.savings.cost_j.in_words} against always {default.batch_size}, tries paid.")
         reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
         stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)
         say(

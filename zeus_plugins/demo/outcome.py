@@ -73,9 +73,9 @@ class Outcome:
 
 
 def plot_costs(outcome: Outcome, path: Path) -> None:
-    """Draw as a PNG the cost of every trial with its batch size, and as a line what the default is expected to cost."""
+    """Draw as a PNG the cost of every trial with its batch size, and as a line the mean cost at the default size."""
     job = outcome.job
-    default, default_j = outcome.default.batch_size, outcome.default.expected_cost_j
+    default, default_j = outcome.default.batch_size, outcome.default.mean_cost_j
     measured = [trial for trial in job.trials if trial.cost_j is not None]
     figure = Figure(figsize=(8, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -92,7 +92,7 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
         place = (trial.trial_number, _cost_j(trial))
         axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
     if default_j is not None:
-        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"default batch size, {default}: {default_j:.0f} J")
+        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"mean of {default}, the default: {default_j:.0f} J")
     axes.set_xlabel("run (the number above each point is its batch size)")
     axes.set_ylabel("cost of the run (J)")
     axes.set_ylim(0, 1.15 * max([_cost_j(trial) for trial in measured], default=1.0))
@@ -100,7 +100,7 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     title, best, ratio = "Cost of each run", job.best_batch_size, outcome.cost_ratio
     if best is not None and ratio is not None:
-        title = f"Batch size {best} costs {1 - ratio:.0%} less than the default, {default}"
+        title = f"Batch size {best} is expected to cost {1 - ratio:.0%} less than the default, {default}"
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)

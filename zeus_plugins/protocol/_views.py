@@ -141,8 +141,9 @@ class ArmView(WireMessage):
         """The expected cost in joules with its spread, such as ``480 ± 12``; None where nothing is expected."""
         if self.expected_cost_j is None:
             return None
-        spread = "" if self.expected_cost_std_j is None else f" ± {self.expected_cost_std_j:.2g}"
-        return f"{self.expected_cost_j:.4g}{spread}"
+        # Rounded, and without an exponent below a million.
+        spread = "" if self.expected_cost_std_j is None else f" ± {float(f'{self.expected_cost_std_j:.2g}'):g}"
+        return f"{float(f'{self.expected_cost_j:.4g}'):g}{spread}"
 
 
 class JobSummary(WireMessage):
