@@ -243,7 +243,7 @@ def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_lea
 
 
 def test_an_offline_trial_is_taken_over_like_any_other(
-    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox
+    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     here.line.is_cut = there.line.is_cut = True
     first = begun(here)
@@ -258,6 +258,7 @@ def test_an_offline_trial_is_taken_over_like_any_other(
     here.line.is_cut = False
     until(lambda: not outbox.waiting())  # recorded as the same trial, and refused
     assert len(outbox.refused()) == 1
+    assert "(lease epoch 2, not 1)" in caplog.text
     assert the_trial(there) == known
     first.end()
     second.end(KeyboardInterrupt())
