@@ -152,7 +152,7 @@ def on_database(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     """Use the database from this process."""
 
     async def run() -> T:
-        store = Store(open_database(database_url))
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         try:
             return await use(store)
         finally:

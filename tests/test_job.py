@@ -267,7 +267,7 @@ def test_a_record_is_the_same_after_the_database(database_url: str) -> None:
         number_of_gpus=1,
         gpu_model="V100",
     )
-    store = Store(open_database(database_url))
+    store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
 
     @given(RECORDS, st.booleans())
     @settings(max_examples=10, deadline=None)

@@ -63,7 +63,7 @@ def relayed_url(database_url: str, relay: Relay) -> str:
 def relayed_server(database_url: str, relayed_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     upgrade = bso_server("db", "upgrade", "--database-url", database_url)
     assert upgrade.returncode == 0, upgrade.stderr
-    server = Server(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=3.0)
+    server = Server(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=15.0)
     server.start("--insecure")
     yield server
     server.kill()
@@ -150,7 +150,8 @@ class TestAnswersThatGetLostAfterTheCommit:
     @pytest.mark.usefixtures("lossy")
     def test_a_token_is_made_rotated_replaced_and_revoked(self, relayed_url: str) -> None:
         async def make() -> None:
-            store = Store(open_database(relayed_url))
+            # Longer than by default: see `tests.support.servers.Server`.
+            store = Store(open_database(relayed_url, patience_s=60.0), patience_s=60.0)
             try:
                 tokens = Tokens(store)
                 _, record = await tokens.create("once", [Scope.READ])

@@ -384,7 +384,7 @@ def in_tokens(database_url: str, use: Callable[[Tokens], Awaitable[None]]) -> No
     ticks = count()
 
     async def run() -> None:
-        store = Store(open_database(database_url))
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         try:
             await store.migrate()
             await use(Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks))))
