@@ -359,7 +359,7 @@ class SyncStore:
                     # A signal's exception may have been raised anywhere, and leave the connection in any state.
                     self._drop()
                     _close(connection)
-                if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error)):
+                if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error, UnwritableError)):
                     raise _BrokenInError from None
                 raise
             else:
