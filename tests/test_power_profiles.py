@@ -113,7 +113,7 @@ def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server:
     for source in (["--database-url", any_server.database_url], ["--server-url", any_server.url]):
         shown = bso_server("jobs", "show", job_id, *source)
         assert shown.returncode == 0, shown.stderr
-        table = shown.stdout.split("\n\n")[2].splitlines()
+        table = shown.stdout.split("\n\n")[3].splitlines()
         column = table[0].index("POWER LIMIT W")
         assert [line[column:].split("  ")[0] for line in table[1:]] == ["80 of 2", "- of 1", "-"]
 

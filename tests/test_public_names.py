@@ -79,7 +79,7 @@ PUBLIC = {
             "TrialPage",
             "TrialPowerProfile",
         ),
-        *("RefusalReason", "RegistrationId", "TerseMessage"),
+        *("RefusalReason", "RegistrationId"),
         *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Goal", "Verdict", "cost", "is_reached"),
         *("EndingState", "Instant", "LongText", "TrialFacts", "reason_in_words"),
         # The types and bounds of the messages' fields.

@@ -61,7 +61,6 @@ from zeus_plugins.protocol._values import RegistrationId as RegistrationId
 from zeus_plugins.protocol._values import Seconds as Seconds
 from zeus_plugins.protocol._values import Seed as Seed
 from zeus_plugins.protocol._values import Stage as Stage
-from zeus_plugins.protocol._values import TerseMessage as TerseMessage
 from zeus_plugins.protocol._values import Text as Text
 from zeus_plugins.protocol._values import TrialState as TrialState
 from zeus_plugins.protocol._values import Watts as Watts

@@ -29,7 +29,6 @@ from zeus_plugins.protocol._values import (
     PositiveInt,
     RegistrationId,
     Seed,
-    TerseMessage,
     Text,
     Watts,
     WireMessage,
@@ -193,7 +192,7 @@ class Fingerprint(WireMessage):
         ]
 
 
-class JobRegistration(JobSpec, GpuConfig, TerseMessage):
+class JobRegistration(JobSpec, GpuConfig):
     """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
 
     Who does not say which policy, as Zeus's clients do not, gets Zeus's.
@@ -237,7 +236,7 @@ class JobRegistration(JobSpec, GpuConfig, TerseMessage):
         return cls(**spec.model_dump(), **gpu.model_dump())
 
 
-class TrialId(TerseMessage):
+class TrialId(WireMessage):
     """One trial of a job, with its global batch size; trials are counted from 1 within the job.
 
     Attributes:

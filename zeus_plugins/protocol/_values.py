@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import EnumType, StrEnum
 from typing import Annotated, Any, ClassVar
 
@@ -9,9 +10,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
     StringConstraints,
-    model_serializer,
 )
 
 MAX_BATCH_SIZE = 2**31 - 1
@@ -157,20 +156,30 @@ Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
 
 
 class WireMessage(BaseModel):
-    """Base of all messages: immutable, and deaf to fields that it does not know."""
+    """Base of all messages: immutable, and deaf to fields that it does not know.
+
+    A message is written without those of its fields that older clients and servers do not know, where nobody has told
+    them. That is done here and not by a serializer: pydantic makes an error of its own of what a signal's handler
+    raises in one, and SIGTERM would end nothing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-
-class TerseMessage(WireMessage):
-    """A message without those of its fields that nobody has told: older clients and servers do not know them."""
-
     _told_only: ClassVar[frozenset[str]] = frozenset()
 
-    @model_serializer(mode="wrap")
-    def _without_what_nobody_told(self, serialized: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        values: dict[str, Any] = serialized(self)
-        for name in self._told_only:
-            if values.get(name, self) is None:
-                del values[name]
-        return values
+    def model_dump(self, *, exclude: Any = None, **options: Any) -> dict[str, Any]:
+        """See `BaseModel`."""
+        return super().model_dump(exclude=self._excluded(exclude), **options)
+
+    def model_dump_json(self, *, exclude: Any = None, **options: Any) -> str:
+        """See `BaseModel`."""
+        return super().model_dump_json(exclude=self._excluded(exclude), **options)
+
+    def _excluded(self, also: Iterable[str] | None) -> dict[str, Any] | None:
+        """The fields that are left out, those of messages within this one among them."""
+        values = self.__dict__
+        found: dict[str, Any] = {name: True for name in self._told_only if values[name] is None}
+        for name, value in values.items():
+            if isinstance(value, WireMessage) and (within := value._excluded(None)):
+                found[name] = within
+        return found | dict.fromkeys(also or (), True) or None

@@ -19,15 +19,15 @@ from zeus_plugins.protocol import (
     RegistrationId,
     ReportResponse,
     StopRule,
-    TerseMessage,
     TrialId,
+    WireMessage,
 )
 
 _MAX_SOURCE_LENGTH = 255
 _BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
 
 
-class TrialInfo(TerseMessage):
+class TrialInfo(WireMessage):
     """A training's knowledge of its own trial; also the part of it that a checkpoint keeps.
 
     Attributes:
