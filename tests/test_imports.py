@@ -354,6 +354,13 @@ def read(text: bytes, cuts: list[int]) -> tuple[dict[str, Any], list[Any] | None
     return fields, elements
 
 
+def test_a_number_that_is_cut_in_two_is_one() -> None:
+    numbers = [-1.5, 2.448362400181261e16, 1e-7, -3, 1e300, 17, 0.25]
+    text = json.dumps({"first": numbers[0], "trials": numbers, "last": numbers[1]}).encode()
+    for cut in range(len(text)):
+        assert read(text, [cut, cut + 1]) == ({"first": -1.5, "last": 2.448362400181261e16}, numbers)
+
+
 @given(
     fields=OBJECTS,
     elements=st.lists(VALUES, max_size=4),

@@ -98,7 +98,8 @@ def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str) -> No
         (TrialState.COMPLETED, Origin.BANDIT, EPOCH_J, 1),
     ]
     assert shown.min_cost_j == EPOCH_J
-    assert shown.job == JobRegistration.of(JobSpec(**JOB, policy=PolicyName.ZEUS), GPUS)
+    registered = JobRegistration.of(JobSpec(**JOB, policy=PolicyName.ZEUS), GPUS)
+    assert shown.job == registered.model_copy(update={"registration_id": shown.job.registration_id})
 
 
 def test_all_ranks_of_a_zeus_training_report(peer: Peer, url_for_zeus: str) -> None:

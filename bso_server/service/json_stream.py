@@ -18,6 +18,8 @@ _LONGEST_VALUE = 32 * 1024 * 1024
 # Where a value is cut off, the decoder fails at most so many characters before, but for strings.
 _LONGEST_WORD = 16
 
+_NUMBER_GOES_ON = ".eE+-0123456789"
+
 _decoder = json.JSONDecoder()
 
 
@@ -124,8 +126,8 @@ class ObjectReader:
             if length >= least or self._is_whole:
                 try:
                     value, end = _decoder.raw_decode(self._text, self._at)
-                    # A number may go on.
-                    if end < len(self._text) or self._is_whole:
+                    # A number may go on, also where it was cut off behind its point or in its exponent.
+                    if self._is_whole or (end < len(self._text) and self._text[end] not in _NUMBER_GOES_ON):
                         self._at = end
                         return value
                 except (ValueError, RecursionError) as error:
