@@ -9,8 +9,6 @@ is on all its transactions together.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -89,15 +87,21 @@ def begin_request() -> None:
     _waited_s.set([0.0])
 
 
-@contextmanager
-def waiting(patience_s: float, *, alone: bool = False) -> Iterator[Deadline]:
+class waiting:  # noqa: N801 - used as a function is; a generator would cost each report twice as much
     """Wait for the database so many seconds at most, less what this request has waited for it before, unless `alone`.
 
     Only that time counts: a client may take its own to send a body.
     """
-    waited_s, begun = None if alone else _waited_s.get(), time.monotonic()
-    try:
-        yield Deadline(patience_s - (waited_s[0] if waited_s else 0.0))
-    finally:
-        if waited_s:
-            waited_s[0] += time.monotonic() - begun
+
+    __slots__ = ("_begun", "_patience_s", "_waited_s")
+
+    def __init__(self, patience_s: float, *, alone: bool = False) -> None:
+        self._patience_s = patience_s
+        self._waited_s, self._begun = None if alone else _waited_s.get(), time.monotonic()
+
+    def __enter__(self) -> Deadline:
+        return Deadline(self._patience_s - (self._waited_s[0] if self._waited_s else 0.0))
+
+    def __exit__(self, *_: object) -> None:
+        if self._waited_s:
+            self._waited_s[0] += time.monotonic() - self._begun

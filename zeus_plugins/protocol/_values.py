@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import EnumType, StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -166,14 +166,24 @@ class WireMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     _told_only: ClassVar[frozenset[str]] = frozenset()
+    _is_terse: ClassVar[bool] = False
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Note whether such a message may be written without some of its fields, or one within it: few may."""
+        kinds = [
+            kind for field in cls.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))
+        ]
+        within = any(isinstance(kind, type) and issubclass(kind, WireMessage) and kind._is_terse for kind in kinds)
+        cls._is_terse = bool(cls._told_only) or within
 
     def model_dump(self, *, exclude: Any = None, **options: Any) -> dict[str, Any]:
         """See `BaseModel`."""
-        return super().model_dump(exclude=self._excluded(exclude), **options)
+        return super().model_dump(exclude=self._excluded(exclude) if self._is_terse else exclude, **options)
 
     def model_dump_json(self, *, exclude: Any = None, **options: Any) -> str:
         """See `BaseModel`."""
-        return super().model_dump_json(exclude=self._excluded(exclude), **options)
+        return super().model_dump_json(exclude=self._excluded(exclude) if self._is_terse else exclude, **options)
 
     def _excluded(self, also: Iterable[str] | None) -> dict[str, Any] | None:
         """The fields that are left out, those of messages within this one among them."""
