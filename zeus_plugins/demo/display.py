@@ -89,9 +89,9 @@ class Display:
             say(f"[bold]Best batch size: {best.batch_size}[/], the default: none that was tried is cheaper.")
         else:
             say(
-                f"[bold]Best batch size: {best.batch_size}[/], {best.expected_cost} J a run expected. The default, "
-                f"{default.batch_size}, costs {default.expected_cost} J: [bold]{1 - outcome.cost_ratio:.0%} saved[/] "
-                "with every run from now on."
+                f"[bold]Best batch size: {best.batch_size}[/], {best.expected_cost} J a run expected. Its runs cost "
+                f"{best.mean_cost_j:.0f} J on average, those at the default, {default.batch_size}, "
+                f"{default.mean_cost_j:.0f} J: [bold]{1 - outcome.cost_ratio:.0%} less[/]."
             )
             if job.savings is not None:
                 say(f"Until now: cost {job.savings.cost_j.in_words} against always {default.batch_size}, tries paid.")

@@ -53,8 +53,8 @@ class Outcome:
 
     @property
     def cost_ratio(self) -> float | None:
-        """Expected cost at the best batch size over that at the default one; None where one of them is not known."""
-        default_j, best_j = self.default.expected_cost_j, None if self.best is None else self.best.expected_cost_j
+        """Mean cost at the best batch size over that at the default one; None where one of them is not known."""
+        default_j, best_j = self.default.mean_cost_j, None if self.best is None else self.best.mean_cost_j
         return None if default_j is None or best_j is None else best_j / default_j
 
     def write_summary(self) -> None:
@@ -100,7 +100,7 @@ def plot_costs(outcome: Outcome, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     title, best, ratio = "Cost of each run", job.best_batch_size, outcome.cost_ratio
     if best is not None and ratio is not None:
-        title = f"Batch size {best} is expected to cost {1 - ratio:.0%} less than the default, {default}"
+        title = f"Runs at batch size {best} have cost {1 - ratio:.0%} less than those at the default, {default}"
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
