@@ -105,7 +105,7 @@ else:
 
 
 class Bounded(_Protocol):
-    """What `BoundedProtocol` adds to either of uvicorn's protocols, that on httptools and that on h11."""
+    """The additions of `BoundedProtocol` to either of uvicorn's protocols, that on httptools and that on h11."""
 
     def __init__(self, *args: Any, limits: Limits | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -154,7 +154,7 @@ class Bounded(_Protocol):
 
     @property
     def _is_between_requests(self) -> bool:
-        """Whether no request is being answered; one may have begun."""
+        """True if no request is being answered; one may have begun."""
         return self.cycle is None or self.cycle.response_complete
 
     @property

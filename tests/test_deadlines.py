@@ -101,7 +101,7 @@ async def unavailable(request: Coroutine[Any, Any, Any]) -> None:
 
 
 async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What was given up may keep its locks for a moment more."""
+    """A transaction that was given up may keep its locks for a moment more."""
     async with asyncio.timeout(LONG_S):
         while True:
             try:

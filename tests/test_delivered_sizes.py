@@ -45,7 +45,7 @@ LIGHTNING: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 def is_withdrawn(bench: JobBench) -> bool:
-    """Whether the only trial was, without a report; then the next one gets the same size."""
+    """True if the only trial was, without a report; then the next one gets the same size."""
     trial = bench.only_trial()
     return (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
 

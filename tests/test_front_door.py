@@ -107,7 +107,7 @@ class Client:
         self.writer.write(data)
 
     async def all(self) -> bytes:
-        """What is answered until the server closes the connection."""
+        """The answer until the server closes the connection."""
         received = bytearray()
         with suppress(ConnectionResetError):
             while some := await self.reader.read(65536):

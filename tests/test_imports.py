@@ -336,7 +336,7 @@ OBJECTS = st.dictionaries(st.text(), VALUES, max_size=4)
 
 
 def read(text: bytes, cuts: list[int]) -> tuple[dict[str, Any], list[Any] | None]:
-    """What is read of a text that comes in pieces: its fields, and the list if there is one."""
+    """The parts read of a text that comes in pieces: its fields, and the list if there is one."""
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
     reader = ObjectReader("trials")
     fields: dict[str, Any] = {}

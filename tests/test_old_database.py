@@ -72,7 +72,7 @@ def without_words(said: dict[str, Any]) -> dict[str, Any]:
 
 
 def without_owner(said: dict[str, Any]) -> dict[str, Any]:
-    """What is said of a job, which belongs to nobody: it is open to all tokens, as all jobs were."""
+    """The answer on a job, which belongs to nobody: it is open to all tokens, as all jobs were."""
     assert (said.pop("owner"), said.pop("shared")) == (None, False)
     return said
 

@@ -120,7 +120,7 @@ def a_clock_that_was_ahead(state: Histories) -> None:
 
 
 def a_job_made_anew(state: Histories) -> None:
-    """What the trainings of a deleted job say does not count for the one that has its name."""
+    """A report by a training of a deleted job does not count for the one that has its name."""
     state.begin(fate=ARRIVES, is_old=False)
     state.train(energy_j=100.0, fate=IS_LOST, metric=0.95, pick=0, time_s=10.0)
     state.register_anew(really=True)

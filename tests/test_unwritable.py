@@ -48,7 +48,7 @@ def on_sqlite(statement: str) -> Callable[[Transaction], Any]:
 
 
 async def refused(server: Server, trial: TrialDispatch, epoch: float) -> str:
-    """What keeps the server from keeping a report."""
+    """The faults by which a server keeps no report."""
     with pytest.raises(DatabaseUnavailableError) as caught:
         await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
     assert caught.value.fault is not None
@@ -206,7 +206,7 @@ def test_a_full_disk(driver: str, tmp_path: Path) -> None:
 
 
 def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
-    """What was acknowledged before the disk was full, and after there is room again, is there after a crash."""
+    """All that was acknowledged before the disk was full, and with room again, is there after a crash."""
     with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
         trial = begin(http, http.post("/jobs", json=job(job_id="full-1", max_epochs=1000)).json()["job_id"])
         kept, ballast = [], None

@@ -85,7 +85,7 @@ class AccessControl(ASGIMiddleware):
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
-    """Whether somebody comes to a page by a link, perhaps of another site."""
+    """True if somebody comes to a page by a link, perhaps of another site."""
     return (
         "page" in scope["route_handler"].opt
         and cast("HTTPScope", scope)["method"] == HTTPMethod.GET

@@ -176,7 +176,7 @@ def _read_file(file: Path) -> Iterator[bytes]:
 
 
 def _checked(options: argparse.Namespace) -> Iterator[bytes]:
-    """What the file holds, piece by piece, as it was understood here; perhaps with another id for the job."""
+    """The contents of the file, piece by piece, as they were understood here; perhaps with another id for the job."""
     reader, is_begun, is_first = ExportReader(), False, True
     for piece in chain(_read_file(options.file), [b""]):
         trials = reader.feed(piece)

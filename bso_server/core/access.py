@@ -37,12 +37,12 @@ class Caller:
     shares_jobs: bool = False
 
     def owns(self, owner: str) -> bool:
-        """Whether what belongs to this token is the caller's. Without tokens, nobody is told from anybody else."""
+        """True if what belongs to this token is the caller's. Without tokens, nobody is told from anybody else."""
         return self.token_id in (None, owner)
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may do everything."""
+        """True if it may do everything."""
         return Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
@@ -89,7 +89,7 @@ class TokenRecord:
         return Caller(self.token_id, scopes, self.shares_jobs)
 
     def is_good(self, token_hash: str, now: datetime) -> bool:
-        """Whether the token with this hash is this one, and good: with its secret, or for a while the one before."""
+        """True if the token with this hash is this one, and good: with its secret, or for a while the one before."""
         if self.revoked_at is not None:
             return False
         previous = self.previous_hash

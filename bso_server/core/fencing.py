@@ -20,7 +20,7 @@ FIRST_LEASE_EPOCH = 1
 
 
 def is_stale(trial: TrialRecord, lease_epoch: int | None) -> bool:
-    """Whether the trial was given to a later run than the one with this epoch; one that says none is not checked."""
+    """True if the trial was given to a later run than the one with this epoch; one that says none is not checked."""
     return lease_epoch not in (None, trial.lease_epoch)
 
 

@@ -210,7 +210,7 @@ def _finish(transaction: Transaction, job: ImportedJob, mark: datetime) -> JobSu
 
 
 def _remove_some(transaction: Transaction, job_id: str, before: datetime, after: datetime) -> int | None:
-    """How many rows are removed, 0 with the job's own; None where the import has gone on."""
+    """The number of rows that are removed, 0 with the job's own; None where the import has gone on."""
     is_held = imports.replace_mark(transaction, job_id, before, after)
     # It may have been committed before the connection was lost.
     if not is_held and imports.mark_of(transaction, job_id) != after:

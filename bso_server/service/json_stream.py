@@ -148,7 +148,7 @@ class ObjectReader:
             yield None
 
     def _takes(self, mark: str) -> Generator[None, None, bool]:
-        """Whether this character is next; it is then done with."""
+        """True if this character is next; it is then done with."""
         is_next = (yield from self._next()) == mark
         self._at += is_next
         return is_next

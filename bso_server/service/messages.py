@@ -202,7 +202,7 @@ class TrialExport(TrialFacts):
 
 
 class ExportHead(WireMessage):
-    """What an export says before the job's trials.
+    """The part of an export before the job's trials.
 
     Attributes:
         format: Says what this is.

@@ -123,7 +123,7 @@ def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit:
 
 
 def export_head(transaction: Transaction, job_id: str) -> tuple[ExportHead, int]:
-    """What an export says before the job's trials, and the number of those."""
+    """The part of an export before the job's trials, and the number of those."""
     stored = _job(transaction, job_id)
     return transfer.head_of(stored), stored.trial_count
 

@@ -66,7 +66,7 @@ def refuse_long_window(job: JobRegistration) -> None:
 
 
 def explores_in_vain(job: JobRegistration) -> bool:
-    """Whether the runs that count are too few for the job ever to leave its exploration."""
+    """True if the runs that count are too few for the job ever to leave its exploration."""
     return job.policy is PolicyName.ZEUS and 0 < job.window_size < job.mab_num_explorations
 
 

@@ -99,7 +99,7 @@ class _Entry(Generic[Item, Answer]):
 
     @property
     def is_over(self) -> bool:
-        """Whether its sender was told that its time is over; one that has left has cancelled the future."""
+        """True if its sender was told that its time is over; one that has left has cancelled the future."""
         return self.future.done() and not self.future.cancelled()
 
 

@@ -149,7 +149,7 @@ class TokenSource(Protocol):
         """The token, even if it was revoked, or None."""
 
     async def any(self) -> bool:
-        """Whether there is a token, be it revoked."""
+        """True if there is a token, be it revoked."""
 
 
 class Authenticator:

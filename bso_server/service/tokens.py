@@ -99,7 +99,7 @@ class Tokens:
         return await self._store.read(Transaction.token, token_id)
 
     async def any(self) -> bool:
-        """Whether there is a token, be it revoked."""
+        """True if there is a token, be it revoked."""
         return await self._store.read(Transaction.any_token)
 
     async def any_valid(self) -> bool:

@@ -35,7 +35,7 @@ _MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoc
 
 
 def head_of(stored: StoredJob) -> ExportHead:
-    """What an export says of a job before its trials."""
+    """The part of a job's export before its trials."""
     return ExportHead(
         job=stored.registration,
         created_at=stored.created_at,

@@ -1,4 +1,4 @@
-"""Whether what a database remembers of its jobs is what a replay of their trials yields."""
+"""The comparison of what a database remembers of its jobs with a replay of their trials."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
 READ_ONLY = "bso_read_only"
-"""Whether the transaction only reads, in the `info` of its connection."""
+"""The key of a flag, that the transaction only reads, in the `info` of its connection."""
 
 # Transactions that may wait for other clients' locks, of which so many run at once. The other connections are for those
 # that wait for no lock, which would else wait with them.

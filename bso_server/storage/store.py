@@ -109,7 +109,7 @@ class _Attempts:
 
 
 class _Health:
-    """Whether the database can keep anything, and what the log has said of it."""
+    """The database's ability to keep anything, and what the log has said of it."""
 
     def __init__(self) -> None:
         self.fault: str | None = None
@@ -151,12 +151,12 @@ class Store:
 
     @property
     def fault(self) -> str | None:
-        """What keeps the database from keeping anything, as the last write has found it, or None."""
+        """The fault by which the database keeps nothing, as the last write has found it, or None."""
         return self._health.fault
 
     @property
     def is_sqlite(self) -> bool:
-        """Whether the database is a SQLite file."""
+        """True if the database is a SQLite file."""
         return self._database.url.get_backend_name() == "sqlite"
 
     @property

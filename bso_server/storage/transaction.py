@@ -104,7 +104,7 @@ class Transaction:
 
     @property
     def can_skip(self) -> bool:
-        """Whether the database can leave out rows that others have locked: all can but SQLite, and old versions.
+        """True if the database can leave out rows that others have locked: all can but SQLite, and old versions.
 
         On SQLite there are none, as the transaction has locked the file.
         """
@@ -321,7 +321,7 @@ class Transaction:
         return self._tokens(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))
 
     def any_token(self, *, valid: bool = False) -> bool:
-        """Whether there is a token, perhaps one that was not revoked."""
+        """True if there is a token, perhaps one that was not revoked."""
         statement = select(tokens.c.token_id).where(*[tokens.c.revoked_at.is_(None)] * valid).limit(1)
         return self._connection.execute(statement).first() is not None
 

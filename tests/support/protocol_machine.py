@@ -68,7 +68,7 @@ YEAR_S = 365 * 86400.0
 
 ARRIVES, IS_LOST, IN_VAIN, KILLED = "arrives", "is lost", "is answered in vain", "finds the server killed"
 FATES = st.sampled_from([ARRIVES, ARRIVES, ARRIVES, IS_LOST, IN_VAIN, KILLED])
-"""What becomes of a request, as its sender sees it. Whatever was sent may arrive later, or once more."""
+"""The fate of a request, as its sender sees it. Whatever was sent may arrive later, or once more."""
 
 PICKS = st.integers(0, 63)
 
@@ -110,7 +110,7 @@ class Run:
         self.time_s, self.energy_j = max(self.time_s, time_s), max(self.energy_j, energy_j)
 
     def worded(self, item: Item) -> Sent:
-        """What waits, as it is sent."""
+        """The results that wait, as they are sent."""
         if isinstance(item, Asking):
             return item
         assert self.trial is not None
@@ -451,7 +451,7 @@ class Histories(RuleBasedStateMachine):
         assert len(ends) == len(set(ends))
 
     def _check_repetition(self, message: Sent, outcome: Outcome, before: dict[int, TrialRecord]) -> None:
-        """What arrives again while its trial is as it left it gets its answer again. A take-over changes its trial."""
+        """A request that arrives again gets its answer again, if its trial is as it left it. Take-overs change trials."""
         number = self.model.keys.get(message.key) if isinstance(message, Asking) else message.trial_number
         if number not in self.rows or (isinstance(message, Heartbeat) and message.resumes):
             return
@@ -459,7 +459,7 @@ class Histories(RuleBasedStateMachine):
         assert before.get(number) != row or outcome == first
 
     def _check_memory(self) -> None:
-        """What is remembered of the job is what a replay of its trials yields."""
+        """The memory of the job is what a replay of its trials yields."""
         assert self.read(lambda transaction: differences(transaction, self.job_id)) == []
 
 

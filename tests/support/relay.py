@@ -16,7 +16,7 @@ COMMIT = re.compile(rb"(?<!AUTO)COMMIT")
 
 
 class Fate(Enum):
-    """What becomes of a connection once the database has answered."""
+    """The fate of a connection once the database has answered."""
 
     LIVE = auto()
     LOSE_ANSWER = auto()

@@ -1,4 +1,4 @@
-"""What the server promises of one job's trials, told a second time and as simply as it can be: one thing after another.
+"""The server's promises on one job's trials, told a second time and as simply as it can be: one thing after another.
 
 `Model.apply` takes a message as it reaches the server and says what must come of it. It shares no code with the server;
 the numbers of leases, states and moves are written out. A policy's choice of sizes is none of its business.
@@ -60,7 +60,7 @@ class Trial:
 
     @property
     def cost_j(self) -> float:
-        """What it has cost, by η = 0.5."""
+        """Its cost, by η = 0.5."""
         time_s, energy_j, *_ = self.totals or (0.0, 0.0, 0.0, 0.0)
         return 0.5 * energy_j + 0.5 * POWER_W * time_s
 

@@ -26,7 +26,7 @@ def verdict_of(ranks: Sequence[Mapping[str, Any]], size: int = SIZE) -> str:
 
 
 def _is_right(steps: Sequence[int], size: int, *, is_first: bool) -> bool:
-    """Whether an epoch's steps have so many samples, but for those that must differ.
+    """True if an epoch's steps have so many samples, but for those that must differ.
 
     The last step has what is left. Where nobody knows that an epoch ends, what is left goes into the first step of the
     next one: that is the trainer's own way.

@@ -378,7 +378,7 @@ class Outbox:
 
 
 def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
-    """Whether the server, which takes results of one run, would refuse a file's other results for the sake of these."""
+    """True if the server, which takes results of one run, would refuse a file's other results for the sake of these."""
     if kept is None or sent is None:
         return False
     epochs, registrations = {kept.lease_epoch, sent.lease_epoch}, {kept.registration_id, sent.registration_id}

@@ -98,7 +98,7 @@ class TrialReporter:
 
     @property
     def is_away(self) -> bool:
-        """Whether results wait for the server, or it refuses them; or it has not heard that this run resumes."""
+        """True if results wait for the server, or it refuses them; or it has not heard that this run resumes."""
         with self._lock:
             return self._box is not None or self._is_refused or self._resumes
 

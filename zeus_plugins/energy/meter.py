@@ -113,7 +113,7 @@ class EpochMeter:
         self._is_measuring = True
 
     def _end_window(self) -> Measurement:
-        """What was used since the window began, or would have."""
+        """The use since the window began, measured or estimated."""
         if self._is_measuring:
             self._is_measuring = False
             try:

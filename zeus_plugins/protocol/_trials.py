@@ -226,7 +226,7 @@ class TrainingResult(Evaluation, TrialId):
 
     @property
     def is_zeus(self) -> bool:
-        """Whether a client of Zeus sent it, where every rank reports; ours sends each field, even without a value."""
+        """True if a client of Zeus sent it, where every rank reports; ours sends each field, even without a value."""
         return self.model_fields_set.isdisjoint(("energy_source", "judged_by"))
 
 

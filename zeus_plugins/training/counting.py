@@ -147,7 +147,7 @@ class StepCount:
 
     @property
     def is_counting(self) -> bool:
-        """Whether it has not seen enough yet."""
+        """True if it has not seen enough yet."""
         return bool(self._handles)
 
     def batch_trained(self) -> None:

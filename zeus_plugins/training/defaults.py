@@ -230,7 +230,7 @@ def script_name(argv0: str) -> str:
 
 
 def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
-    """Whether higher is better, and a warning where what is said of it is hardly meant."""
+    """The direction, true if higher is better, and a warning where what is said of it is hardly meant."""
     words = set(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", monitor).lower()))
     falls, rises = bool(words & _FALLING), bool(words & _RISING)
     if said is None:

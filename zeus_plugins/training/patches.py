@@ -47,7 +47,7 @@ class Patches:
 
     @property
     def has_changes(self) -> bool:
-        """Whether there is something to undo."""
+        """True if there is something to undo."""
         return bool(self._undo)
 
     def include(self, others: Patches) -> None:

@@ -95,7 +95,7 @@ class TrainerPort(Ranks, Protocol):
         """The making of the training, as far as is known before it begins."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """What the training tells of itself before it begins.
+        """The training's facts, as it tells them before it begins.
 
         Args:
             patches: Takes note of what has to be undone.

@@ -182,7 +182,7 @@ class TrialRun:
 
     @property
     def is_counting_steps(self) -> bool:
-        """Whether `batch_trained` is still to be called: a few times at the start of a training."""
+        """True if `batch_trained` is still to be called: a few times at the start of a training."""
         return self._steps is not None and self._steps.is_counting
 
     def batch_trained(self) -> None:

@@ -1,4 +1,4 @@
-"""What version 0.2 adds to the schema of 0.1."""
+"""The additions of version 0.2 to the schema of 0.1."""
 
 from __future__ import annotations
 
