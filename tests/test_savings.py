@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bso_server.core.savings import Savings, Sums, Tally, savings, student_quantile
+from bso_server.core.savings import Sums, Tally, savings, student_quantile
 from tests.support.histories import make_job
 from tests.support.properties import examples
-from zeus_plugins.protocol import Origin, SavedView, TrialState
+from zeus_plugins.protocol import Origin, SavedView, SavingsView, TrialState
 
 # Cost = energy/2 + 50 · time.
 JOB = make_job((8, 16, 32), 16, eta_knob=0.5)
@@ -32,7 +32,7 @@ def tallies(runs: Sequence[Run], origin: Origin = Origin.INCUMBENT) -> list[Tall
     ]
 
 
-def found(*runs: Run, best_cost_j: float | None = None) -> Savings:
+def found(*runs: Run, best_cost_j: float | None = None) -> SavingsView:
     result = savings(JOB, tallies(runs), best_cost_j)
     assert result is not None
     return result

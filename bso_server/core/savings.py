@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeus_plugins.protocol import JobRegistration, Origin, TrialState
+from zeus_plugins.protocol import JobRegistration, Origin, SavedView, SavingsView, TrialState
 
 CERTAINTY = 0.9
 """The probability that savings lie within their interval."""
@@ -47,43 +47,7 @@ class Tally:
     sums: Sums
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """The amount of energy (J), time (s) or cost (J) that was saved.
-
-    Attributes:
-        spent: By all trials that have ended.
-        default: What as many recurrences at the default size would have taken.
-        saved: The difference; negative for a loss.
-        low: It is less than that with a probability of (1 − `CERTAINTY`)/2; None where no size has two runs.
-        high: It is more than that with the same probability.
-    """
-
-    spent: float
-    default: float
-    saved: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Savings:
-    """The savings of a job.
-
-    Attributes:
-        recurrences: Runs that reached the target.
-        energy_j: Energy; `time_s` and `cost_j` likewise.
-        exploration_cost_j: The part of the cost that trials made to learn took more than runs at the best size.
-    """
-
-    recurrences: int
-    energy_j: Saved
-    time_s: Saved
-    cost_j: Saved
-    exploration_cost_j: float
-
-
-def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float | None) -> Savings | None:
+def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
     """The savings of a job until now; None before a run at the default has reached the target.
 
     Args:
@@ -99,7 +63,7 @@ def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float |
     explored = [tally for tally in spent if tally.origin is Origin.EXPLORATION]
     explored_j = sum(_total(tally, job.eta_knob, time_j_per_s) for tally in explored)
     reached = sum(tally.trials for tally in explored if tally.state is TrialState.COMPLETED)
-    return Savings(
+    return SavingsView(
         recurrences=sum(tally.trials for tally in completed),
         energy_j=_saved(job, spent, per_joule=1.0, per_second=0.0),
         time_s=_saved(job, spent, per_joule=0.0, per_second=1.0),
@@ -108,7 +72,7 @@ def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float |
     )
 
 
-def _saved(job: JobRegistration, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> Saved:
+def _saved(job: JobRegistration, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
     """The savings of ``per_joule · energy + per_second · time``."""
 
     def total(tallies: Iterable[Tally]) -> float:
@@ -130,12 +94,12 @@ def _saved(job: JobRegistration, spent: Sequence[Tally], *, per_joule: float, pe
     default = total(own) + elsewhere * mean
     saved = default - everything
     variance, freedom = _relative_variance(spent, per_joule, per_second)
-    if not elsewhere:
-        return Saved(everything, default, saved, saved, saved)
-    if not freedom:
-        return Saved(everything, default, saved, None, None)
-    reach = student_quantile(freedom) * mean * math.sqrt(variance * (elsewhere**2 / runs + elsewhere))
-    return Saved(everything, default, saved, saved - reach, saved + reach)
+    if elsewhere and not freedom:
+        return SavedView(spent=everything, default=default, saved=saved, low=None, high=None)
+    reach = mean * math.sqrt(variance * (elsewhere**2 / runs + elsewhere))
+    if reach:
+        reach *= student_quantile(freedom)
+    return SavedView(spent=everything, default=default, saved=saved, low=saved - reach, high=saved + reach)
 
 
 def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: float) -> tuple[float, int]:

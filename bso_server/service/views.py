@@ -29,7 +29,6 @@ from zeus_plugins.protocol import (
     JobRegistration,
     JobSummary,
     JobView,
-    SavingsView,
     Stage,
     TrialFacts,
     TrialState,
@@ -60,7 +59,6 @@ def job(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: S
     for tally in tallies:
         states[tally.state] += tally.trials
     best = None if expected.best is None else expected.costs[expected.best].mean_j
-    saved = savings(stored.registration, tallies, best)
     return JobView(
         job=stored.registration,
         stage=history.stage,
@@ -70,7 +68,7 @@ def job(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: S
         trial_count=stored.trial_count,
         trial_states={state: states[state] for state in TrialState if state in states},
         trials=tuple(trial(stored.registration, each) for each in trials),
-        savings=None if saved is None else SavingsView.model_validate(saved, from_attributes=True),
+        savings=savings(stored.registration, tallies, best),
         owner=stored.owner,
         shared=stored.shared,
     )

@@ -451,7 +451,7 @@ class Histories(RuleBasedStateMachine):
         assert len(ends) == len(set(ends))
 
     def _check_repetition(self, message: Sent, outcome: Outcome, before: dict[int, TrialRecord]) -> None:
-        """A request that arrives again gets its answer again, if its trial is as it left it. Take-overs change trials."""
+        """A request that arrives again gets its answer again, if its trial is as it left it; a take-over changes it."""
         number = self.model.keys.get(message.key) if isinstance(message, Asking) else message.trial_number
         if number not in self.rows or (isinstance(message, Heartbeat) and message.resumes):
             return
