@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.history import History
 from bso_server.core.job import TRANSITIONS, check_transition
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge, stop_rule
+from bso_server.core.replay import replay
 from bso_server.errors import IllegalTransitionError, InvalidReportError
 from tests.support.histories import make_job
 from zeus_plugins.protocol import ALIVE, FINAL, EndReason, Origin, Stage, TrialState, cost
@@ -182,14 +182,14 @@ def test_only_trials_that_reached_the_target_can_be_the_cheapest() -> None:
         _ended(4, 8, TrialState.COMPLETED, 50),
         _ended(5, 8, TrialState.FAILED, 1),
     )
-    history = History.of(JOB, trials)
+    history = replay(JOB, trials)
     assert history.cheapest is not None
     assert history.cheapest.trial_number == 3
-    assert History.of(JOB, trials[:2]).cheapest is None
+    assert replay(JOB, trials[:2]).cheapest is None
 
 
 def test_stage_follows_from_the_trials() -> None:
     exploring = _ended(1, 8, TrialState.COMPLETED, 10)
     drawn = _ended(2, 8, TrialState.COMPLETED, 10, Origin.BANDIT)
-    assert History.of(JOB, (exploring,)).stage is Stage.PRUNING
-    assert History.of(JOB, (exploring, drawn)).stage is Stage.BANDIT
+    assert replay(JOB, (exploring,)).stage is Stage.PRUNING
+    assert replay(JOB, (exploring, drawn)).stage is Stage.BANDIT

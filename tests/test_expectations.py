@@ -13,17 +13,17 @@ from bso_server.core.model import ExpectedCost
 from bso_server.core.policy import expectations
 from tests.support.histories import Life, make_job
 from tests.support.properties import examples
-from zeus_plugins.protocol import Origin, PolicyName, TrialState
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, Origin, TrialState
 
 SIZES = (8, 16, 32, 64)
 
 
-def life_of(policy: PolicyName, **fields: object) -> Life:
+def life_of(policy: str, **fields: object) -> Life:
     return Life(make_job(SIZES, 16, policy=policy, **fields))
 
 
-@pytest.mark.parametrize("policy", PolicyName)
-def test_nothing_is_expected_before_a_run_reaches_the_target(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_nothing_is_expected_before_a_run_reaches_the_target(policy: str) -> None:
     life = life_of(policy)
     assert expectations(life.history).best is None
     life.run(16, Origin.EXPLORATION, TrialState.FAILED, 70)
@@ -31,7 +31,7 @@ def test_nothing_is_expected_before_a_run_reaches_the_target(policy: PolicyName)
 
 
 def test_zeus_expects_the_mean_of_its_posterior() -> None:
-    life = life_of(PolicyName.ZEUS)
+    life = life_of(ZEUS)
     for size, cost_j in ((16, 400), (8, 900), (32, 200), (64, 990), (32, 500), (16, 380), (8, 950)):
         life.run(size, Origin.EXPLORATION, TrialState.COMPLETED, cost_j)
     found = expectations(life.history)
@@ -47,7 +47,7 @@ def test_zeus_expects_the_mean_of_its_posterior() -> None:
 
 
 def test_zeus_expects_nothing_of_sizes_that_do_not_run_or_did_not_survive() -> None:
-    life = life_of(PolicyName.ZEUS)
+    life = life_of(ZEUS)
     life.run(8, Origin.EXPLORATION, TrialState.COMPLETED, 300)
     life.run(16, Origin.EXPLORATION, TrialState.COMPLETED, 400)
     life.run(32, Origin.EXPLORATION, TrialState.EARLY_STOPPED, 100)
@@ -59,14 +59,14 @@ def test_zeus_expects_nothing_of_sizes_that_do_not_run_or_did_not_survive() -> N
 
 
 def test_a_size_that_only_ran_beside_an_exploration_costs_what_it_did_there() -> None:
-    life = life_of(PolicyName.ZEUS)
+    life = life_of(ZEUS)
     life.run(16, Origin.CONCURRENT, TrialState.COMPLETED, 400)
     assert expectations(life.history).costs == {16: ExpectedCost(400, None)}
 
 
-@given(st.integers(0, 2**32), st.sampled_from(PolicyName))
+@given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES))
 @settings(max_examples=examples(15), deadline=None)
-def test_the_best_size_is_the_one_that_is_played_when_nothing_is_to_be_learned(seed: int, policy: PolicyName) -> None:
+def test_the_best_size_is_the_one_that_is_played_when_nothing_is_to_be_learned(seed: int, policy: str) -> None:
     rng = np.random.default_rng(seed)
     life, epochs_needed = life_of(policy, max_epochs=40, mab_seed=seed), rng.integers(2, 9, len(SIZES))
     for _ in range(25):
@@ -85,7 +85,7 @@ def test_the_best_size_is_the_one_that_is_played_when_nothing_is_to_be_learned(s
 
 
 def test_gp_voi_does_not_hold_the_luckiest_run_for_the_best_size() -> None:
-    life = life_of(PolicyName.GP_VOI, max_epochs=100)
+    life = life_of(GP_VOI, max_epochs=100)
     for size, epochs in ((16, 20), (16, 20), (32, 31), (32, 30), (16, 19), (32, 33), (32, 18), (16, 21)):
         trial = life.dispatch(size, Origin.INCUMBENT)
         for epoch in range(1, epochs + 1):

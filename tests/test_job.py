@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bso_server.core import job as life
-from bso_server.core.history import Cheapest, History
+from bso_server.core.history import Cheapest
 from bso_server.core.job import TRANSITIONS, InMemoryJob, JobState, LeasePolicy, Moment
 from bso_server.core.model import Report, Suggestion, TrialRecord
+from bso_server.core.replay import replay
 from bso_server.errors import IllegalTransitionError, NoSurvivorError
 from bso_server.service.messages import TrialExport
 from bso_server.storage.database import open_database
@@ -25,7 +26,7 @@ from bso_server.storage.rows import TRIAL, trial_from
 from bso_server.storage.store import Store
 from bso_server.storage.tables import trials
 from tests.support.histories import make_job
-from zeus_plugins.protocol import ALIVE, Ending, EndReason, JobRegistration, Origin, PolicyName, TrialState, TrialView
+from zeus_plugins.protocol import ALIVE, OWN_POLICIES, Ending, EndReason, JobRegistration, Origin, TrialState, TrialView
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 MOMENT = Moment(NOW, LeasePolicy())
@@ -37,7 +38,7 @@ def begun() -> tuple[JobState, TrialRecord]:
 
 
 def test_the_documented_transitions_are_those_of_the_code() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "states.md").read_text()
     rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", text, flags=re.M)
     documented = {
         TrialState(state): set() if after == "–" else {TrialState(word) for word in after.split(", ")}
@@ -158,7 +159,7 @@ OUTCOMES = {"crash": TrialState.FAILED, "memory": TrialState.INFEASIBLE, "suspen
 @given(st.lists(st.sampled_from(["suggest", "report", "reach", "crash", "memory", "suspend"]), max_size=40), st.data())
 @settings(deadline=None)
 def test_a_job_in_memory_remembers_what_a_replay_of_its_trials_yields(steps: list[str], data: st.DataObject) -> None:
-    policy = data.draw(st.sampled_from(PolicyName))
+    policy = data.draw(st.sampled_from(OWN_POLICIES))
     config = make_job((8, 16, 32), 16, num_pruning_rounds=1, policy=policy)
     job, rng, lived = InMemoryJob(config), np.random.default_rng(1), dict[int, TrialRecord]()
     for step in steps:
@@ -186,7 +187,7 @@ def test_a_job_in_memory_remembers_what_a_replay_of_its_trials_yields(steps: lis
         replayed = InMemoryJob(config, lived.values(), job.state.survivors)
         assert replayed.history == job.history
         assert replayed.state == replace(job.state, folded_event=replayed.state.folded_event)
-        assert History.of(config, lived.values(), job.state.survivors).arms == job.history.arms
+        assert replay(config, lived.values(), job.state.survivors).arms == job.history.arms
 
 
 def instants() -> st.SearchStrategy[datetime]:
@@ -225,6 +226,7 @@ RECORDS = st.builds(
     lease_epoch=st.integers(1, 2**30),
     first_epoch=st.floats(1e-3, 1e6),
     first_cost_j=numbers(),
+    cost_deviations_j2=st.none() | numbers(),
     epoch_bound=st.none() | st.integers(1, 1000),
     epoch_bound_reason=st.none() | TEXTS,
     idempotency_key=st.none() | st.just("key"),
@@ -235,7 +237,8 @@ RECORDS = st.builds(
 
 
 def unreported(trial: TrialRecord) -> TrialRecord:
-    return replace(trial, metric=None, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_cost_j=0.0)
+    reported = replace(trial, metric=None, report_count=0, cost_deviations_j2=None)
+    return replace(reported, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_cost_j=0.0)
 
 
 def test_a_trial_s_fields_are_its_columns() -> None:

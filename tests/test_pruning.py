@@ -117,6 +117,17 @@ def test_each_round_is_told_by_its_number_and_start() -> None:
     assert explore(life.history) == Explore(8, round_number=2, start=8)
 
 
+def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() -> None:
+    life = Life(make_job(SIZES, 32, num_pruning_rounds=1))
+    life.run(16, Origin.OFFLINE, TrialState.INFEASIBLE, 0.0)
+    explored = []
+    while isinstance(step := explore(life.history), Explore):
+        explored.append(step.batch_size)
+        life.complete(life.dispatch(step.batch_size), 10.0)
+    assert explored == [32, 64, 128]
+    assert step == Survivors((32, 64, 128))
+
+
 @pytest.mark.parametrize("crash", [TrialState.FAILED, TrialState.ABANDONED])
 def test_a_crashed_exploration_is_owed_again(crash: TrialState) -> None:
     job = make_job((8, 16), 16)

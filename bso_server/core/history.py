@@ -1,7 +1,7 @@
 """The basis of decisions: a summary of a job's trials whose size does not grow with their number.
 
-`History.of` replays all trials. The database keeps the same summary beside the trials and moves it forward by the
-same steps (`Arm.after_dispatch`, `Arm.after_end`), so that a decision costs the same after ten trials and after
+`core.replay` makes it from all trials. The database keeps the same summary beside the trials and moves it forward by
+the same steps (`Arm.after_dispatch`, `Arm.after_end`), so that a decision costs the same after ten trials and after
 ten thousand.
 """
 
@@ -11,11 +11,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
-from bso_server.core.gp_voi.beliefs import Belief, Outcome, after_crash, after_outcome
-from bso_server.core.model import OBSERVED, UNCOUNTED, Report, TrialRecord
+from bso_server.core.model import OBSERVED, UNCOUNTED, Report, TrialRecord, changed
 from bso_server.core.statistics import Statistics
-from zeus_plugins.protocol import ALIVE, EndReason, JobRegistration, Origin, PolicyName, Stage, TrialState
+from zeus_plugins.protocol import EndReason, JobRegistration, Origin, Stage, TrialState
 
 
 def cost_of(job: JobRegistration, totals: Report | TrialRecord) -> float:
@@ -25,7 +25,7 @@ def cost_of(job: JobRegistration, totals: Report | TrialRecord) -> float:
 
 def after_report(job: JobRegistration, trial: TrialRecord, report: Report) -> TrialRecord:
     """The trial once it has sent one more report."""
-    reported = replace(
+    reported = changed(
         trial,
         time_s=report.time_s,
         energy_j=report.energy_j,
@@ -35,16 +35,28 @@ def after_report(job: JobRegistration, trial: TrialRecord, report: Report) -> Tr
         longest_gap_s=max(trial.longest_gap_s, report.time_s - trial.time_s),
     )
     if trial.report_count:
-        return reported
-    return replace(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported))
+        return changed(reported, cost_deviations_j2=_cost_deviations_j2(job, trial, reported))
+    return changed(reported, first_epoch=report.epoch, first_cost_j=cost_of(job, reported), cost_deviations_j2=0.0)
+
+
+def _cost_deviations_j2(job: JobRegistration, trial: TrialRecord, reported: TrialRecord) -> float | None:
+    """Those of a trial that had reported before, `reported` being its new totals (West, as `WeightedStatistics`)."""
+    known_j2, epochs = trial.cost_deviations_j2, reported.epoch - trial.epoch
+    if known_j2 is None or epochs <= 0:
+        return known_j2
+    earlier_j, earlier_epochs = cost_of(job, trial) - trial.first_cost_j, trial.epoch - trial.first_epoch
+    rate_j = (cost_of(job, reported) - cost_of(job, trial)) / epochs
+    off_j = rate_j - (earlier_j / earlier_epochs if earlier_epochs > 0 else rate_j)
+    # Whatever absurd totals were reported.
+    return min(known_j2 + epochs * earlier_epochs / (earlier_epochs + epochs) * off_j * off_j, 1e300)
 
 
 def after_other_rank(job: JobRegistration, trial: TrialRecord, report: Report) -> TrialRecord:
     """The trial once another rank has reported its last evaluation, or an earlier one: the largest totals count."""
-    reported = replace(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
+    reported = changed(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
     if trial.report_count > 1:
         return reported
-    return replace(reported, first_cost_j=cost_of(job, reported))
+    return changed(reported, first_cost_j=cost_of(job, reported))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +73,6 @@ class Arm:
             of dispatch; empty for a window of all.
         latest: The observed trial that ended last, in the same form, or None.
         refitted: Whether one of its trials was measured to its end within the bandit stage.
-        belief: What policy `gp_voi` has learned of it; untouched with other policies.
     """
 
     batch_size: int
@@ -73,7 +84,6 @@ class Arm:
     window: tuple[tuple[int, float], ...] = ()
     latest: tuple[int, float] | None = None
     refitted: bool = False
-    belief: Belief = field(default_factory=Belief)
 
     def after_dispatch(self) -> Arm:
         """The arm once one more trial was dispatched with it."""
@@ -145,12 +155,13 @@ class History:
         job: The job.
         arms: Per batch size of the job, ascending.
         explorations: Exploration trials that count, in order of dispatch; crashed and abandoned ones do not. Their
-            number is bounded by the job's sizes and rounds. Policy `zeus` alone needs them.
+            number is bounded by the job's sizes and rounds. Only with policies that prune, until the bandit stage.
         cheapest: The cheapest trial that reached the target, or None.
         bandit_entered_at: Value of the job's event counter at which the bandit stage began, or None before that.
         survivors: The sizes with which that stage was entered, ascending, or None before that. They stay: an abandoned
             exploration that comes back later must not undo the pruning.
-        in_flight: Trials that are running or may go on, in order of dispatch. Policy `gp_voi` alone needs them.
+        in_flight: Trials that are running or may go on, in order of dispatch.
+        memory: What the policy itself remembers (`registry.Memory`); None with one that needs nothing.
     """
 
     job: JobRegistration
@@ -160,33 +171,7 @@ class History:
     bandit_entered_at: int | None = None
     survivors: tuple[int, ...] | None = None
     in_flight: tuple[TrialRecord, ...] = ()
-
-    @classmethod
-    def of(
-        cls, job: JobRegistration, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None
-    ) -> History:
-        """Replay all trials of a job, in order of dispatch: the summary that it must have.
-
-        The sizes with which the bandit stage was entered are a decision that is kept and not replayed.
-        """
-        trials = tuple(trials)
-        arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
-        for trial in trials:
-            arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
-        entered_at = bandit_entered_from_the_start(job)
-        if entered_at is None:
-            entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
-        ended = sorted(
-            (trial for trial in trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
-        )
-        cheapest: Cheapest | None = None
-        for trial in ended:
-            cheapest = Cheapest.of_both(cheapest, job, trial)
-        arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
-        is_zeus = job.policy is PolicyName.ZEUS
-        explorations = tuple(trial for trial in trials if is_zeus and is_counted_exploration(trial))
-        in_flight = tuple(trial for trial in trials if not is_zeus and trial.state in ALIVE)
-        return cls(job, arms, explorations, cheapest, entered_at, survivors, in_flight)
+    memory: Any = None
 
     @property
     def stage(self) -> Stage:
@@ -226,34 +211,7 @@ def arms_after(
         arm = changed.get(trial.batch_size, arms[trial.batch_size])
         in_bandit = bandit_entered_at is not None and (trial.ended_event or 0) > bandit_entered_at
         changed[trial.batch_size] = arm.after_end(job, trial, in_bandit=in_bandit)
-        if job.policy is PolicyName.GP_VOI:
-            changed |= _arms_believing(job, {**arms, **changed}, trial)
     return changed
-
-
-def _arms_believing(job: JobRegistration, arms: Mapping[int, Arm], trial: TrialRecord) -> dict[int, Arm]:
-    """Arms whose beliefs change when this trial has ended."""
-    before = tuple(arms[size].belief for size in job.batch_sizes)
-    index = job.batch_sizes.index(trial.batch_size)
-    log_first_cost, log_cost = log_costs_per_epoch(job, trial)
-    if trial.state in OBSERVED:
-        outcome = Outcome(
-            index=index,
-            epochs=trial.epoch,
-            log_first_cost=log_first_cost,
-            log_cost=log_cost,
-            later_reports=trial.report_count - 1,
-            epoch_step=trial.epoch / trial.report_count,
-            reached=trial.state is TrialState.COMPLETED,
-            conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
-        )
-        after = after_outcome(job.batch_sizes, before, outcome)
-    elif trial.state is TrialState.FAILED and log_cost is not None:
-        after = after_crash(before, index, log_cost, trial.report_count - 1)
-    else:
-        return {}
-    beliefs = zip(job.batch_sizes, before, after, strict=True)
-    return {size: replace(arms[size], belief=new) for size, old, new in beliefs if new is not old}
 
 
 def log_costs_per_epoch(job: JobRegistration, trial: TrialRecord) -> tuple[float | None, float | None]:
@@ -271,11 +229,6 @@ def log_costs_per_epoch(job: JobRegistration, trial: TrialRecord) -> tuple[float
 
 def _log(ratio: float) -> float:
     return math.log(min(max(ratio, 1e-300), 1e300))
-
-
-def bandit_entered_from_the_start(job: JobRegistration) -> int | None:
-    """The event at which a new job is in its bandit stage: 0 without a pruning stage, else None."""
-    return 0 if job.policy is PolicyName.GP_VOI else None
 
 
 def is_counted_exploration(trial: TrialRecord) -> bool:

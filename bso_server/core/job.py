@@ -42,7 +42,9 @@ from bso_server.core.history import (
     arms_after,
     is_counted_exploration,
 )
-from bso_server.core.model import Report, Suggestion, TrialRecord
+from bso_server.core.model import Report, Suggestion, TrialRecord, changed
+from bso_server.core.registry import find
+from bso_server.core.replay import memory_after, replay
 from bso_server.errors import IllegalTransitionError
 from zeus_plugins.protocol import (
     ALIVE,
@@ -51,7 +53,6 @@ from zeus_plugins.protocol import (
     EndReason,
     JobRegistration,
     Origin,
-    PolicyName,
     StopRule,
     TrialState,
     Verdict,
@@ -175,23 +176,28 @@ class JobState:
             **kept,
         )
 
+    @property
+    def needs_explorations(self) -> bool:
+        """True if decisions rest on single explorations: in the pruning stage, of a policy that has one."""
+        return self.survivors is None and find(self.registration.policy).prunes
+
     def history(
         self,
         arms: Mapping[int, Arm],
+        memory: Any,
         explorations: Callable[[], Iterable[TrialRecord]],
-        in_flight: Callable[[], Iterable[TrialRecord]],
+        in_flight: Iterable[TrialRecord],
     ) -> History:
-        """The basis of decisions, with arms that hold every end up to now; asks for those trials that it needs."""
-        gp_voi = self.registration.policy is PolicyName.GP_VOI
+        """The basis of decisions, with arms and a memory that hold every end up to now; asks for what it needs."""
         return History(
             self.registration,
             arms,
-            # The bandit stage needs them no more.
-            () if gp_voi or self.survivors is not None else tuple(explorations()),
+            tuple(explorations()) if self.needs_explorations else (),
             self.cheapest,
             self.bandit_entered_at,
             self.survivors,
-            tuple(in_flight()) if gp_voi else (),
+            tuple(in_flight),
+            memory,
         )
 
 
@@ -220,14 +226,13 @@ def dispatched(
         owner=owner,
     ).bounded_by(suggestion.bound)
     if moment is not None:
-        trial = replace(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
+        trial = changed(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
     return replace(job, event_count=trial.started_event, trial_count=trial.trial_number), trial
 
 
 def suggested(
     job: AnyJob,
-    history: History,
-    rng: np.random.Generator,
+    suggestion: Suggestion,
     moment: Moment | None = None,
     *,
     owner: str | None = None,
@@ -235,9 +240,8 @@ def suggested(
 ) -> tuple[AnyJob, TrialRecord]:
     """The job with the trial that its policy wants next, and that trial; its size's arm is to count it.
 
-    Every end up to now is in the arms of `history`; `rng` and errors as in `policy.suggest`.
+    Every end up to now is in the arms of the history that the suggestion was made from.
     """
-    suggestion = policy.suggest(history, rng)
     after, trial = dispatched(job, suggestion, moment, owner=owner, idempotency_key=idempotency_key)
     entered_at = job.bandit_entered_at
     if entered_at is None and trial.origin is Origin.BANDIT:
@@ -251,21 +255,21 @@ def revived(trial: TrialRecord) -> TrialRecord:
     if trial.state is TrialState.RUNNING:
         return trial
     check_transition(trial.state, TrialState.RUNNING)
-    return replace(trial, state=TrialState.RUNNING, ended_at=None, ended_event=None, end_reason=None)
+    return changed(trial, state=TrialState.RUNNING, ended_at=None, ended_event=None, end_reason=None)
 
 
 def beating(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
     """A trial whose training sent a heartbeat, which more follow if it is `regular`."""
     trial = revived(trial)
     if regular:
-        trial = replace(trial, heartbeats=True)
-    return replace(trial, lease_expires_at=moment.lease_end(trial))
+        trial = changed(trial, heartbeats=True)
+    return changed(trial, lease_expires_at=moment.lease_end(trial))
 
 
 def _suspended(trial: TrialRecord, message: str, moment: Moment | None) -> TrialRecord:
     check_transition(trial.state, TrialState.SUSPENDED)
-    trial = replace(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
-    return trial if moment is None else replace(trial, lease_expires_at=moment.lease_end(trial))
+    trial = changed(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
+    return trial if moment is None else changed(trial, lease_expires_at=moment.lease_end(trial))
 
 
 def ended(
@@ -279,7 +283,7 @@ def ended(
     """A trial that ends in `state`; the job's clock goes on, and it may have a new cheapest trial."""
     check_transition(trial.state, state)
     event = job.event_count + 1
-    trial = replace(
+    trial = changed(
         trial,
         state=state,
         end_reason=reason,
@@ -365,7 +369,7 @@ def reported(
             state, reason = TrialState.WITHDRAWN, EndReason.DISCARDED
             verdict = replace(verdict, message=f"{verdict.message}; not counted, as {doubt}")
     trial = after_report(job.registration, trial, report)
-    trial = replace(
+    trial = changed(
         trial,
         message=verdict.message,
         energy_source=energy_source,
@@ -392,7 +396,7 @@ def discarded(trial: TrialRecord) -> TrialRecord:
     if trial.state is TrialState.WITHDRAWN:
         return trial
     message = f"withdrawn: an administrator has set it aside; it was {trial.state} ({trial.message})"
-    return replace(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
+    return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 
 def reported_by_other_rank(
@@ -403,26 +407,26 @@ def reported_by_other_rank(
     It runs again if it was given up.
     """
     if trial.state is not TrialState.RUNNING:
-        trial = replace(revived(trial), message="go on: another rank has reported this evaluation")
+        trial = changed(revived(trial), message="go on: another rank has reported this evaluation")
     trial = after_other_rank(job.registration, trial, report)
     if moment is None:
         return trial
-    return replace(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
+    return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
 
 
 class InMemoryJob:
     """A job that lives in memory, without instants: the simulator's, and the training master's.
 
-    Arguments as in `History.of`.
+    Arguments as in `replay`.
     """
 
     def __init__(
         self, job: JobRegistration, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
     ) -> None:
         trials = tuple(trials)
-        history = History.of(job, trials, survivors)
+        history = replay(job, trials, survivors)
         self.state = JobState.after(trials, history)
-        self._arms = dict(history.arms)
+        self._arms, self._memory = dict(history.arms), history.memory
         self._in_flight = {trial.trial_number: trial for trial in trials if trial.state in ALIVE}
         self._explorations = {trial.trial_number: trial for trial in trials if is_counted_exploration(trial)}
         self._crashes = Counter(trial.batch_size for trial in trials if trial.state is TrialState.FAILED)
@@ -430,11 +434,11 @@ class InMemoryJob:
     @property
     def history(self) -> History:
         """The basis of the next decision."""
-        return self.state.history(self._arms, self._explorations.values, self._in_flight.values)
+        return self.state.history(self._arms, self._memory, self._explorations.values, self._in_flight.values())
 
     def suggest(self, rng: np.random.Generator) -> TrialRecord:
         """Start the trial that the policy wants next; errors as in `policy.suggest`."""
-        self.state, trial = suggested(self.state, self.history, rng)
+        self.state, trial = suggested(self.state, policy.suggest(self.history, rng))
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
@@ -457,7 +461,7 @@ class InMemoryJob:
         """
         trial = self._in_flight[trial_number]
         if report_count is not None:
-            trial = replace(trial, report_count=report_count - 1)
+            trial = changed(trial, report_count=report_count - 1)
         history = self.history if policy.needs_bound(self.state.registration, trial) else None
         self.state, trial, verdict = reported(self.state, trial, report, history=history, judged_by=judged_by)
         self._keep(trial)
@@ -482,6 +486,7 @@ class InMemoryJob:
         else:
             del self._in_flight[trial.trial_number]
             self._arms |= arms_after(state.registration, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
+            self._memory = memory_after(state.registration, self._memory, [trial])
             self.state = replace(state, folded_event=state.event_count)
         if is_counted_exploration(trial):
             self._explorations[trial.trial_number] = trial

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 
-from bso_server.core.gp_voi import decisions as gp_voi
 from bso_server.core.history import History, after_report, cost_of
 from bso_server.core.model import Expectations, Report, Suggestion, TrialRecord
-from bso_server.core.zeus import bandit, pruning
-from bso_server.errors import InvalidReportError, NoSurvivorError
-from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, StopRule, Verdict
+from bso_server.core.registry import find
+from bso_server.errors import InvalidReportError
+from zeus_plugins.protocol import JobRegistration, StopRule, Verdict
 
 LEAST_COST_J = 1e-6
 """The finest meters count tens of microjoules."""
@@ -21,101 +19,46 @@ LEAST_SHARE = 1e-5
 """The least part of the full power, or of another run's cost, that a run may have cost."""
 
 
-def suggest(history: History, rng: np.random.Generator) -> Suggestion:
-    """Choose the next trial's batch size by the job's policy.
+def suggest(history: History, rng: np.random.Generator, *, explains: bool = False) -> Suggestion:
+    """Choose the next trial's batch size by the job's policy, which may advance the job's generator, `rng`.
 
-    Only decisions of the bandit stage of policy `zeus` advance the job's generator, `rng`.
+    Told that it `explains`, the suggestion has the numbers behind it, if the policy can tell them.
 
     Raises:
         NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
+        PolicyNotInstalledError: The job's policy is not here.
+        ValueError: The policy has suggested a size that the job does not have.
     """
-    if history.job.policy is PolicyName.GP_VOI:
-        return gp_voi.suggest(history)
-    if history.survivors is not None:
-        return _drawn(history, history.survivors, rng)
-    match pruning.explore(history):
-        case pruning.Explore() as step:
-            return _explored(step, history.job)
-        case pruning.Wait(trial):
-            return _concurrent(history, trial)
-        case pruning.Survivors(batch_sizes):
-            return _drawn(history, batch_sizes, rng)
+    policy = find(history.job.policy)
+    suggestion = policy.suggest(history, rng)
+    if suggestion.batch_size not in history.arms:
+        raise ValueError(
+            f"policy {history.job.policy} suggests {suggestion.batch_size}, which is not one of the job's batch sizes "
+            f"{list(history.job.batch_sizes)}: mend the policy"
+        )
+    if not explains or suggestion.decision is not None or policy.explain is None:
+        return suggestion
+    return replace(suggestion, decision=policy.explain(history, suggestion))
 
 
 def expectations(history: History) -> Expectations:
     """The cost that the policy expects of each batch size, and the size that it holds to be the best."""
-    return gp_voi.expectations(history) if history.job.policy is PolicyName.GP_VOI else bandit.expectations(history)
-
-
-def _explored(step: pruning.Explore, job: JobRegistration) -> Suggestion:
-    if step.round_number > 1:
-        start = "the cheapest of the round before"
-    elif step.start == job.default_batch_size:
-        start = "your default size"
-    else:
-        start = "the largest size that fits"
-    if step.batch_size == step.start:
-        where = start
-    else:
-        where = f"{'smaller' if step.batch_size < step.start else 'larger'} than {start}, {step.start}"
-    reason = f"exploring: {where} [round {step.round_number} of {job.num_pruning_rounds}]"
-    return Suggestion(step.batch_size, Origin.EXPLORATION, reason)
-
-
-def _concurrent(history: History, running: TrialRecord) -> Suggestion:
-    waiting = f"while trial {running.trial_number} explores {running.batch_size}"
-    cheapest = history.cheapest
-    if cheapest is None or cheapest.batch_size not in history.fitting_sizes:
-        start = history.start_size or running.batch_size
-        return Suggestion(start, Origin.CONCURRENT, f"{waiting}: {start}, as nothing better is known")
-    return Suggestion(
-        cheapest.batch_size,
-        Origin.CONCURRENT,
-        f"{waiting}: the cheapest so far [{cheapest.cost_j:.4g} J in trial {cheapest.trial_number}]",
-    )
-
-
-def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
-    batch_sizes = [size for size in survivors if size in history.runnable_sizes]
-    if not batch_sizes:
-        raise NoSurvivorError(
-            f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "
-            "anew with others"
-        )
-    arms = bandit.posteriors(history, batch_sizes)
-    wanted = history.job.mab_num_explorations
-    batch_size, draws = bandit.choose(arms, min_observations=wanted, rng=rng)
-    arm = arms[batch_size]
-    if draws is None:
-        reason = f"each size is measured {_times(wanted)}; {batch_size} was measured {_times(arm.observations)}"
-    elif arm.observations == 0:
-        reason = "never measured before"
-    else:
-        best = max((size for size in arms if arms[size].observations), key=lambda size: arms[size].mean)
-        merit = "best so far" if batch_size == best else f"tried {batch_size} again: could be cheaper than {best}"
-        reason = (
-            f"{merit} [Thompson draw {-draws[batch_size]:.4g} J, the lowest of {len(arms)} sizes; "
-            f"expected {-arm.mean:.4g} ± {arm.std:.2g} J from {arm.observations} runs]"
-        )
-    return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+    return find(history.job.policy).expectations(history)
 
 
 def needs_bound(job: JobRegistration, trial: TrialRecord) -> bool:
-    """Whether the trial's next report needs `bounded` first.
+    """True if the trial's next report needs `bounded` first.
 
     Policy `gp_voi` decides once when to stop a trial: with the dispatch if it knows by then what an epoch costs, else
     after the first epochs.
     """
-    return job.policy is PolicyName.GP_VOI and trial.epoch_bound is None
+    return trial.epoch_bound is None and find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
     """A trial that `needs_bound`, with the bound that its next report gives it, if that tells enough."""
-    return trial.bounded_by(gp_voi.bound_of(history, after_report(history.job, trial, report)))
+    bound = find(history.job.policy).bound
+    return trial if bound is None else trial.bounded_by(bound(history, after_report(history.job, trial, report)))
 
 
 def stop_rule(job: JobRegistration, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
@@ -124,10 +67,7 @@ def stop_rule(job: JobRegistration, trial: TrialRecord, min_cost_j: float | None
     By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
     `min_cost_j` is the lowest cost of a trial of the job that reached the target, joules, or None.
     """
-    if job.policy is PolicyName.GP_VOI:
-        return StopRule(max_epochs=job.max_epochs if trial.epoch_bound is None else trial.epoch_bound)
-    bound_j = math.inf if job.beta_knob is None or min_cost_j is None else job.beta_knob * min_cost_j
-    return StopRule(max_cost_j=bound_j if math.isfinite(bound_j) else None, max_epochs=job.max_epochs)
+    return find(job.policy).stop_rule(job, trial, min_cost_j)
 
 
 def judge(
@@ -176,7 +116,7 @@ def judge(
             f"({job.eta_knob:g}) time and energy must be measured",
             field="energy",
         )
-    return replace(verdict, rule=rule)
+    return verdict if verdict.rule is rule else replace(verdict, rule=rule)
 
 
 def doubt(job: JobRegistration, report: Report, min_cost_j: float | None) -> str | None:

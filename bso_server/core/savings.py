@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from zeus_plugins.protocol import JobRegistration, Origin, SavedView, SavingsView, TrialState
 
@@ -72,17 +73,46 @@ def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float |
     )
 
 
+def cost_of_default_j(job: JobRegistration, tallies: Iterable[Tally]) -> float | None:
+    """The mean cost of a run at the default batch size, its failures paid, in joules; None before one has succeeded."""
+    own = [tally for tally in tallies if tally.state not in _UNSPENT and _is_of_default(job, tally)]
+    runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
+    per_second = (1 - job.eta_knob) * job.max_power
+    return sum(_total(tally, job.eta_knob, per_second) for tally in own) / runs if runs else None
+
+
+def gain_j(job: JobRegistration, trial: Trial, cost_j: float, cost_of_default_j: float) -> float:
+    """The part of one trial in the cost that a job has saved, joules; those of all its trials add up to that."""
+    if trial.state in _UNSPENT or _is_of_default(job, trial):
+        return 0.0
+    is_elsewhere = trial.state is TrialState.COMPLETED and trial.batch_size != job.default_batch_size
+    return (cost_of_default_j if is_elsewhere else 0.0) - cost_j
+
+
+class Trial(Protocol):
+    """The size and the state of a trial, or of several in a `Tally`."""
+
+    @property
+    def batch_size(self) -> int:
+        """Its batch size."""
+
+    @property
+    def state(self) -> TrialState:
+        """The outcome of it."""
+
+
+def _is_of_default(job: JobRegistration, trial: Trial) -> bool:
+    """True if it would have been made without an optimizer, too."""
+    return trial.batch_size == job.default_batch_size and trial.state is not TrialState.EARLY_STOPPED
+
+
 def _saved(job: JobRegistration, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
     """The savings of ``per_joule · energy + per_second · time``."""
 
     def total(tallies: Iterable[Tally]) -> float:
         return sum(_total(tally, per_joule, per_second) for tally in tallies)
 
-    own = [
-        tally
-        for tally in spent
-        if tally.batch_size == job.default_batch_size and tally.state is not TrialState.EARLY_STOPPED
-    ]
+    own = [tally for tally in spent if _is_of_default(job, tally)]
     runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
     mean = total(own) / runs
     elsewhere = sum(

@@ -1,1 +1,1 @@
-"""Policy `gp_voi`: a Gaussian process over batch sizes, and the value of information of each try."""
+"""Policy `gp_voi`: laws of training, Gaussian processes for what they leave, the value of tries."""

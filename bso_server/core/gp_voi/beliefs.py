@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.gaussian_process import Posterior, epochs_posterior, prior
+from bso_server.core.gp_voi.gaussian_process import Posterior, epochs_posterior
+from bso_server.core.gp_voi.laws import Sizes, laws
 from bso_server.core.gp_voi.normal import moments_given_larger
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns
 from bso_server.core.statistics import WeightedStatistics
 
 # Less than this of a run is not worth remembering.
@@ -39,14 +41,13 @@ class Belief:
             pseudo-observation that stands for a run that was stopped; all fading with time.
         exact: The same of runs that reached the target alone.
         failures: Number of runs that should have reached the target and did not, fading with time.
-        costs: Log of the cost (J) of an epoch, one value for each trial, of which the latest count, and those that were
-            reported on often count more.
+        costs: The evidence of each of the latest trials about the cost of an epoch, in order.
         are_costs_guessed: Whether that is only what first epochs suggest, which hold the start-up, too.
         log_startup: Log of what the first epochs of its first trial cost more than later ones, as a factor; None if it
             had no later ones.
         epoch_step: Epochs between two validations of the latest trial, at most 1.
         converged: Whether it is known to reach the target.
-        tried: Whether it was tried since the job last changed.
+        survived: The most epochs that a run of it had without reaching the target, since the job last changed.
         missed: Trials that missed the target since a trial of the job, of whatever size, last reached it.
         surprise: By how many σ the latest run that reached the target differed from what was expected.
         streak: Failures in a row until now.
@@ -55,12 +56,12 @@ class Belief:
     observed: WeightedStatistics = field(default_factory=WeightedStatistics)
     exact: WeightedStatistics = field(default_factory=WeightedStatistics)
     failures: float = 0.0
-    costs: WeightedStatistics = field(default_factory=WeightedStatistics)
+    costs: CostRuns = ()
     are_costs_guessed: bool = True
     log_startup: float | None = None
     epoch_step: float = 1.0
     converged: bool = False
-    tried: bool = False
+    survived: float = 0.0
     missed: int = 0
     surprise: float = 0.0
     streak: Streak = field(default_factory=Streak)
@@ -82,21 +83,16 @@ class Belief:
     @property
     def has_cost(self) -> bool:
         """Whether anything is known of what its epochs cost."""
-        return self.costs.weight > _LEAST_WEIGHT
+        return bool(self.costs)
 
-    def costing(self, log_cost: float, reports: int) -> Belief:
-        """The same after a trial whose epochs cost so much (log of joules); that replaces mere guesses.
-
-        The mean of n reports has the variance ``s² + r·s²/n`` around the size's, so that the trial weighs ``n/(n + r)``
-        of one that was reported on for ever.
-        """
-        costs = WeightedStatistics() if self.are_costs_guessed else self.costs
-        weight = reports / (reports + CONSTANTS.report_variance)
-        return replace(self, costs=_including(costs, log_cost, weight), are_costs_guessed=False)
+    def costing(self, run: CostRun) -> Belief:
+        """The same after a trial that has told this of the cost of an epoch; that replaces mere guesses."""
+        costs = () if self.are_costs_guessed else self.costs
+        return replace(self, costs=_latest((*costs, run)), are_costs_guessed=False)
 
     def supposing(self, log_cost: float) -> Belief:
         """The same if an epoch costs so much (log of joules), as surely as one run can tell."""
-        return replace(self, costs=WeightedStatistics().including(log_cost), are_costs_guessed=False)
+        return replace(self, costs=(CostRun(log_cost, math.inf),), are_costs_guessed=False)
 
     def perhaps_costing(self, log_first_cost: float, log_startup: float | None) -> Belief:
         """The same after a trial of which only the first epoch's cost is known (log of joules).
@@ -105,8 +101,9 @@ class Belief:
         """
         if not self.are_costs_guessed:
             return self
-        weight = 1.0 if log_startup is None else CONSTANTS.first_epoch_weight
-        return replace(self, costs=_including(self.costs, log_first_cost - (log_startup or 0.0), weight))
+        doubt = 0.0 if log_startup is None else CONSTANTS.first_epoch_sd**2
+        run = CostRun(log_first_cost - (log_startup or 0.0), 1.0, doubt=doubt)
+        return replace(self, costs=_latest((*self.costs, run)))
 
     def forgetting(self, factor: float) -> Belief:
         """The same with every observation's weight multiplied by `factor`."""
@@ -131,8 +128,7 @@ class Outcome:
     Attributes:
         epochs: Epochs that it ran.
         log_first_cost: Log of what an epoch of it cost (J) until its first report; None if that was nothing.
-        log_cost: The same since then.
-        later_reports: How many reports it has sent since then.
+        cost: Its evidence since then about the cost of an epoch; None if there was none.
         epoch_step: Epochs between two of its validations.
         conclusive: Whether it had all the epochs that it may have needed: a run that misses the target then has failed;
             else it was stopped, and what it would have needed is only known to be more.
@@ -141,24 +137,23 @@ class Outcome:
     index: int
     epochs: float
     log_first_cost: float | None
-    log_cost: float | None
-    later_reports: int
+    cost: CostRun | None
     epoch_step: float
     reached: bool
     conclusive: bool
 
 
-def posterior_of(batch_sizes: tuple[int, ...], beliefs: Beliefs) -> Posterior:
+def posterior_of(sizes: Sizes, beliefs: Beliefs) -> Posterior:
     """Posterior of log epochs to the target; at least one belief has an observation."""
     return epochs_posterior(
-        batch_sizes,
+        sizes,
         tuple(belief.observed for belief in beliefs),
         tuple(belief.exact for belief in beliefs),
         min(belief.epoch_step for belief in beliefs if belief.is_observed),
     )
 
 
-def after_outcome(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+def after_outcome(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """The beliefs after a trial has ended.
 
     A run that reached the target ends a recurrence of the job: all observations fade a little.
@@ -166,43 +161,45 @@ def after_outcome(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outco
     index, log_epochs, surprise = outcome.index, math.log(outcome.epochs), 0.0
     if beliefs[index].is_observed:
         # By how many σ it differs from what was expected.
-        mean, variance = posterior_of(batch_sizes, beliefs).of_run(index)
+        mean, variance = posterior_of(sizes, beliefs).of_run(index)
         surprise = abs((log_epochs - mean) / math.sqrt(variance))
-    beliefs = _with_cost(batch_sizes, beliefs, outcome)
+    beliefs = _with_cost(sizes, beliefs, outcome)
     if outcome.reached:
         return _after_success(beliefs, index, log_epochs, surprise)
     if outcome.conclusive and any(belief.converged for belief in beliefs):
-        beliefs = _after_failure(batch_sizes, beliefs, index, log_epochs)
+        beliefs = _after_failure(sizes, beliefs, index, log_epochs)
     else:
         beliefs = beliefs_with(beliefs, replace(beliefs[index], streak=Streak()), index)
-        beliefs = _after_stop(batch_sizes, beliefs, index, log_epochs)
-    return beliefs_with(beliefs, replace(beliefs[index], missed=beliefs[index].missed + 1), index)
+        beliefs = _after_stop(sizes, beliefs, index, log_epochs)
+    belief = beliefs[index]
+    survived = max(belief.survived, outcome.epochs)
+    return beliefs_with(beliefs, replace(belief, survived=survived, missed=belief.missed + 1), index)
 
 
-def expected_startup(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int) -> float | None:
+def expected_startup(sizes: Sizes, beliefs: Beliefs, index: int) -> float | None:
     """Log of what the first epochs of a first trial cost more than later ones: that of the nearest size that knows."""
-    octaves = prior(batch_sizes).octaves[index]
+    octaves = laws(sizes).octaves[index]
     known = [number for number, belief in enumerate(beliefs) if belief.log_startup is not None]
     return beliefs[min(known, key=octaves.__getitem__)].log_startup if known else None
 
 
-def _with_cost(batch_sizes: tuple[int, ...], beliefs: Beliefs, outcome: Outcome) -> Beliefs:
+def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     """The beliefs with the trial's cost of epochs; a trial that ended with its first report suggests one."""
-    belief = replace(beliefs[outcome.index], tried=True, epoch_step=min(outcome.epoch_step, 1.0))
-    first, later = outcome.log_first_cost, outcome.log_cost
+    belief = replace(beliefs[outcome.index], epoch_step=min(outcome.epoch_step, 1.0))
+    first, later = outcome.log_first_cost, outcome.cost
     if later is not None:
         if not belief.has_cost and first is not None:
-            belief = replace(belief, log_startup=first - later)
-        belief = belief.costing(later, outcome.later_reports)
+            belief = replace(belief, log_startup=first - later.log_cost)
+        belief = belief.costing(later)
     elif first is not None:
-        belief = belief.perhaps_costing(first, expected_startup(batch_sizes, beliefs, outcome.index))
+        belief = belief.perhaps_costing(first, expected_startup(sizes, beliefs, outcome.index))
     return beliefs_with(beliefs, belief, outcome.index)
 
 
-def after_crash(beliefs: Beliefs, index: int, log_cost: float, later_reports: int) -> Beliefs:
+def after_crash(beliefs: Beliefs, index: int, run: CostRun) -> Beliefs:
     """The beliefs after a trial crashed that had reported: it tells what an epoch costs, if nothing else does."""
     belief = beliefs[index]
-    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(log_cost, later_reports), index)
+    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(run), index)
 
 
 def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
@@ -210,7 +207,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
     if belief.converged and belief.is_observed:
         limit = CONSTANTS.drift_sds
         if surprise > 2 * limit or (surprise > limit and belief.surprise > limit):
-            beliefs = _after_drift(beliefs, index)
+            beliefs = _after_drift(beliefs)
         else:
             beliefs = beliefs_with(beliefs, replace(belief, surprise=surprise), index)
     belief = beliefs[index]
@@ -226,7 +223,7 @@ def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: fl
     return tuple(replace(each, missed=0) if each.missed else each for each in faded)
 
 
-def _after_failure(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
+def _after_failure(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
     """A run failed that should have reached the target: bad luck, or so many in a row that the job has changed.
 
     k failures in a row have the probability p^k, with p as it was believed to be before them.
@@ -237,12 +234,12 @@ def _after_failure(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, l
     beliefs = beliefs_with(beliefs, replace(belief, failures=belief.failures + 1, streak=streak), index)
     if not belief.converged or chance**streak.length >= CONSTANTS.streak_chance:
         return beliefs
-    beliefs = _after_drift(beliefs, index)
+    beliefs = _after_drift(beliefs)
     beliefs = beliefs_with(beliefs, replace(beliefs[index], converged=False), index)
-    return _after_stop(batch_sizes, beliefs, index, log_epochs)
+    return _after_stop(sizes, beliefs, index, log_epochs)
 
 
-def _after_stop(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
+def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -> Beliefs:
     """A run was stopped, so that its log epochs are only known to exceed these: a right-censored observation.
 
     The belief N(m, v) about the size's expected log epochs becomes that of `moments_given_larger`, of mean m' and
@@ -255,9 +252,8 @@ def _after_stop(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_
     """
     if not any(belief.is_observed for belief in beliefs):
         return beliefs
-    posterior = posterior_of(batch_sizes, beliefs)
-    mean = float(posterior.expected.mean[index])
-    variance = max(float(posterior.expected.covariance[index, index]), _LEAST_VARIANCE)
+    posterior = posterior_of(sizes, beliefs)
+    mean, variance = float(posterior.mean[index]), float(posterior.variance[index])
     matched_mean, matched_variance = moments_given_larger(mean, variance, posterior.run_variance, log_epochs)
     precision_gain = max(1 / max(matched_variance, _LEAST_VARIANCE) - 1 / variance, 0.0)
     weight = precision_gain * posterior.run_variance
@@ -268,23 +264,18 @@ def _after_stop(batch_sizes: tuple[int, ...], beliefs: Beliefs, index: int, log_
     return beliefs_with(beliefs, replace(belief, observed=belief.observed.including(location, weight)), index)
 
 
-def _after_drift(beliefs: Beliefs, index: int) -> Beliefs:
-    """The job has changed, as a run of this size has shown: keep little of what was seen, and try all sizes anew."""
+def _after_drift(beliefs: Beliefs) -> Beliefs:
+    """The job has changed, as a run has shown: keep little of what was seen."""
     forgotten: list[Belief] = []
-    for number, belief in enumerate(beliefs):
+    for belief in beliefs:
         weight = belief.observed.weight
         kept = belief.forgetting(min(1.0, CONSTANTS.kept_weight / weight) if weight else 1.0)
-        costs = belief.costs.scaled(min(1.0, 1 / belief.costs.weight)) if belief.has_cost else belief.costs
-        forgotten.append(replace(kept, costs=costs, surprise=0.0, streak=Streak(), tried=number == index))
+        forgotten.append(replace(kept, costs=belief.costs[-1:], survived=0.0, surprise=0.0, streak=Streak()))
     return tuple(forgotten)
 
 
-def _including(costs: WeightedStatistics, log_cost: float, weight: float = 1.0) -> WeightedStatistics:
-    """These costs with one more, the older ones giving way."""
-    most = CONSTANTS.most_cost_runs
-    if costs.weight + weight > most:
-        costs = costs.scaled((most - weight) / costs.weight)
-    return costs.including(log_cost, weight)
+def _latest(costs: CostRuns) -> CostRuns:
+    return costs[-CONSTANTS.most_cost_runs :]
 
 
 def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:

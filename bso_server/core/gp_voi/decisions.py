@@ -1,25 +1,40 @@
-"""Policy `gp_voi`: play the batch size whose try is worth most, and end a try when it is worth no more.
+"""Policy `gp_voi`: play the batch size whose try is worth most, and end a try where that is worth most.
 
-A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `gaussian_process` says what
-is believed of both, `beliefs` how trials change that, `forecast` what follows for the cost of runs, `value` what a try
-is worth, and `stopping` when it is given up. The incumbent is the size with the lowest expected cost among those known
-to reach the target. docs/policy.md tells the whole story.
+A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `laws` says what is expected
+of both before anything was seen, `gaussian_process` what is believed of them, `beliefs` how trials change that,
+`forecast` what follows for the cost of runs, `value` what a try is worth, and `stopping` when it is given up. The
+incumbent is the size with the lowest expected cost among those known to reach the target. docs/policy.md tells the
+whole story.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Beliefs, beliefs_with, expected_startup, trials_missed
 from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
-from bso_server.core.gp_voi.gaussian_process import Posterior, prior
+from bso_server.core.gp_voi.laws import Sizes, laws
+from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.stopping import bound, unbounded
-from bso_server.core.gp_voi.value import Worth, worth
+from bso_server.core.gp_voi.value import Worth, stop_shares, worths
 from bso_server.core.history import History, log_costs_per_epoch
 from bso_server.core.model import EpochBound, Expectations, ExpectedCost, Suggestion, TrialRecord
+from bso_server.core.words import chance_in_words, joules_in_words
 from bso_server.errors import NoSurvivorError
 from zeus_plugins.protocol import Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The basis of a suggestion: what was believed, and what tries were worth, by the index of their size."""
+
+    forecast: Forecast
+    worths: Mapping[int, Worth]
 
 
 def suggest(history: History) -> Suggestion:
@@ -35,10 +50,16 @@ def suggest(history: History) -> Suggestion:
     if not any(belief.is_observed for belief in beliefs):
         return _first(history, beliefs, available)
     forecast = Forecast.of(history, beliefs, history.in_flight)
-    index, origin, reason = _chosen(history, forecast)
+    # A recurrence of the job pays for one try at most.
+    weighs = forecast.incumbent_converges and not trials_missed(beliefs)
+    weighed = Weighed(forecast, _worths(history, forecast) if weighs else {})
+    index, origin, reason = _chosen(history, weighed)
+    overdue = _overdue(history, forecast) if weighs and index == forecast.incumbent else None
+    if overdue is not None:
+        index, origin, reason = _check(history, weighed, overdue)
     is_bounded = not beliefs[index].are_costs_guessed
-    found = bound(job, forecast, index, origin) if is_bounded else None
-    return Suggestion(job.batch_sizes[index], origin, reason, bound=found)
+    found = bound(job, forecast, index, origin, weighed.worths.get(index)) if is_bounded else None
+    return Suggestion(job.batch_sizes[index], origin, reason, bound=found, basis=weighed)
 
 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
@@ -53,18 +74,18 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
     if not any(belief.is_observed for belief in beliefs):
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
-    log_first_j, log_later_j = log_costs_per_epoch(job, trial)
-    belief, is_guess = beliefs[index], False
-    if log_later_j is not None:
-        belief = belief.costing(log_later_j, trial.report_count - 1)
+    belief, is_guess, run = beliefs[index], False, CostRun.of(job, trial)
+    if run is not None:
+        belief = belief.costing(run)
     elif belief.are_costs_guessed:
         if trial.report_count > 1:
             return unbounded(job.max_epochs)
-        startup = expected_startup(job.batch_sizes, beliefs, index)
+        log_first_j, _ = log_costs_per_epoch(job, trial)
+        startup = expected_startup(Sizes.of(job), beliefs, index)
         if startup is None or log_first_j is None:
             return None
         belief, is_guess = belief.supposing(log_first_j - startup - CONSTANTS.startup_sd), True
-    forecast = Forecast.of(history, beliefs_with(beliefs, belief, index), others)
+    forecast = Forecast.of(history, beliefs_with(beliefs, belief, index), others, trusted=index)
     found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
 
@@ -85,7 +106,8 @@ def expectations(history: History) -> Expectations:
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
     """Nothing has reached the target yet: the default, then what is nearest to it, over and over."""
     job = history.job
-    octaves = prior(job.batch_sizes).octaves[job.batch_sizes.index(job.default_batch_size)]
+    sizes = Sizes.of(job)
+    octaves = laws(sizes).octaves[sizes.default]
     index = min(available, key=lambda each: (beliefs[each].missed, octaves[each]))
     size, missed = job.batch_sizes[index], trials_missed(beliefs)
     is_first = not any(arm.trials for arm in history.arms.values())
@@ -95,108 +117,119 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     else:
         reason = f"{start}: {size} is near your default, {job.default_batch_size}"
     if missed:
-        reason += f" [{missed} trials missed it, those at {size} least often]"
+        reason += f"; {missed} missed it, those at {size} least often"
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 
-def _chosen(history: History, forecast: Forecast) -> tuple[int, Origin, str]:
+def _chosen(history: History, weighed: Weighed) -> tuple[int, Origin, str]:
     """Index of the size to play, the kind of decision, and its reason in words.
 
-    A try that missed the target is followed by the incumbent until one of its runs has reached it: a recurrence of the
-    job pays for one try at most.
+    A try that missed the target is followed by the incumbent until one of its runs has reached it.
     """
+    forecast, values = weighed.forecast, weighed.worths
     incumbent = forecast.incumbent
-    cost = f"expected cost {forecast.expected_cost_j(incumbent):.4g} J"
+    size = history.job.batch_sizes[incumbent]
+    cost = joules_in_words(forecast.expected_cost_j(incumbent))
     if not forecast.incumbent_converges:
-        reason = (
-            "no size that can still run is known to reach the target: this one looks cheapest "
-            f"[{cost}, the lowest of those that missed it least often]"
-        )
+        reason = f"no size that can still run is known to reach the target: this one looks cheapest, at {cost}"
         return incumbent, Origin.EXPLORATION, reason
     missed = trials_missed(forecast.beliefs)
     if missed:
-        reason = f"best so far, after a run that missed the target [{cost}; {missed} missed it in a row]"
+        runs = "a run" if missed == 1 else f"{missed} runs"
+        reason = f"best so far, at {cost}; nothing new after {runs} that missed the target"
         return incumbent, Origin.INCUMBENT, reason
-    best = _best_try(history, forecast)
-    if best is None:
-        return incumbent, Origin.INCUMBENT, f"best so far; there is no other size to try [{cost}]"
-    index, value = best
-    size, best_size = history.job.batch_sizes[index], history.job.batch_sizes[incumbent]
-    numbers = (
-        f"expected cost {forecast.expected_cost_j(index):.4g} J at {size}, {forecast.expected_cost_j(incumbent):.4g} J "
-        f"at {best_size}; chance to cost less {value.chance:.2g}, value of information {value.value:.3g} against an "
-        f"expected loss of {value.loss:.3g} (in runs of {best_size})"
-    )
-    if value.index <= 0:
-        return incumbent, Origin.INCUMBENT, f"best so far; a try of {size} would not pay [{numbers}]"
-    arm = history.arms[size]
+    if not values:
+        return incumbent, Origin.INCUMBENT, f"best so far, at {cost}; {_no_rival(forecast)}"
+    pays = {each: worth for each, worth in values.items() if _pays(forecast, each, worth)}
+    index = max(pays or values, key=lambda each: values[each].index)
+    worth, tried = values[index], history.job.batch_sizes[index]
+    chance = chance_in_words(worth.chance)
+    if not pays:
+        reason = f"best so far, at {cost}; to try {tried}, with {chance} to beat it, would not pay"
+        return incumbent, Origin.INCUMBENT, reason
+    arm = history.arms[tried]
     if not arm.observed.count:
-        tried = f"tried {size}"
+        again = ""
     elif not arm.completed.count:
-        tried = f"tried {size} again after it was stopped"
+        again = " again after it was stopped"
     else:
-        tried = f"tried {size} again"
-    hope = f"could be cheaper than {best_size} (chance {_percent(value.chance)})"
-    return index, Origin.EXPLORATION, f"{tried}: {hope} [{numbers}]"
+        again = " again"
+    reason = f"tried {tried}{again}: {chance} to beat {size}, which is the best known at {cost}"
+    return index, Origin.EXPLORATION, reason
 
 
-def _percent(chance: float) -> str:
-    return "under 1 %" if chance < 0.01 else f"{min(chance, 0.99):.0%}".replace("%", " %")
+def _overdue(history: History, forecast: Forecast) -> int | None:
+    """Index of a size to check, the one that looks cheapest; None if none is due.
 
-
-def _best_try(history: History, forecast: Forecast) -> tuple[int, Worth] | None:
-    """The index of the size that is most worth a try and what that is worth; None if there is nothing to try.
-
-    Only sizes that were tried are candidates, those next to one that reaches the target, and those a step further on
-    the way from the default on which costs have fallen: far from all observations the belief is so wide that it would
-    promise anything.
+    In the long run no size stays in doubt, however little is expected of it: each that has never reached the target is
+    once given as many epochs as a run of the incumbent costs. That takes a run of each such size, and then no more.
     """
-    candidates = _candidates(history, forecast)
-    if not candidates:
+    beta, incumbent = history.job.beta_knob, forecast.incumbent
+    if beta is None or not forecast.is_long or forecast.tries_under_way:
         return None
-    horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
-    values = {index: _worth(forecast, index, horizon) for index in candidates}
-    best = max(values, key=lambda index: values[index].index)
-    return best, values[best]
+    if history.recurrences % CONSTANTS.check_interval:
+        return None
+    limit = float(forecast.mean[incumbent]) + math.log(min(beta, 1.0) / CONSTANTS.further)
+    doubtful = [
+        index
+        for index in forecast.available
+        if index != incumbent
+        and forecast.is_open[index]
+        and math.log(forecast.beliefs[index].survived + 1) + forecast.epoch_costs.mean[index] < limit
+    ]
+    return min(doubtful, key=forecast.mean.__getitem__, default=None)
 
 
-def _candidates(history: History, forecast: Forecast) -> list[int]:
-    octaves, incumbent = prior(history.job.batch_sizes).octaves, forecast.incumbent
-    place = {index: number for number, index in enumerate(forecast.available)}
-    converged = [index for index, belief in enumerate(forecast.beliefs) if belief.converged]
-    mean, default = forecast.costs.mean, history.job.batch_sizes.index(history.job.default_batch_size)
-    has_trend = default in converged and mean[default] > mean[incumbent] + CONSTANTS.trend_log_cost
-
-    def is_near(index: int, other: int) -> bool:
-        beside = other in place and abs(place[index] - place[other]) <= 1
-        return bool(beside or octaves[index, other] <= CONSTANTS.near_octaves)
-
-    def follows_trend(index: int) -> bool:
-        is_beyond = (index < incumbent) == (incumbent < default)
-        return bool(has_trend and is_beyond and octaves[index, incumbent] <= CONSTANTS.trend_octaves)
-
-    def is_candidate(index: int) -> bool:
-        known = forecast.beliefs[index].tried or follows_trend(index)
-        return index != incumbent and (known or any(is_near(index, other) for other in converged))
-
-    return [index for index in forecast.available if is_candidate(index)]
+def _check(history: History, weighed: Weighed, index: int) -> tuple[int, Origin, str]:
+    """A decision as by `_chosen`: to try a size that is `_overdue`."""
+    forecast, sizes = weighed.forecast, history.job.batch_sizes
+    best, cost = sizes[forecast.incumbent], joules_in_words(forecast.expected_cost_j(forecast.incumbent))
+    again = " again" if history.arms[sizes[index]].observed.count else ""
+    reason = (
+        f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best known at {cost}"
+    )
+    return index, Origin.EXPLORATION, reason
 
 
-def _worth(forecast: Forecast, index: int, horizon: float) -> Worth:
-    """The worth of a try of the size with this index.
+def _pays(forecast: Forecast, index: int, worth: Worth) -> bool:
+    """True if a size is tried where nothing is worth more.
 
-    With V the covariance of the expected log costs, b the size and i the incumbent: the log ratio of their costs has
-    the variance ``V_bb + V_ii − 2 V_bi``. A run of b resolves part of that, of epochs and of their cost each.
+    Sizes that have shown to be as good as equal are not compared for ever, however little that costs.
     """
-    incumbent = forecast.incumbent
-    mean, costs = forecast.costs.mean, forecast.costs.covariance
-    variance = float(costs[index, index] + costs[incumbent, incumbent] - 2 * costs[incumbent, index])
-    learned = _resolved(forecast.epochs, index, incumbent) + _resolved(forecast.epoch_costs, index, incumbent)
-    return worth(float(mean[index] - mean[incumbent]), variance, learned, horizon)
+    is_close = worth.value < CONSTANTS.least_saving * forecast.horizon and not forecast.is_open[index]
+    return worth.index > CONSTANTS.least_worth and not is_close
 
 
-def _resolved(belief: Posterior, index: int, incumbent: int) -> float:
-    """The variance between b and i that a run of b resolves: ``(Y_bb − Y_bi)² / (Y_bb + s²)``, Y the covariance."""
-    covariance = belief.expected.covariance
-    own = float(covariance[index, index])
-    return (own - float(covariance[incumbent, index])) ** 2 / (own + belief.run_variance)
+def _no_rival(forecast: Forecast) -> str:
+    if forecast.tries_under_way >= CONSTANTS.tries_at_once:
+        return f"{forecast.tries_under_way} tries of others are under way"
+    return "there is no other size to try" if len(forecast.available) < 2 else "no other size is likely to beat it"
+
+
+def _worths(history: History, forecast: Forecast) -> dict[int, Worth]:
+    """The worth of a try of each candidate, by the index of its size."""
+    job = history.job
+    return worths(forecast, _candidates(forecast), stop_shares(job.beta_knob), max_epochs=job.max_epochs)
+
+
+def _candidates(forecast: Forecast) -> list[int]:
+    """Indices of the sizes to weigh: the few that could be cheapest, and later the most promising that was never run.
+
+    Those are cheapest when their cost is put a few σ below what is expected, and then below the incumbent's. What the
+    samples say of many sizes at once is less sure than what they say of few, and first tries decide how much is paid
+    for learning; later, the number of σ grows with the logarithm of the horizon, as the confidence bounds of bandits do
+    (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002): no size stays out for ever. While enough tries are under
+    way, what those are going to tell is awaited.
+    """
+    incumbent, unseen = forecast.incumbent, forecast.is_unseen
+    if forecast.tries_under_way >= CONSTANTS.tries_at_once:
+        return []
+    surprise = np.where(forecast.is_open, CONSTANTS.break_chance * CONSTANTS.break_sd**2, 0.0)
+    sd = np.sqrt(forecast.variance + forecast.variance[incumbent] + surprise)
+    openness = forecast.horizon / CONSTANTS.open_horizon
+    sds = math.sqrt(1 + 2 * math.log(max(openness, 1.0)))
+    hope = forecast.mean - forecast.mean[incumbent] - sds * sd
+    others = [index for index in forecast.available if index != incumbent]
+    likely = sorted((index for index in others if hope[index] < 0), key=hope.__getitem__)[: CONSTANTS.candidates]
+    rest = [index for index in others if unseen[index] and index not in likely and openness >= 1]
+    return likely + sorted(rest, key=forecast.mean.__getitem__)[:1]

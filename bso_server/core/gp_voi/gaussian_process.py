@@ -1,189 +1,274 @@
-"""The beliefs about every batch size, from observations of some: two Gaussian processes over log2 of the batch size.
+"""The beliefs about every batch size, from observations of some: mixtures of Gaussian processes.
 
-The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. Of each run, log c
-and log T are Gaussian around functions that are smooth in x = log2 b: T varies much from run to run, c little on a
-machine of one's own, and more where others work beside it.
+The cost of a run at size b is ``c_b · T_b``: the cost of an epoch times the epochs to the target. `laws` says what is
+expected of log T and of log c beforehand. Here its hypotheses meet what was seen: of each, a posterior, and how
+probable it has become. Hypotheses of one family share their covariance, so that all of them together take one inverse.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import TypeAlias
+from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.normal import bounded_exp
+from bso_server.core.gp_voi.laws import Array, Family, Sizes, laws
+from bso_server.core.gp_voi.normal import bounded_exp, log_cdf
+from bso_server.core.gp_voi.run_costs import CostRuns, summary_of
 from bso_server.core.statistics import WeightedStatistics
-
-Array: TypeAlias = NDArray[np.float64]
 
 # Observations that have been forgotten so far count as none.
 _LEAST_WEIGHT = 1e-6
+_LEAST_VARIANCE = 1e-9
+
+# Hypotheses that have become less probable than that together are left out.
+_LEAST_CHANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prior:
-    """Prior covariances between B batch sizes.
+class Component:
+    """Joint normal distributions over B batch sizes that differ in their means alone.
 
     Attributes:
-        octaves: |log2 a − log2 b|, shape (B, B).
-        epochs: Covariance of log epochs to the target, shape (B, B).
-        costs: Covariance of log cost per epoch, shape (B, B).
+        means: Of each of H hypotheses, shape (H, B).
+        weights: Their probabilities, shape (H,).
+        covariance: Shape (B, B).
     """
 
-    octaves: Array
-    epochs: Array
-    costs: Array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Normal:
-    """A joint normal distribution over B batch sizes: mean of shape (B,), covariance of shape (B, B)."""
-
-    mean: Array
+    means: Array
+    weights: Array
     covariance: Array
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Posterior:
-    """Belief about what runs take: log epochs to the target, or the log cost of an epoch.
+    """The belief about runs at B batch sizes: log epochs to the target, or the log cost of an epoch.
 
-    What is expected of each size, in a joint distribution, and the variance of one run around that.
+    Attributes:
+        components: What is expected of each size: a mixture, whose weights add up to 1.
+        run_variance: Variance of one run around that.
     """
 
-    expected: Normal
+    components: tuple[Component, ...]
     run_variance: float
+
+    @cached_property
+    def mean(self) -> Array:
+        """Of what is expected, shape (B,)."""
+        mean: Array = np.add.reduce([each.weights @ each.means for each in self.components])
+        return mean
+
+    @cached_property
+    def variance(self) -> Array:
+        """Of what is expected, shape (B,): within the hypotheses and between them."""
+        variance: Array = np.add.reduce(
+            [
+                each.weights.sum() * np.diagonal(each.covariance) + each.weights @ (each.means - self.mean) ** 2
+                for each in self.components
+            ]
+        )
+        return np.maximum(variance, _LEAST_VARIANCE)
 
     def of_run(self, index: int) -> tuple[float, float]:
         """Mean and variance of one run at the size with this index."""
-        expected = self.expected
-        return float(expected.mean[index]), max(float(expected.covariance[index, index]), 0.0) + self.run_variance
+        return float(self.mean[index]), float(self.variance[index]) + self.run_variance
 
     def believing(self, in_flight: Mapping[int, int]) -> Posterior:
-        """The belief as it will be when runs in flight have ended, each as expected.
+        """The belief as it will be when runs in flight have ended, each as every hypothesis expects.
 
-        k runs at one size, of variance s², leave the mean where it is and take ``Y_b Y_bᵀ · k / (s² + k·Y_bb)`` off the
-        covariance Y (a rank-one update; "kriging believer", Ginsbourger, Le Riche, Carraro 2010). `in_flight` holds
-        their number by the index of their size.
+        k runs at size b, of variance s², leave means and weights where they are and take
+        ``Y_b Y_bᵀ · k / (s² + k·Y_bb)`` off a covariance Y ("kriging believer", Ginsbourger, Le Riche, Carraro 2010).
+        Runs that end as the mixture expects would favour hypotheses in its middle: that was tried, and cost more.
+        `in_flight` holds the number of runs by the index of their size.
         """
-        covariance = self.expected.covariance
-        for index, runs in sorted(in_flight.items()):
-            column = covariance[index]
-            gain = runs / (self.run_variance + runs * column[index])
-            covariance = covariance - np.outer(column, column) * gain
-        return Posterior(Normal(self.expected.mean, covariance), self.run_variance)
+        if not in_flight:
+            return self
+        components = []
+        for each in self.components:
+            covariance = each.covariance
+            for index, runs in sorted(in_flight.items()):
+                column = covariance[index]
+                covariance = covariance - np.outer(column, column) * (runs / (self.run_variance + runs * column[index]))
+            components.append(Component(each.means, each.weights, covariance))
+        return Posterior(tuple(components), self.run_variance)
+
+    def samples(self, ranks: Array, normals: Array) -> Array:
+        """Joint samples of what is expected, shape (S, B).
+
+        Args:
+            ranks: A permutation of (0.5, 1.5, …)/S, which spreads the samples over the hypotheses by their weights.
+            normals: Standard normal values, shape (S, B).
+        """
+        edges = np.cumsum(np.concatenate([each.weights for each in self.components]))
+        chosen = np.minimum(np.searchsorted(edges, ranks * edges[-1]), len(edges) - 1)
+        drawn, first = np.empty_like(normals), 0
+        for each in self.components:
+            here = (chosen >= first) & (chosen < first + len(each.weights))
+            if here.any():
+                drawn[here] = each.means[chosen[here] - first] + normals[here] @ _root(each.covariance).T
+            first += len(each.weights)
+        return drawn
 
 
-@lru_cache(maxsize=64)
-def prior(batch_sizes: tuple[int, ...]) -> Prior:
-    """Squared-exponential kernels over x = log2 b, a term of each size's own, and a flat prior on the level.
-
-    ``k(a, b) = σ² exp(−½ ((x_a − x_b)/ℓ)²) + τ² [a = b] + level_variance``
-    (Rasmussen, Williams, Gaussian Processes for Machine Learning, 2006, equation 4.9).
-    """
-    x = np.log2(np.asarray(batch_sizes, dtype=float))
-    octaves = np.abs(x[:, None] - x[None, :])
-    return Prior(
-        octaves,
-        epochs=_kernel(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd),
-        costs=_kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd),
-    )
-
-
-def _kernel(octaves: Array, sd: float, length: float, arm_sd: float) -> Array:
-    smooth: Array = sd**2 * np.exp(-0.5 * (octaves / length) ** 2) + CONSTANTS.level_variance
-    return smooth + arm_sd**2 * np.eye(len(octaves))
+def _root(covariance: Array) -> Array:
+    """L with ``L·Lᵀ`` the covariance, which may be singular but for rounding."""
+    ridge = 1e-9 * max(float(np.trace(covariance)) / len(covariance), 1.0)
+    return np.asarray(np.linalg.cholesky(covariance + ridge * np.eye(len(covariance))), dtype=np.float64)
 
 
 def run_variance(exact: Sequence[WeightedStatistics]) -> float:
-    """Variance of log epochs from run to run, by those of runs that reached the target, per size."""
-    return _pooled_variance(exact, CONSTANTS.run_sd, CONSTANTS.run_sd_strength, CONSTANTS.least_run_sd)
-
-
-def cost_run_variance(costs: Sequence[WeightedStatistics]) -> float:
-    """Variance of the log cost of an epoch from run to run, by log costs per size."""
-    return _pooled_variance(costs, CONSTANTS.cost_run_sd, CONSTANTS.cost_run_sd_strength, CONSTANTS.least_cost_run_sd)
-
-
-def _pooled_variance(sizes: Sequence[WeightedStatistics], guess_sd: float, strength: float, least_sd: float) -> float:
-    """Variance from run to run, pooled over all sizes.
+    """Variance of log epochs from run to run, by those of runs that reached the target, per size; pooled over sizes.
 
     The precision 1/s² has a gamma prior of shape a and mean 1/s₀²; s² is the inverse of its posterior mean. With the
     squared deviations from each size's own mean, and their degrees of freedom, Σ (n_b − 1)::
 
         s² = (a·s₀² + Σ squared deviations / 2) / (a + degrees of freedom / 2)
 
-    (Murphy, Machine Learning, 2012, §4.6.2.2.) Here s₀ is the guess, a its strength, and s never below `least_sd`.
+    (Murphy, Machine Learning, 2012, §4.6.2.2.) Here s₀ is `run_sd`, a its strength, and s never below `least_run_sd`.
     """
-    deviations = sum(size.squared_deviations for size in sizes)
-    freedom = sum(max(size.weight - 1, 0.0) for size in sizes)
-    pooled = (strength * guess_sd**2 + max(deviations, 0.0) / 2) / (strength + freedom / 2)
-    return max(pooled, least_sd**2)
+    deviations = sum(size.squared_deviations for size in exact)
+    freedom = sum(max(size.weight - 1, 0.0) for size in exact)
+    strength = CONSTANTS.run_sd_strength
+    pooled = (strength * CONSTANTS.run_sd**2 + max(deviations, 0.0) / 2) / (strength + freedom / 2)
+    return max(pooled, CONSTANTS.least_run_sd**2)
 
 
 @lru_cache(maxsize=256)
 def epochs_posterior(
-    batch_sizes: tuple[int, ...],
+    sizes: Sizes,
     observed: tuple[WeightedStatistics, ...],
     exact: tuple[WeightedStatistics, ...],
     epoch_step: float,
 ) -> Posterior:
     """Posterior of log epochs to the target at every size.
 
-    With the observed sizes O, their means ȳ, weights n, the level m (the mean of ȳ), r = ȳ − m and
-    A = K_OO + diag(s²/n)::
-
-        mean = m + K_·O A⁻¹ r        covariance = q · (K − K_·O A⁻¹ K_O·)
-
-    (Rasmussen, Williams 2006, equations 2.25 and 2.26.) The factor
-    ``q = (ν + rᵀA⁻¹r) / (ν + |O| − 1)``, kept within [1, largest_scale], is that of a Student-t process (Shah, Wilson,
-    Ghahramani, AISTATS 2014, equation 6): residuals that the prior did not expect widen the belief.
+    The covariance of a family is widened by the factor ``q = (ν + E[rᵀA⁻¹r]) / (ν + |O| − 1)``, kept within
+    [1, largest_scale], as that of a Student-t process (Shah, Wilson, Ghahramani, AISTATS 2014, equation 6): residuals
+    that no hypothesis expected make the belief less sure. Notation as in `_given`.
 
     A run's epochs are known to within the step at which it validates, which adds a variance of ``(step/e^m)²/12`` to
-    log epochs; s² is never taken to be smaller.
+    log epochs, m being the mean of what was observed; s² is never taken to be smaller.
 
     Args:
-        batch_sizes: The B sizes, ascending.
+        sizes: The B sizes.
         observed: Their log epochs, pseudo-observations included; at least one has weight.
         exact: Those of runs that reached the target.
         epoch_step: Epochs between two validations.
     """
-    known = _known(observed)
-    level = float(np.mean([observed[index].mean for index in known]))
+    known = [index for index, size in enumerate(observed) if size.weight > _LEAST_WEIGHT]
+    values = np.array([observed[index].mean for index in known])
+    level = float(values.mean())
     variance = max(run_variance(exact), (epoch_step * bounded_exp(-level)) ** 2 / 12)
-    expected, misfit = _conditioned(prior(batch_sizes).epochs, observed, known, level, variance)
+    noise = variance / np.array([observed[index].weight for index in known])
     nu = CONSTANTS.scale_dof
-    scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
-    return Posterior(Normal(expected.mean, expected.covariance * scale), variance)
+    found = []
+    for family in laws(sizes).epochs:
+        given = _given(family, known, values - level, noise)
+        # Even where all of a family is beyond what a double holds.
+        weights = np.exp(given.log_weights - given.log_weights.max())
+        misfit = float(weights @ given.misfits / weights.sum())
+        scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
+        found.append((given.means + level, given.log_weights, given.covariance * scale))
+    return Posterior(_mixed(found), variance)
 
 
 @lru_cache(maxsize=256)
-def cost_posterior(batch_sizes: tuple[int, ...], costs: tuple[WeightedStatistics, ...]) -> Posterior:
-    """Posterior of the log cost (J) of an epoch at every size, as in `epochs_posterior` without q and the step."""
-    known = _known(costs)
-    level = float(np.mean([costs[index].mean for index in known]))
-    variance = cost_run_variance(costs)
-    expected, _ = _conditioned(prior(batch_sizes).costs, costs, known, level, variance)
-    return Posterior(expected, variance)
+def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None) -> Posterior:
+    """Posterior of the log cost (J) of an epoch at every size; at least one has runs.
+
+    A size whose cost rests on one run may have been slowed when that ran, by a machine that was busy. That each of them
+    was is a hypothesis of its own, beside that none was: to that observation was then added the modulus of a normal
+    deviate of variance d, so that the size can cost less than was seen, and hardly more. Up to its sign, that changes A
+    by ``d·e·eᵀ`` (Sherman and Morrison, Ann. Math. Stat. 21(1), 1950), and with f = d / (1 + d·A⁻¹_jj) everything that
+    follows from it by terms of f. What was added is N(f·(A⁻¹r)_j, f) by then, and has the sign that it must have with
+    the probability ``Φ(√f·(A⁻¹r)_j)``; where that is not small, moments are as good as without it.
+
+    `trusted` is the index of a size whose own run asks: what its epochs cost is not in doubt.
+    """
+    summary = summary_of(runs)
+    known = [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
+    values = np.array([summary.means[index] for index in known])
+    level = float(values.mean())
+    noise = summary.run_variance / np.array([summary.weights[index] for index in known]) + _LEAST_VARIANCE
+    given = _given(laws(sizes).costs, known, values - level, noise)
+    found = [(given.means + level, given.log_weights, given.covariance)]
+    if len(known) > 1:
+        slowed = CONSTANTS.slowed_sd**2
+        for place, index in enumerate(known):
+            if not summary.suspect[index] or index == trusted:
+                continue
+            own = 1 + slowed * given.inverse[place, place]
+            factor, residuals, reach = slowed / own, given.solved[:, place], given.reaches[place]
+            evidence = 0.5 * factor * residuals**2 - 0.5 * math.log(own) + math.log(2 * CONSTANTS.slowed_chance)
+            evidence += np.array([log_cdf(math.sqrt(factor) * each) for each in residuals.tolist()])
+            found.append(
+                (
+                    given.means + level - factor * np.outer(residuals, reach),
+                    given.log_weights + evidence,
+                    given.covariance + factor * np.outer(reach, reach),
+                )
+            )
+    return Posterior(_mixed(found), summary.run_variance)
 
 
-def _known(sizes: Sequence[WeightedStatistics]) -> list[int]:
-    return [index for index, size in enumerate(sizes) if size.weight > _LEAST_WEIGHT]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Given:
+    """A family, given observations; O of the B sizes were observed.
+
+    Attributes:
+        means: Shape (H, B).
+        log_weights: What the hypotheses weigh now, up to a factor, shape (H,).
+        covariance: Shape (B, B).
+        misfits: ``rᵀA⁻¹r`` of each hypothesis, shape (H,).
+        inverse: A⁻¹, shape (O, O).
+        solved: A⁻¹r of each hypothesis, shape (H, O).
+        reaches: A⁻¹K_O·, shape (O, B).
+    """
+
+    means: Array
+    log_weights: Array
+    covariance: Array
+    misfits: Array
+    inverse: Array
+    solved: Array
+    reaches: Array
 
 
-def _conditioned(
-    kernel: Array, sizes: Sequence[WeightedStatistics], known: list[int], level: float, run_variance: float
-) -> tuple[Normal, float]:
-    """A Gaussian process given the means of noisy runs at some sizes, and the residuals' misfit ``rᵀA⁻¹r``."""
-    residuals = np.array([sizes[index].mean for index in known]) - level
-    noise = run_variance / np.array([sizes[index].weight for index in known])
-    across = kernel[known]
+def _given(family: Family, known: list[int], values: Array, noise: Array) -> _Given:
+    """The posterior of each hypothesis m, and its weight.
+
+    With the observed sizes O, what was seen of them y, the variances of that, A = K_OO + diag(noise) and r = y − m_O::
+
+        mean = m + K_·O A⁻¹ r        covariance = K − K_·O A⁻¹ K_O·        log weight = log prior − ½ rᵀA⁻¹r − ½ log|A|
+
+    (Rasmussen, Williams 2006, equations 2.25, 2.26 and 2.30.)
+    """
+    across = family.kernel[known]
     noisy = across[:, known] + np.diag(noise)
-    solved = np.linalg.solve(noisy, np.column_stack([across, residuals]))
-    weights = solved[:, -1]
-    covariance = kernel - across.T @ solved[:, :-1]
-    return Normal(level + across.T @ weights, covariance), float(residuals @ weights)
+    inverse: Array = np.asarray(np.linalg.inv(noisy), dtype=np.float64)
+    residuals = values - family.means[:, known]
+    solved = residuals @ inverse
+    misfits = (solved * residuals).sum(axis=1)
+    reaches = inverse @ across
+    return _Given(
+        means=family.means + solved @ across,
+        log_weights=family.log_weights - 0.5 * misfits - 0.5 * np.linalg.slogdet(noisy)[1],
+        covariance=family.kernel - across.T @ reaches,
+        misfits=misfits,
+        inverse=inverse,
+        solved=solved,
+        reaches=reaches,
+    )
+
+
+def _mixed(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Component, ...]:
+    """The mixture of means, log weights and covariances."""
+    top = max(float(log_weights.max()) for _, log_weights, _ in found)
+    weights = [np.exp(log_weights - top) for _, log_weights, _ in found]
+    total = sum(float(each.sum()) for each in weights)
+    kept = [place for place, each in enumerate(weights) if each.sum() >= _LEAST_CHANCE * total]
+    total = sum(float(weights[place].sum()) for place in kept)
+    return tuple(Component(found[place][0], weights[place] / total, found[place][2]) for place in kept)

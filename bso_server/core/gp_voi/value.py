@@ -1,37 +1,51 @@
-"""Is a batch size worth a try? What it may teach, against what it is expected to cost; costs are log-normal.
+"""The worth of a try of a batch size: what it may teach about all sizes, against what it is expected to cost.
 
-All amounts are in runs of the incumbent: R = cost of a run of the candidate / cost of a run of the incumbent, and
-log R ~ N(d, v).
+All amounts are in runs of the incumbent. What is believed is a set of S joint samples of every size's log epochs and
+log cost of an epoch. In each of them a try has an outcome, and that outcome makes some of the samples more probable
+than others: what the incumbent and the size that is best by then differ in is saved by every later run (the knowledge
+gradient: Frazier, Powell, Dayanik, INFORMS J. Comput. 21(4), 2009). A try may be stopped, and then teaches less and
+costs less: where to stop is chosen together with the try.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.normal import cdf
+import numpy as np
+from numpy.typing import NDArray
 
-_LEAST_VARIANCE = 1e-12
-_LEAST_LEARNED = 1e-14
-_LARGEST_LOG = 20.0
+from bso_server.core.gp_voi.constants import CONSTANTS
+from bso_server.core.gp_voi.forecast import Forecast
+from bso_server.core.gp_voi.laws import Array
+
+_LARGEST_LOG = 60.0
+_LEAST_WEIGHT = 1e-12
+
+# From here on, samples of what an epoch costs differ by more than its first epochs leave open.
+_UNKNOWN_COST_VARIANCE = 1e-3
+_LEAST_COST_SD = 0.03
+
+# Limits that whole epochs fill exactly are not crossed by rounding.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The value and the loss of a try.
+    """The value and the loss of a try, and where it is stopped.
 
     Attributes:
-        log_ratio: d, mean of log R.
-        chance: Probability that the candidate's expected cost is below the incumbent's.
-        value: Value of information: what later runs are expected to save by knowing how one run of the candidate went.
-        loss: Expected loss of that run.
+        chance: Probability that a run of the size is expected to cost less than one of the incumbent.
+        value: Value of information: what later runs are expected to save by knowing how the try went.
+        loss: What the try is expected to cost more than a run of the incumbent, which follows it if it is stopped.
+        stop_share: The cost at which it is stopped, in runs of the incumbent; infinite if it is not.
     """
 
-    log_ratio: float
     chance: float
     value: float
     loss: float
+    stop_share: float
 
     @property
     def index(self) -> float:
@@ -39,47 +53,119 @@ class Worth:
         return self.value - self.loss
 
 
-def expected_saving(log_mean: float, variance: float) -> float:
-    """E[max(1 − R, 0)] for log R ~ N(d, v).
-
-    ``Φ(−d/s) − exp(d + v/2) · Φ(−d/s − s)`` with s = √v: the price of a put option (Black, Scholes, J. Polit. Econ.
-    81(3), 1973). Here v > 0.
-    """
-    sd = math.sqrt(variance)
-    z = -log_mean / sd
-    return cdf(z) - _mean_ratio(log_mean, variance) * cdf(z - sd)
+def stop_shares(beta: float | None) -> tuple[float, ...]:
+    """The costs at which a try may be stopped, in runs of the incumbent; β is the largest of them."""
+    if beta is None:
+        return (math.inf,)
+    return (*(share for share in CONSTANTS.stop_shares if share < beta), beta)
 
 
-def expected_loss(log_mean: float, variance: float) -> float:
-    """E[max(R − 1, 0)], by put–call parity ``E[max(1 − R, 0)] + E[R] − 1``; at most `largest_loss`."""
-    loss = expected_saving(log_mean, variance) + _mean_ratio(log_mean, variance) - 1
-    return min(loss, CONSTANTS.largest_loss)
-
-
-def _mean_ratio(log_mean: float, variance: float) -> float:
-    """E[R], kept finite."""
-    return math.exp(min(log_mean + variance / 2, _LARGEST_LOG))
-
-
-def worth(log_ratio: float, variance: float, learned: float, horizon: float) -> Worth:
-    """The worth of one run of a candidate.
-
-    One run moves the candidate's expected log ratio by a normal amount of variance k, the part of v that it resolves;
-    v − k stays uncertain. The expected ratio R̂ after it is then log-normal with log R̂ ~ N(d + (v − k)/2, k), and every
-    later run saves E[max(1 − R̂, 0)] by it (the knowledge gradient: Frazier, Powell, Dayanik, INFORMS J. Comput. 21(4),
-    2009).
+def worths(
+    forecast: Forecast, candidates: Iterable[int], shares: Sequence[float], *, max_epochs: int
+) -> dict[int, Worth]:
+    """The worth of a try of each of these sizes, by index, with the best of these costs to stop it at.
 
     Args:
-        log_ratio: d.
-        variance: v.
-        learned: k.
-        horizon: How many later runs may profit.
+        forecast: The beliefs.
+        candidates: Indices of sizes, the incumbent's not among them.
+        shares: Costs at which a try may be stopped, in runs of the incumbent.
+        max_epochs: A run that has not reached the target by then never does.
     """
-    variance = max(variance, _LEAST_VARIANCE)
-    learned = max(min(learned, variance), _LEAST_LEARNED)
-    return Worth(
-        log_ratio=log_ratio,
-        chance=cdf(-log_ratio / math.sqrt(variance)),
-        value=horizon * expected_saving(log_ratio + (variance - learned) / 2, learned),
-        loss=expected_loss(log_ratio, variance),
-    )
+    scale = _Scale(forecast, max_epochs)
+    return {index: scale.worth(index, np.array(shares)) for index in candidates}
+
+
+class _Scale:
+    """Samples in runs of the incumbent, and what follows from them."""
+
+    def __init__(self, forecast: Forecast, max_epochs: int) -> None:
+        self._forecast, self._max_epochs = forecast, max_epochs
+        self._incumbent = forecast.incumbent
+        self._run_sd = math.sqrt(forecast.epochs.run_variance)
+        samples = forecast.samples
+        self._luck = self._run_sd * samples.luck
+        # A size that never reaches the target looks like one that needs thrice the epochs there are.
+        self._log_epochs = np.where(samples.converges, samples.log_epochs, math.log(3 * max_epochs))
+        # An epoch's cost, and that of a run until one succeeds.
+        log_incumbent = (
+            float(np.mean(samples.log_epochs[:, self._incumbent] + samples.log_costs[:, self._incumbent]))
+            + float(forecast.retries[self._incumbent])
+            + forecast.epochs.run_variance / 2
+        )
+        self._log_epoch_costs = np.clip(samples.log_costs - log_incumbent, -_LARGEST_LOG, _LARGEST_LOG)
+        log_runs = self._log_epochs + self._log_epoch_costs + forecast.retries + forecast.epochs.run_variance / 2
+        costs = np.exp(np.clip(log_runs, -5.0, math.log(CONSTANTS.largest_cost)))
+        self._costs = np.where(self._log_epochs > math.log(max_epochs + 0.5), CONSTANTS.largest_cost, costs)
+        self._costs_and_ones = np.column_stack([self._costs, np.ones(len(costs))]).astype(np.float32)
+        self._available = list(forecast.available)
+
+    def worth(self, index: int, shares: Array) -> Worth:
+        base = float(self._costs[:, self._incumbent].mean())
+        log_epochs, log_cost = self._log_epochs[:, index], self._log_epoch_costs[:, index]
+        outcomes = log_epochs + self._luck
+        cost = np.exp(np.minimum(outcomes + log_cost, _LARGEST_LOG))
+        epoch_cost = np.exp(log_cost)[:, None]
+        # Trainings are stopped between epochs, and after the first at the soonest.
+        limits = epoch_cost * np.clip(np.floor(shares / epoch_cost + _ROUNDING), 1, self._max_epochs)
+        ends = cost[:, None] <= limits * (1 + _ROUNDING)
+        full = self._saving(self._likelihoods(index, outcomes))
+        stopped = self._saving(self._survivals(index, shares))
+        gains = np.where(ends, full[:, None], stopped).mean(axis=0)
+        losses = np.where(ends, cost[:, None], limits + base).mean(axis=0) - base
+        worths = self._forecast.horizon * gains - losses
+        belief = self._forecast.beliefs[index]
+        if not belief.converged:
+            # To stop where it was stopped before would teach nothing.
+            again = CONSTANTS.further * belief.survived * math.exp(float(log_cost.mean()))
+            if self._forecast.is_long:
+                again = max(again, 1.0)
+            worths[:-1][shares[:-1] < again] = -np.inf
+        best = int(np.argmax(worths))
+        return Worth(
+            chance=float((self._costs[:, index] < self._costs[:, self._incumbent]).mean()),
+            value=self._forecast.horizon * float(gains[best]),
+            loss=float(losses[best]),
+            stop_share=float(shares[best]),
+        )
+
+    def _likelihoods(self, index: int, outcomes: Array) -> NDArray[np.float32]:
+        """The likelihood of each outcome of a run under each sample, up to a factor per outcome: (S, S).
+
+        Single precision is enough for weights, and twice as fast.
+        """
+        log_epochs, log_cost = self._log_epochs[:, index], self._log_epoch_costs[:, index]
+        misfit = _squares(outcomes, log_epochs, self._run_sd)
+        if self._forecast.epoch_costs.variance[index] > _UNKNOWN_COST_VARIANCE:
+            sd = max(math.sqrt(self._forecast.epoch_costs.run_variance), _LEAST_COST_SD)
+            misfit += _squares(log_cost, log_cost, sd)
+        misfit -= misfit.min(axis=1, keepdims=True)
+        return np.exp(np.negative(misfit, out=misfit), out=misfit)
+
+    def _survivals(self, index: int, shares: Array) -> Array:
+        """The probability under each sample that a run is stopped at each of these costs: (shares, S)."""
+        log_runs = self._log_epochs[:, index] + self._log_epoch_costs[:, index]
+        return _cdf((log_runs[None, :] - np.log(shares)[:, None]) / self._run_sd)
+
+    def _saving(self, weights: NDArray[np.floating]) -> Array:
+        """The saving of every later run, given the samples' weights after each outcome: shape (outcomes,)."""
+        sums = weights @ self._costs_and_ones
+        expected = sums[:, :-1] / np.maximum(sums[:, -1:], _LEAST_WEIGHT)
+        saving: Array = expected[:, self._incumbent] - expected[:, self._available].min(axis=1)
+        return saving
+
+
+def _squares(ones: Array, others: Array, sd: float) -> NDArray[np.float32]:
+    """``½·((a − b)/s)²`` of each two values: shape (ones, others)."""
+    # Near 0 single precision tells most apart.
+    center, scale = float(others.mean()), math.sqrt(0.5) / sd
+    left, right = ((values - center) * scale for values in (ones, others))
+    differences = np.subtract.outer(left.astype(np.float32), right.astype(np.float32))
+    return np.multiply(differences, differences, out=differences)
+
+
+def _cdf(z: Array) -> Array:
+    """Φ(z), to 1e-5, which weights need no better (Abramowitz, Stegun 1964, 26.2.16)."""
+    t = 1 / (1 + 0.33267 * np.abs(z))
+    density = np.exp(-0.5 * z * z) * 0.3989422804
+    tail = density * t * (0.4361836 + t * (-0.1201676 + t * 0.9372980))
+    return np.where(z > 0, 1 - tail, tail)

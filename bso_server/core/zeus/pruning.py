@@ -41,8 +41,8 @@ class Survivors:
 def explore(history: History) -> Explore | Wait | Survivors:
     """The next need of exploration, replayed from the job's trials.
 
-    Crashed and abandoned trials do not count: their size is owed another one. Sizes that do not fit into memory are as
-    if the job did not have them.
+    Crashed and abandoned trials do not count: their size is owed another one, unless it was given up, which ends its
+    direction. Sizes that do not fit into memory are as if the job did not have them.
 
     Raises:
         NoSurvivorError: A round ended without any size that reached the target, or no size fits into memory.
@@ -64,6 +64,8 @@ def explore(history: History) -> Explore | Wait | Survivors:
         for direction in (downwards, upwards):
             for batch_size in direction:
                 if len(explorations[batch_size]) < round_number:
+                    if batch_size not in history.runnable_sizes:
+                        break
                     return Explore(batch_size, round_number, start)
                 trial = explorations[batch_size][round_number - 1]
                 if trial.state in ALIVE:

@@ -1,0 +1,47 @@
+"""Numbers as a person says them."""
+
+from __future__ import annotations
+
+from zeus_plugins.protocol import StopRule
+
+# The probability up to which it is called so.
+_CHANCES = (
+    (0.02, "hardly any chance"),
+    (0.07, "about a one in twenty chance"),
+    (0.14, "about a one in ten chance"),
+    (0.22, "about a one in five chance"),
+    (0.29, "about a quarter chance"),
+    (0.41, "about a third chance"),
+    (0.59, "about an even chance"),
+    (0.71, "about a two in three chance"),
+    (0.85, "about a three in four chance"),
+    (0.97, "a good chance"),
+)
+# The least amount that is told in the unit, and the unit.
+_UNITS = ((1e9, 1e9, "GJ"), (1e6, 1e6, "MJ"), (1e4, 1e3, "kJ"), (0.0, 1.0, "J"))
+
+
+def chance_in_words(chance: float) -> str:
+    """A probability, such as ``about a third chance``."""
+    return next((words for least, words in _CHANCES if chance < least), "almost every chance")
+
+
+def joules_in_words(joules: float) -> str:
+    """An amount of energy or of cost with three digits, such as ``81.3 J`` or ``12.4 kJ``."""
+    size, unit = next((size, unit) for least, size, unit in _UNITS if joules >= least)
+    return f"{float(f'{joules / size:.3g}'):g} {unit}"
+
+
+def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:
+    """The end of a trial that has not reached the target; empty where only the job's `max_epochs` sets one.
+
+    `because` is the reason for the bound on its epochs.
+    """
+    if rule is None:
+        return ""
+    if rule.max_epochs < max_epochs:
+        epochs = "1 epoch" if rule.max_epochs == 1 else f"{rule.max_epochs} epochs"
+        return f"stop it after {epochs} unless it gets there{f': {because}' if because else ''}"
+    if rule.max_cost_j is not None:
+        return f"stop it at {joules_in_words(rule.max_cost_j)} unless it gets there"
+    return ""
