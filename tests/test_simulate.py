@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from bso_server.cli import main
 from bso_server.cli.simulate_tables import ratios_text, savings_text
-from bso_server.core.history import History
 from bso_server.core.model import TrialRecord
+from bso_server.core.replay import replay
 from bso_server.simulate.play import Conditions, Simulation, job_of
 from bso_server.simulate.recorded import recorded_savings, recorded_workload
 from bso_server.simulate.results import Setting, compare, geometric_means, played
@@ -27,7 +27,17 @@ from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload, 
 from tests.support.properties import examples
 from tests.support.service import Server, serve
 from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, HALF, NEVER, WORKLOAD, only, trace_files, without_padding
-from zeus_plugins.protocol import JobRegistration, JobView, Origin, PolicyName, Stage, TrialState, TrialView
+from zeus_plugins.protocol import (
+    GP_VOI,
+    OWN_POLICIES,
+    ZEUS,
+    JobRegistration,
+    JobView,
+    Origin,
+    Stage,
+    TrialState,
+    TrialView,
+)
 
 
 def test_what_sizes_cost() -> None:
@@ -52,9 +62,9 @@ def test_runs_that_fail_are_paid_for_and_done_again() -> None:
         landscape(replace(lucky, sizes=(SizeTrace(16, NEVER, EPOCHS),)), eta=0.5, optimal_power_limits=True)
 
 
-@pytest.mark.parametrize("policy", PolicyName)
+@pytest.mark.parametrize("policy", OWN_POLICIES)
 @pytest.mark.parametrize("concurrency", [1, 3])
-def test_a_job_of_one_size_costs_what_its_runs_cost(policy: PolicyName, concurrency: int) -> None:
+def test_a_job_of_one_size_costs_what_its_runs_cost(policy: str, concurrency: int) -> None:
     setting = Setting(recurrences=10, seeds=2, concurrency=concurrency)
     comparison = compare(only(16), [policy], setting)
     result = comparison.results[policy]
@@ -75,10 +85,10 @@ def test_a_job_of_one_size_costs_what_its_runs_cost(policy: PolicyName, concurre
     ],
 )
 def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, time_s: float) -> None:
-    comparison = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
+    comparison = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
     # 40 epochs at the maximum limit, whatever η is.
     assert comparison.default_consumption == Consumption(40 * 1800, 400)
-    savings = comparison.savings(PolicyName.GP_VOI)
+    savings = comparison.savings(GP_VOI)
     assert (savings.recurrences, savings.consumed) == (10, Consumption(energy_j, time_s))
     assert savings.saved == Consumption(72_000 - energy_j, 400 - time_s)
     assert savings.energy_share_saved == pytest.approx(1 - energy_j / 72_000)
@@ -93,7 +103,7 @@ def test_energy_and_time_in_other_units() -> None:
 
 
 def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
-    comparison = compare(replace(WORKLOAD, default_batch_size=64), PolicyName, Setting(recurrences=5, seeds=1))
+    comparison = compare(replace(WORKLOAD, default_batch_size=64), OWN_POLICIES, Setting(recurrences=5, seeds=1))
     shown = comparison.as_json(0.3)
     assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
     assert shown["spending"]["default"] is None
@@ -104,13 +114,13 @@ def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
 
 
 def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
-    result = compare(only(16), [PolicyName.GP_VOI], Setting(recurrences=10, seeds=1, eta=1.0)).results
-    assert result[PolicyName.GP_VOI].energy_reduction_last5 == pytest.approx(1 - 1600 / 1800)
+    result = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=1, eta=1.0)).results
+    assert result[GP_VOI].energy_reduction_last5 == pytest.approx(1 - 1600 / 1800)
 
 
 def test_both_policies_find_the_best_size() -> None:
     setting = Setting(recurrences=40, seeds=3)
-    comparison = compare(WORKLOAD, PolicyName, setting)
+    comparison = compare(WORKLOAD, OWN_POLICIES, setting)
     for policy, result in comparison.results.items():
         first = played(WORKLOAD, comparison.conditions, policy, setting, 0)
         assert first.costs_j == comparison.costs_j[policy][0]
@@ -119,9 +129,7 @@ def test_both_policies_find_the_best_size() -> None:
         assert result.unfinished == 0
         assert result.ratio[10] > result.ratio[20] > result.ratio[40] > 1
         assert result.worst_seed_ratio >= result.ratio[40]
-    assert geometric_means([comparison, comparison])["zeus"]["20"] == pytest.approx(
-        comparison.results[PolicyName.ZEUS].ratio[20]
-    )
+    assert geometric_means([comparison, comparison])["zeus"]["20"] == pytest.approx(comparison.results[ZEUS].ratio[20])
 
 
 class BreakingConditions(Conditions):
@@ -141,9 +149,9 @@ def test_recurrences_that_are_given_up_are_finished_by_the_default() -> None:
             job_of(conditions.landscape, policy, seed=0, **fields), conditions, recurrences=4, concurrency=concurrency
         ).play()
         # Zeus has no size left after a round without any.
-        for policy, concurrency in ((PolicyName.GP_VOI, 1), (PolicyName.ZEUS, 2))
+        for policy, concurrency in ((GP_VOI, 1), (ZEUS, 2))
     }
-    assert [trial.recurrence for trial in jobs[PolicyName.GP_VOI].trials].count(3) == 20
+    assert [trial.recurrence for trial in jobs[GP_VOI].trials].count(3) == 20
     for job in jobs.values():
         assert job.unfinished == 3
         # Its owner trains at the default then: 4 epochs of 1900 J and 10 s, on top of what the tries took.
@@ -155,7 +163,7 @@ def test_recurrences_that_are_given_up_are_finished_by_the_default() -> None:
 def test_what_nothing_finishes_saves_nothing() -> None:
     hopeless, setting = replace(WORKLOAD, default_batch_size=64), Setting(recurrences=10, seeds=1)
     conditions = BreakingConditions(landscape(hopeless, eta=0.5, optimal_power_limits=True))
-    comparison = compare(hopeless, [PolicyName.GP_VOI], setting, conditions)
+    comparison = compare(hopeless, [GP_VOI], setting, conditions)
     shown = comparison.as_json()
     json.dumps(shown, allow_nan=False)
     assert shown["policies"]["gp_voi"]["ratio"] == {"10": None}
@@ -165,11 +173,9 @@ def test_what_nothing_finishes_saves_nothing() -> None:
     assert "made up gp_voi 0.5 - - 9 -" in without_padding(ratios_text([comparison]))
 
 
-@given(st.integers(0, 2**32), st.sampled_from(PolicyName), st.sampled_from([1, 3]))
+@given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES), st.sampled_from([1, 3]))
 @settings(max_examples=examples(20), deadline=None)
-def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
-    seed: int, policy: PolicyName, concurrency: int
-) -> None:
+def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(seed: int, policy: str, concurrency: int) -> None:
     rng = np.random.default_rng(seed)
     paths = [tuple(rng.choice([3.0, 5.0, 9.0, math.inf], 3)) for _ in range(4)]
     sizes = [SizeTrace(8 * 2**n, (4.0, *path), EPOCHS if n % 2 else HALF) for n, path in enumerate(paths)]
@@ -180,8 +186,9 @@ def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(
     records = sorted((trial.record for trial in found.trials), key=lambda record: record.trial_number)
     assert_numbered(records)
     survivors = (8,) if any(record.origin == "bandit" for record in records) else None
-    replayed = History.of(job, records, survivors)
+    replayed = replay(job, records, survivors)
     assert replayed.arms == found.history.arms
+    assert replayed.memory == found.history.memory
     assert replayed.cheapest == found.history.cheapest
     spent_j = sum(trial.cost_j for trial in found.trials)
     assert sum(found.costs_j) == pytest.approx(spent_j + found.unfinished * at.default.expected_cost_j)
@@ -195,7 +202,7 @@ def assert_numbered(records: list[TrialRecord]) -> None:
 
 def test_the_same_seed_gives_the_same_job() -> None:
     setting = Setting(recurrences=20, seeds=2)
-    one, other = (compare(WORKLOAD, PolicyName, setting).as_json() for _ in range(2))
+    one, other = (compare(WORKLOAD, OWN_POLICIES, setting).as_json() for _ in range(2))
     assert one == other
 
 
@@ -360,19 +367,18 @@ def job_view(*trials: TrialView) -> JobView:
 
 def test_a_job_of_recorded_trials() -> None:
     completed, stopped, exhausted = TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
-    workload = recorded_workload(
-        job_view(
-            trial_view(1, 8, completed, 5),
-            trial_view(2, 8, stopped, 5),  # would have needed more than any run that is known
-            trial_view(3, 32, completed, 3.5, epoch_s=12),
-            trial_view(4, 32, completed, 6, epoch_s=8),
-            trial_view(5, 32, stopped, 5),
-            trial_view(6, 32, exhausted, 20),
-            trial_view(7, 32, TrialState.FAILED, 1),
-            trial_view(8, 64, TrialState.RUNNING, None),
-            trial_view(9, 64, TrialState.INFEASIBLE, None),
-        )
+    view = job_view(
+        trial_view(1, 8, completed, 5),
+        trial_view(2, 8, stopped, 5),  # would have needed more than any run that is known
+        trial_view(3, 32, completed, 3.5, epoch_s=12),
+        trial_view(4, 32, completed, 6, epoch_s=8),
+        trial_view(5, 32, stopped, 5),
+        trial_view(6, 32, exhausted, 20),
+        trial_view(7, 32, TrialState.FAILED, 1),
+        trial_view(8, 64, TrialState.RUNNING, None),
+        trial_view(9, 64, TrialState.INFEASIBLE, None),
     )
+    workload = recorded_workload(view.job, view.trials)
     assert [(size.batch_size, size.epochs_to_target) for size in workload.sizes] == [
         (8, (5, math.inf)),
         (32, (4, 6, 6, math.inf)),
@@ -383,7 +389,7 @@ def test_a_job_of_recorded_trials() -> None:
     # 16 was never tried: of those that are as near, the smaller.
     assert (workload.default_batch_size, workload.max_epochs, workload.max_power_w) == (8, 20, 100)
     with pytest.raises(ValueError, match="no trial has reached the target yet"):
-        recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
+        recorded_workload(view.job, [trial_view(1, 8, stopped, 5)])
 
 
 def test_what_a_recorded_job_really_took() -> None:
@@ -394,7 +400,7 @@ def test_what_a_recorded_job_really_took() -> None:
         trial_view(4, 64, TrialState.RUNNING, None),
     )
     # Ten epochs of 500 J and 10 s, and two recurrences; the default would have taken four epochs each.
-    savings = recorded_savings(view, recorded_workload(view))
+    savings = recorded_savings(view, recorded_workload(view.job, view.trials))
     assert savings == Savings(2, Consumption(5000, 100), Consumption(4000, 80))
     assert savings.as_json(36.0) == {
         "recurrences": 2,
@@ -437,7 +443,7 @@ def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.Capture
         assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
         assert "leave out --all" in capsys.readouterr().err
 
-    serve(url, use, policy=PolicyName.GP_VOI)
+    serve(url, use, policy=GP_VOI)
 
 
 def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,7 +460,7 @@ def test_a_default_that_ran_out_of_memory_is_stood_for(tmp_path: Path, capsys: p
         arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "2"]
         assert await asyncio.to_thread(main, arguments) == 0
 
-    serve(url, use, policy=PolicyName.GP_VOI)
+    serve(url, use, policy=GP_VOI)
     text = capsys.readouterr().out
     assert "always 8" in text
     assert "the default size, 16, was never measured: the nearest one that was stands for it" in text

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bso_server.simulate.play import Conditions
 from bso_server.simulate.workload import Landscape, Workload
+
+OUTLIER_FACTOR = 4.0
+"""Factor on the time and energy of a trial that is an outlier."""
 
 
 @dataclass(frozen=True)
@@ -20,21 +24,31 @@ class VaryingConditions(Conditions):
         landscape_after: Every batch size from then on; None without a drift.
         cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
             on which others work, too.
+        epoch_noise_sd: The same of each epoch of a trial, independently of the others.
+        outlier: Number of the one trial that takes `OUTLIER_FACTOR` times its time and energy; None without one.
     """
 
     drift_at: int | None = None
     landscape_after: Landscape | None = None
     cost_noise_sd: float = 0.0
+    epoch_noise_sd: float = 0.0
+    outlier: int | None = None
 
     def landscape_at(self, recurrence: int) -> Landscape:
         """Every batch size at a recurrence, counted from 0."""
         has_drifted = self.drift_at is not None and recurrence >= self.drift_at
         return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
 
-    def slowness(self, draws: np.random.Generator) -> float:
+    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
         """A factor on the time and energy of one trial."""
         sd = self.cost_noise_sd
-        return float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
+        noise = float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
+        return noise * OUTLIER_FACTOR if trial_number == self.outlier else noise
+
+    def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:
+        """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
+        sd = self.epoch_noise_sd
+        return draws.lognormal(-sd * sd / 2, sd, epochs) if sd else None
 
 
 def in_reverse(workload: Workload) -> Workload:
@@ -60,6 +74,14 @@ def with_bad_neighbours(workload: Workload) -> Workload:
         for size, factor in zip(workload.sizes, factors, strict=True)
     ]
     return _needing(workload, paths)
+
+
+def with_two_sizes(workload: Workload, sizes: Landscape) -> Workload:
+    """A job of two sizes: the default, and the cheapest of the others (`sizes`: all that it has)."""
+    others = [each for each in sizes.profiles.values() if each.batch_size != workload.default_batch_size]
+    cheapest = min(others, key=lambda profile: profile.expected_cost_j)
+    kept = {workload.default_batch_size, cheapest.batch_size}
+    return replace(workload, sizes=tuple(size for size in workload.sizes if size.batch_size in kept))
 
 
 def _default_place(workload: Workload) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from benchmarks.policies.predictions import predicted_costs
 from benchmarks.policies.study import Study
+from bso_server.cli.common import CommandError
 from bso_server.simulate.play import PlayedTrial
-from zeus_plugins.protocol import PolicyName, TrialState
+from zeus_plugins.protocol import GP_VOI, TrialState
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +29,14 @@ _LOOKS = {
 }
 
 _Draw: TypeAlias = "Callable[[Axes], None]"
+
+
+def require_matplotlib(option: str) -> None:
+    """Raise `CommandError` if matplotlib, which this option needs, is not installed: before anything is simulated."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise CommandError(f"{option} needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
 
 
 def plot(studies: Sequence[Study], file: Path) -> None:
@@ -57,7 +67,7 @@ def plot(studies: Sequence[Study], file: Path) -> None:
 
 def _panels(study: Study) -> list[_Draw]:
     draws: list[_Draw] = [partial(_draw_ratios, study), partial(_draw_regrets, study)]
-    if PolicyName.GP_VOI in study.first_jobs:
+    if GP_VOI in study.first_jobs:
         draws.append(partial(_draw_costs, study))
     return draws + [partial(_draw_trials, study, policy) for policy in study.first_jobs]
 
@@ -86,7 +96,7 @@ def _draw_regrets(study: Study, panel: Axes) -> None:
 
 def _draw_costs(study: Study, panel: Axes) -> None:
     """Cost of a run by batch size: predicted by `gp_voi` in the end, true, and of each trial of the first job."""
-    job = study.first_jobs[PolicyName.GP_VOI]
+    job = study.first_jobs[GP_VOI]
     sizes = job.history.job.batch_sizes
     if predicted := predicted_costs(job.history):
         low, high = [each.low_j for each in predicted], [each.high_j for each in predicted]
@@ -105,7 +115,7 @@ def _draw_costs(study: Study, panel: Axes) -> None:
     panel.set_xticks([], minor=True)
 
 
-def _draw_trials(study: Study, policy: PolicyName, panel: Axes) -> None:
+def _draw_trials(study: Study, policy: str, panel: Axes) -> None:
     """Epochs that each trial of the first job ran, might have run, and would have needed; the stopped with size."""
     trials = study.first_jobs[policy].trials
     stopped = [trial for trial in trials if trial.record.state is TrialState.EARLY_STOPPED]

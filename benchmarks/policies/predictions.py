@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bso_server.core.chances import BAND_SDS
 from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
 from bso_server.core.history import History
-
-# A normal variable lies within so many σ of its mean with a probability of 90 %.
-_SDS_OF_90_PERCENT = 1.6449
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,8 @@ def predicted_costs(history: History) -> list[PredictedCost]:
     run_variance = forecast.epochs.run_variance + forecast.epoch_costs.run_variance
     costs = []
     for index, size in enumerate(history.job.batch_sizes):
-        mean, variance = float(forecast.costs.mean[index]), max(float(forecast.costs.covariance[index, index]), 0.0)
-        reach = _SDS_OF_90_PERCENT * math.sqrt(variance + run_variance)
+        mean, variance = float(forecast.mean[index]), float(forecast.variance[index])
+        reach = BAND_SDS * math.sqrt(variance + run_variance)
         expected_j = forecast.expected_cost_j(index)
         costs.append(PredictedCost(size, expected_j, math.exp(mean - reach), math.exp(mean + reach)))
     return costs

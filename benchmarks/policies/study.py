@@ -21,7 +21,6 @@ from bso_server.simulate.results import (
     running_ratios,
 )
 from bso_server.simulate.workload import Workload
-from zeus_plugins.protocol import PolicyName
 
 
 @dataclass(frozen=True)
@@ -39,13 +38,13 @@ class Study:
     drift_at: int | None = None
 
     @cached_property
-    def first_jobs(self) -> Mapping[PolicyName, Played]:
+    def first_jobs(self) -> Mapping[str, Played]:
         """By policy the job of the first seed, played once more."""
         workload, conditions = self.comparison.workload, self.comparison.conditions
         return {policy: played(workload, conditions, policy, self.setting, 0) for policy in self.comparison.results}
 
     @property
-    def curves(self) -> Mapping[PolicyName, Sequence[float]]:
+    def curves(self) -> Mapping[str, Sequence[float]]:
         """By policy the mean over the seeds of the total cost over the oracle's, after each recurrence."""
         return {
             policy: mean_curve([running_ratios(job_j, self._oracle_j) for job_j in costs_j])
@@ -53,14 +52,14 @@ class Study:
         }
 
     @property
-    def regrets(self) -> Mapping[PolicyName, Sequence[float]]:
+    def regrets(self) -> Mapping[str, Sequence[float]]:
         """Likewise of the sum of the costs above the oracle's, in runs of the oracle."""
         return {
             policy: mean_curve([_running_regrets(job_j, self._oracle_j) for job_j in costs_j])
             for policy, costs_j in self.comparison.costs_j.items()
         }
 
-    def ratio_since_drift(self, policy: PolicyName) -> float | None:
+    def ratio_since_drift(self, policy: str) -> float | None:
         """Cost of all recurrences since the drift over the oracle's, mean over the seeds; None without a drift."""
         if self.drift_at is None or self.drift_at >= self.comparison.recurrences:
             return None
@@ -82,7 +81,7 @@ class Study:
 
 def study(
     workload: Workload,
-    policies: Sequence[PolicyName],
+    policies: Sequence[str],
     setting: Setting,
     *,
     foresight: bool = True,

@@ -13,12 +13,13 @@ from typing import Any
 from bso_server.cli.common import CommandError, Commands, add_source
 from bso_server.cli.jobs import read_job
 from bso_server.cli.simulate_tables import ratios_text, savings_text
+from bso_server.core.registry import find
 from bso_server.simulate.recorded import recorded_savings, recorded_workload
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
 from bso_server.simulate.savings import Savings
 from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
 from bso_server.simulate.workload import Workload
-from zeus_plugins.protocol import PolicyName
+from zeus_plugins.protocol import OWN_POLICIES
 
 # What names one workload in the traces; ``--all`` needs none of it.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
@@ -41,13 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("dataset", "network", "optimizer"):
         parser.add_argument(f"--{name}", help="as in the traces")
     parser.add_argument("--target-metric", type=float, metavar="X", help="one of the train trace's")
-    parser.add_argument("--max-epochs", type=_at_least_1, metavar="E", help="a run that needs more has failed")
-    parser.add_argument("--default-batch-size", type=_at_least_1, metavar="B", help="the choice of the job's owner")
+    parser.add_argument("--max-epochs", type=at_least_1, metavar="E", help="a run that needs more has failed")
+    parser.add_argument("--default-batch-size", type=at_least_1, metavar="B", help="the choice of the job's owner")
     parser.add_argument(
-        "--policy", type=PolicyName, choices=list(PolicyName), action="append", help="one or several (default: all)"
+        "--policy",
+        type=policy_name,
+        action="append",
+        metavar="POLICY",
+        help="gp_voi, zeus or another one that is installed here; one or several (default: those two)",
     )
-    parser.add_argument("--recurrences", type=_at_least_1, default=100, metavar="N", help="(default 100)")
-    parser.add_argument("--seeds", type=_at_least_1, default=200, metavar="N", help="simulated jobs (default 200)")
+    parser.add_argument("--recurrences", type=at_least_1, default=100, metavar="N", help="(default 100)")
+    parser.add_argument("--seeds", type=at_least_1, default=200, metavar="N", help="simulated jobs (default 200)")
     parser.add_argument(
         "--eta",
         type=_share,
@@ -65,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="each size at its cheapest power limit, found in its first epoch (default), or all at the maximum",
     )
     parser.add_argument(
-        "--concurrency", type=_at_least_1, default=1, metavar="K", help="recurrences always under way (default 1)"
+        "--concurrency", type=at_least_1, default=1, metavar="K", help="recurrences always under way (default 1)"
     )
     parser.add_argument(
         "--price", type=at_least_0, metavar="PRICE", help="of a kWh, in any currency: also tell what energy cost in it"
@@ -104,9 +109,17 @@ def subject_of(options: argparse.Namespace) -> Subject:
     return _recorded(options) if options.job_id is not None else _traced(options)
 
 
-def policies_of(options: argparse.Namespace) -> list[PolicyName]:
+def policy_name(name: str) -> str:
+    """The name that an option states, if a policy of that name is installed here."""
+    missing = find(name).missing
+    if missing is not None:
+        raise argparse.ArgumentTypeError(missing)
+    return name
+
+
+def policies_of(options: argparse.Namespace) -> list[str]:
     """The policies that the options name, each once."""
-    return list(dict.fromkeys(options.policy or PolicyName))
+    return list(dict.fromkeys(options.policy or OWN_POLICIES))
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
@@ -154,7 +167,7 @@ def _recorded(options: argparse.Namespace) -> Subject:
     if named:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
     view = read_job(options)
-    workload, job = recorded_workload(view), view.job
+    workload, job = recorded_workload(view.job, view.trials), view.job
     return Subject(
         [workload],
         job.eta_knob,
@@ -191,7 +204,8 @@ def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = T
     return ["--" + name.replace("_", "-") for name in names if (getattr(options, name) is not None) is given]
 
 
-def _at_least_1(text: str) -> int:
+def at_least_1(text: str) -> int:
+    """The whole number that an option states, if it is at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")

@@ -7,14 +7,16 @@ import math
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bso_server.core.history import History, cost_of
 from bso_server.core.job import InMemoryJob
 from bso_server.core.model import Report, TrialRecord
+from bso_server.core.policy import needs_bound
 from bso_server.errors import NoSurvivorError
 from bso_server.simulate.savings import Consumption
 from bso_server.simulate.workload import Landscape, Profile
-from zeus_plugins.protocol import JobRegistration, PolicyName, StopRule, TrialState
+from zeus_plugins.protocol import JobRegistration, StopRule, TrialState
 
 # A recurrence whose trials are stopped so often in a row is given up.
 _PATIENCE = 20
@@ -42,9 +44,13 @@ class Conditions:
         """Every batch size at a recurrence, counted from 0."""
         return self.landscape
 
-    def slowness(self, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
-        """A factor on the time and energy of one trial."""
+    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
+        """A factor on the time and energy of one trial; trials count from 1."""
         return 1.0
+
+    def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:  # noqa: ARG002 - see above
+        """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +86,7 @@ class Played:
     trials: list[PlayedTrial] = field(default_factory=list)
 
 
-def job_of(landscape: Landscape, policy: PolicyName, *, seed: int, **fields: object) -> JobRegistration:
+def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> JobRegistration:
     """The job that a landscape is of; `seed` is that of its draws.
 
     `fields` are others of `JobRegistration`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
@@ -112,6 +118,7 @@ class _Run:
     began_s: float
     attempts: int
     slowness: float
+    epoch_factors: NDArray[np.float64] | None
     epochs: int = 0
 
     @property
@@ -122,10 +129,11 @@ class _Run:
     def report_at(self, epochs: int) -> Report:
         """Its report after so many epochs."""
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
-        later = epochs - 1
+        factors = self.epoch_factors
+        start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
         return Report(
-            time_s=(first.time_s + later * self.profile.epoch.time_s) * self.slowness,
-            energy_j=(first.energy_j + later * self.profile.epoch.energy_j) * self.slowness,
+            time_s=(start * first.time_s + later * self.profile.epoch.time_s) * self.slowness,
+            energy_j=(start * first.energy_j + later * self.profile.epoch.energy_j) * self.slowness,
             epoch=float(epochs),
             metric=_TARGET if epochs >= self.epochs_to_target else 0.0,
         )
@@ -193,7 +201,8 @@ class Simulation:
             profiles_limits=trial.batch_size not in self._profiled,
             began_s=now_s,
             attempts=attempts + 1,
-            slowness=self._conditions.slowness(self._draws),
+            slowness=self._conditions.slowness(trial.trial_number, self._draws),
+            epoch_factors=self._conditions.epoch_factors(self._job.max_epochs, self._draws),
         )
         self._profiled.add(trial.batch_size)
         self._schedule(run, epochs=1)
@@ -239,9 +248,10 @@ class Simulation:
     def _next_epoch(self, run: _Run) -> int:
         """The next epoch whose report may end the run.
 
-        One after another, nothing changes the stop rule during a run: reports that change nothing are left out.
+        One after another, nothing changes the stop rule during a run: reports that change nothing are left out. Where
+        epochs differ, each report tells something.
         """
-        if self._concurrency > 1 or (run.trial.bound is None and self._job.policy is PolicyName.GP_VOI):
+        if self._concurrency > 1 or run.epoch_factors is not None or needs_bound(self._job, run.trial):
             return run.epochs + 1
         rule = self._playing.stop_rule(run.trial.trial_number)
         epochs = min(run.epochs_to_target, float(rule.max_epochs))

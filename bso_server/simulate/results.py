@@ -11,7 +11,6 @@ from typing import Any
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.savings import Consumption, Savings
 from bso_server.simulate.workload import Landscape, Workload, landscape
-from zeus_plugins.protocol import PolicyName
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """After so many recurrences costs are compared."""
@@ -78,8 +77,8 @@ class Comparison:
     eta: float
     recurrences: int
     conditions: Conditions
-    results: Mapping[PolicyName, Result]
-    costs_j: Mapping[PolicyName, Sequence[Sequence[float]]]
+    results: Mapping[str, Result]
+    costs_j: Mapping[str, Sequence[Sequence[float]]]
 
     @property
     def default_ratio(self) -> float | None:
@@ -98,7 +97,7 @@ class Comparison:
             total += expected
         return total
 
-    def savings(self, policy: PolicyName) -> Savings:
+    def savings(self, policy: str) -> Savings:
         """A policy's savings over the default."""
         return Savings(self.recurrences, self.results[policy].consumed, self.default_consumption)
 
@@ -120,12 +119,12 @@ class Comparison:
                 "cost_j": _finite(default.expected_cost_j),
                 "ratio": self.default_ratio,
             },
-            "policies": {str(policy): result.as_json() for policy, result in self.results.items()},
+            "policies": {policy: result.as_json() for policy, result in self.results.items()},
             "spending": {
                 "recurrences": self.recurrences,
                 "price_per_kwh": price_per_kwh,
                 "default": None if consumed is None else consumed.as_json(price_per_kwh),
-                "policies": {str(policy): self.savings(policy).as_json(price_per_kwh) for policy in self.results},
+                "policies": {policy: self.savings(policy).as_json(price_per_kwh) for policy in self.results},
                 **({} if recorded is None else {"recorded": recorded.as_json(price_per_kwh)}),
             },
         }
@@ -137,7 +136,7 @@ def _finite(number: float) -> float | None:
 
 
 def compare(
-    workload: Workload, policies: Iterable[PolicyName], setting: Setting, conditions: Conditions | None = None
+    workload: Workload, policies: Iterable[str], setting: Setting, conditions: Conditions | None = None
 ) -> Comparison:
     """Simulate a workload with each of these policies, always as it is if no conditions are given.
 
@@ -145,8 +144,8 @@ def compare(
     """
     conditions = conditions or Conditions(landscape_of(workload, setting))
     oracle_j = oracle_costs_j(conditions, setting.recurrences)
-    results: dict[PolicyName, Result] = {}
-    costs_j: dict[PolicyName, Sequence[Sequence[float]]] = {}
+    results: dict[str, Result] = {}
+    costs_j: dict[str, Sequence[Sequence[float]]] = {}
     for policy in policies:
         jobs = [played(workload, conditions, policy, setting, seed) for seed in range(setting.seeds)]
         results[policy] = _result(jobs, setting, oracle_j, conditions)
@@ -158,7 +157,7 @@ def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, fl
     """Over workloads: of each policy's ratio, by number of recurrences; None where one is infinite."""
     means: dict[str, dict[str, float | None]] = {}
     for policy, result in comparisons[0].results.items():
-        means[str(policy)] = {
+        means[policy] = {
             str(mark): _finite(
                 math.exp(sum(math.log(each.results[policy].ratio[mark]) for each in comparisons) / len(comparisons))
             )
@@ -172,7 +171,7 @@ def landscape_of(workload: Workload, setting: Setting) -> Landscape:
     return landscape(workload, eta=setting.eta, optimal_power_limits=setting.optimal_power_limits)
 
 
-def played(workload: Workload, conditions: Conditions, policy: PolicyName, setting: Setting, seed: int) -> Played:
+def played(workload: Workload, conditions: Conditions, policy: str, setting: Setting, seed: int) -> Played:
     """The job of one seed."""
     job = job_of(
         conditions.landscape,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
+from bso_server.simulate.traces import PAPER_WORKLOADS
 from bso_server.simulate.workload import Epoch, SizeTrace, Workload
 
 # Two power limits; an epoch at the lower one takes longer and less energy.
@@ -60,6 +62,22 @@ def trace_files(folder: Path) -> list[str]:
     train.write_text(TRAIN)
     power.write_text(POWER)
     return ["--train-trace", str(train), "--power-trace", str(power)]
+
+
+def paper_traces(folder: Path) -> Path:
+    """Traces of the six workloads and both GPUs, two sizes each, and an MLPerf file of one benchmark."""
+    train, power = [TRAIN.splitlines()[0]], [POWER.splitlines()[0]]
+    for each in PAPER_WORKLOADS:
+        for size, epochs in ((each.default_batch_size // 2, 2), (each.default_batch_size, 3)):
+            workload = f"{each.dataset},{each.network},{size},{each.optimizer}"
+            train.append(f"{workload},1e-2,1,{each.target_metric},{epochs}")
+            power.append(f"{workload},200,10,180")
+    (folder / "summary_train.csv").write_text("\n".join(train))
+    for gpu in ("v100", "a40"):
+        (folder / f"summary_power_{gpu}.csv").write_text("\n".join(power))
+    benchmark = {"sizes": [64, 128, 256, 512], "reports_to_target": [[9, 9], [10, 11, 11], [12], [16, 20]]}
+    (folder / "mlperf_convergence.json").write_text(json.dumps({"jobs": {"reader": benchmark}}))
+    return folder
 
 
 def without_padding(text: str) -> str:
