@@ -91,7 +91,11 @@ def test_it_is_shown_as_before(tmp_path: Path) -> None:
             assert as_json(await old.reader.read(queries.list_arms, job_id)) == before["arms"]
             assert as_json(await old.reader.read(queries.list_power_profiles, job_id)) == before["power_profiles"]
             export = before.get("export") or json.loads((FIXTURES / "export.json").read_text())
-            assert without_owner(as_json(await exported(old.store, job_id))) == export
+            kept = without_owner(as_json(await exported(old.store, job_id)))
+            # The numbers behind its decisions stood in no column then, nor did how unevenly epochs cost.
+            for column in ("decision", "cost_deviations_j2"):
+                assert {trial.pop(column) for trial in kept["trials"]} == {None}
+            assert kept == export
 
     on_old_database(tmp_path, use)
 

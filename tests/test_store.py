@@ -34,7 +34,7 @@ from bso_server.storage.tables import metadata
 from bso_server.storage.transaction import JobExistsError, Transaction
 from tests.support.databases import SQLITE_DRIVERS
 from tests.support.jobs import job
-from zeus_plugins.protocol import JobRegistration, Origin, PolicyName, TrainingResult, TrialState
+from zeus_plugins.protocol import OWN_POLICIES, ZEUS, JobRegistration, Origin, TrainingResult, TrialState
 
 pytestmark = pytest.mark.storage
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
 
 
-def registration(job_id: str, policy: PolicyName = PolicyName.ZEUS) -> JobRegistration:
+def registration(job_id: str, policy: str = ZEUS) -> JobRegistration:
     return JobRegistration(**job(policy=policy, job_id=job_id, job_id_prefix=job_id[:1]))
 
 
@@ -115,9 +115,12 @@ def test_what_goes_in_comes_out(database_url: str) -> None:
         trial,
         time_s=123456.789012345,
         energy_j=0.1 + 0.2,
+        epoch=0.3,
         metric=0.0,
+        report_count=2,
         first_epoch=0.1,
         first_cost_j=1 / 3,
+        cost_deviations_j2=2 / 3,
         epoch_bound=7,
         epoch_bound_reason="seven",
     )
@@ -288,8 +291,8 @@ def test_how_many_statements_a_report_takes(database_url: str) -> None:
     in_store(database_url, use)
 
 
-@pytest.mark.parametrize("policy", PolicyName)
-def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: str) -> None:
     """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
     queries: dict[str, Any] = {}
 

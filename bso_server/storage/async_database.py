@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, Engine, event
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, InvalidatePoolError
 
 from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
 from bso_server.storage.unwritable import OpenFile, UnwritableError
@@ -26,6 +28,10 @@ _POOL_OF_WAITING = 6
 # Seconds after which a transaction that was given up is told once more to end, and for which its end is waited for when
 # the database is closed.
 _END_S = 5.0
+
+# Seconds for which a connection that was used is taken to be there; the time of its last use is in its `info`.
+_FRESH_S = 1.0
+_USED = "bso_used"
 
 T = TypeVar("T")
 
@@ -162,3 +168,35 @@ def limit_sessions(engine: Engine, limits: SessionLimits) -> None:
         # By the driver itself, as the adapter would begin a transaction for it; and not as parameters of the
         # connection, which poolers like PgBouncer refuse.
         connection.run_async(lambda driver: getattr(driver, execute)(sql))
+
+
+def ping_after_idle(engine: Engine) -> None:
+    """Have a connection that died while it was idle noticed before it is used.
+
+    The pool's own ping does so each time that a connection is taken, which with asyncpg is three round trips more, as
+    many as a report's statements. One that was used just now is taken as it is, unless another one was lost since: if
+    it was, too, the transaction is begun again like any whose connection is lost.
+    """
+    dialect, lost_at = engine.dialect, -math.inf
+
+    @event.listens_for(engine, "invalidate")
+    def _lost(_connection: Any, _record: Any, _error: Any) -> None:
+        nonlocal lost_at
+        lost_at = time.monotonic()
+
+    @event.listens_for(engine, "checkin")
+    def _used(_connection: Any, record: Any) -> None:
+        record.info[_USED] = time.monotonic()
+
+    @event.listens_for(engine, "checkout")
+    def _check(connection: Any, record: Any, _proxy: Any) -> None:
+        # A new one has not been used.
+        used_at = record.info.get(_USED, math.inf)
+        if used_at > max(lost_at, time.monotonic() - _FRESH_S):
+            return
+        try:
+            dialect.do_ping(connection)
+        except dialect.loaded_dbapi.Error as error:
+            if dialect.is_disconnect(error, connection, None):
+                raise InvalidatePoolError from error
+            raise

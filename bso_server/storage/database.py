@@ -29,6 +29,7 @@ from bso_server.storage.async_database import (
     NoConnectionError,
     limit_sessions,
     no_answer,
+    ping_after_idle,
 )
 from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
 from bso_server.storage.filesystem import network_filesystem
@@ -242,8 +243,6 @@ def open_database(
         timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
         options = {
             "connect_args": {} if timeout in url.query else {timeout: _CONNECT_TIMEOUT_S},
-            # A connection that died while idle is noticed before it is used.
-            "pool_pre_ping": True,
             "pool_size": _POOL_SIZE,
             # Whoever waits for one has a deadline of its own.
             "pool_timeout": None,
@@ -272,6 +271,7 @@ def open_database(
         event.listen(engine.sync_engine, "begin", _begin)
     else:
         limit_sessions(engine.sync_engine, SessionLimits(patience_s))
+        ping_after_idle(engine.sync_engine)
     return AsyncDatabase(engine, open_file, patience_s=patience_s)
 
 
@@ -338,6 +338,14 @@ def _url(database_url: str) -> URL:
             f"{written} (with your password), and the server's own driver is used"
         )
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
+
+
+def described(url: URL) -> str:
+    """A URL as a user would write it, without its password."""
+    # Drivers take it there, too.
+    query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
+    shown = url.set(drivername=url.get_backend_name(), query=query)
+    return shown.render_as_string(hide_password=True)
 
 
 def _refuse_network(url: URL) -> None:

@@ -11,7 +11,7 @@ from datetime import datetime
 
 from sqlalchemy import delete, select, update
 
-from bso_server.storage.tables import epochs, jobs, power_profiles, trials
+from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
 from bso_server.storage.transaction import Transaction
 
 
@@ -36,7 +36,7 @@ def silent_since(transaction: Transaction, instant: datetime) -> dict[str, datet
 
 def remove_some(transaction: Transaction, job_id: str, *, limit: int) -> int:
     """Remove rows of a job that is being imported, at most so many of a table, and at last the job; their number."""
-    for table in (epochs, power_profiles, trials):
+    for table in (epochs, power_profiles, decisions, trials):
         if removed := transaction.delete_some_of(table, job_id, limit=limit):
             return removed
     transaction.change(delete(jobs).where(jobs.c.job_id == job_id))

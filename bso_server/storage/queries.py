@@ -5,23 +5,33 @@ None of them locks anything. Pages go by key, so that a page costs the same wher
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import OBSERVED, ObservedRun, TrialRecord
 from bso_server.core.savings import Sums, Tally
+from bso_server.storage import statements
 from bso_server.storage.rows import (
+    StoredDecision,
     StoredEpoch,
     StoredJob,
     StoredPowerProfile,
+    TrialTotals,
+    decision_from,
     job_from,
     power_profile_from,
     trial_from,
 )
-from bso_server.storage.tables import epochs, jobs, power_profiles, trials
-from bso_server.storage.transaction import IS_THERE, Transaction
-from zeus_plugins.protocol import Stage, TrialState
+from bso_server.storage.statements import IS_THERE
+from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import ALIVE, Stage, TrialState
+
+# What an integer column holds.
+MAX_INTEGER = 2**31 - 1
 
 
 def jobs_page(
@@ -51,33 +61,127 @@ def trials_page(
 
 def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -> list[TrialRecord]:
     """The trials that were dispatched last, at most so many of them (None: all), in order of dispatch."""
-    return _trials(transaction, job_id, [], order=trials.c.trial_number.desc(), limit=limit)[::-1]
+    if limit is None:
+        return _trials(transaction, job_id, [], order=trials.c.trial_number, limit=None)
+    found = transaction.found(statements.LATEST_TRIALS, job_id=job_id, limit=limit)
+    return [trial_from(row) for row in reversed(found)]
 
 
-def tallies(transaction: Transaction, job_id: str) -> list[Tally]:
-    """The job's trials, counted and summed up by batch size, state and origin."""
-    kind = trials.c.batch_size, trials.c.state, trials.c.origin
-    energy, time = trials.c.energy_j, trials.c.time_s
-    sums = {
-        "energy_j": energy,
-        "time_s": time,
-        "energy_squared": energy * energy,
-        "time_squared": time * time,
-        "energy_times_time": energy * time,
-    }
-    # Null where none of them has reported.
-    columns = [func.coalesce(func.sum(each), 0.0).label(name) for name, each in sums.items()]
-    statement = select(*kind, func.count().label("trials"), *columns).where(trials.c.job_id == job_id).group_by(*kind)
+def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> list[datetime]:
+    """The instants at which something was heard of these trials."""
+    rows = transaction.tuples(statements.LATEST_INSTANTS, job_id=job_id, limit=limit)
+    return [instant for row in rows for instant in row if instant is not None]
+
+
+def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
+    """The job's trials (from the first of these numbers to the last), counted and summed up by size, state, origin."""
     return [
-        Tally(row["batch_size"], row["state"], row["origin"], row["trials"], Sums(**{name: row[name] for name in sums}))
-        for row in transaction.rows(statement)
+        Tally(size, state, origin, count, Sums(*sums))
+        for size, state, origin, count, *sums in transaction.tuples(
+            statements.TALLIES, job_id=job_id, first=first, last=last
+        )
     ]
+
+
+def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:
+    """The lowest number of the trials that have ended after this event of the job; None if none has."""
+    ((number,),) = transaction.tuples(statements.FIRST_ENDED_AFTER, job_id=job_id, event=event)
+    return None if number is None else int(number)
 
 
 def trial(transaction: Transaction, job_id: str, trial_number: int) -> TrialRecord | None:
     """One trial, or None."""
     condition = trials.c.trial_number == trial_number
     return next(iter(_trials(transaction, job_id, [condition], order=trials.c.trial_number, limit=1)), None)
+
+
+def job_versions(
+    transaction: Transaction, *, containing: str | None, after: str | None, limit: int
+) -> list[tuple[str, str]]:
+    """The ids of such a page of jobs, each with a text that changes with all that a line about the job shows of it.
+
+    Whole records would cost several times as much, and most who ask know all of them.
+    """
+    rows: list[tuple[Any, ...]]
+    if containing:
+        statement = statements.job_versions_containing(containing).order_by(jobs.c.job_id).limit(limit)
+        if after is not None:
+            statement = statement.where(jobs.c.job_id > after)
+        rows = [tuple(row.values()) for row in transaction.rows(statement)]
+    elif after is not None:
+        rows = [tuple(row) for row in transaction.tuples(statements.JOB_VERSIONS_AFTER, after=after, limit=limit)]
+    else:
+        rows = [tuple(row) for row in transaction.tuples(statements.JOB_VERSIONS, limit=limit)]
+    others = _changing_trials(transaction, [row[0] for row in rows], limit)
+    return [(row[0], repr((row, others.get(row[0])))) for row in rows]
+
+
+def _changing_trials(transaction: Transaction, job_ids: Sequence[str], size: int) -> dict[str, list[Any]]:
+    """Of each of these jobs, at most so many, the trials whose changes do not show in its event count."""
+    if not job_ids:
+        return {}
+    # One statement for each size of a page: what is missing is the last job once more.
+    padded = [*job_ids, *[job_ids[-1]] * (size - len(job_ids))]
+    names = {f"job_id_{n}": job_id for n, job_id in enumerate(padded)}
+    found: dict[str, list[Any]] = {}
+    for row in transaction.tuples(statements.changing_trials_of(size), **names):
+        found.setdefault(row[0], []).append(tuple(row))
+    return found
+
+
+def alive_trials(transaction: Transaction, job_id: str) -> list[TrialRecord]:
+    """The trials of a job that run or may go on, in order of dispatch."""
+    found = [trial_from(row) for row in transaction.found(statements.ALIVE_TRIALS, job_id=job_id)]
+    return sorted(found, key=lambda each: each.trial_number)
+
+
+def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datetime) -> dict[str, int]:
+    """The number of trials alive whose leases have run out, of each of these jobs that has any."""
+    table = trials.c
+    statement = select(table.job_id, func.count().label("trials")).group_by(table.job_id)
+    chosen = statement.where(table.state.in_(sorted(ALIVE)), table.job_id.in_(job_ids), table.lease_expires_at < now)
+    return {row["job_id"]: row["trials"] for row in transaction.rows(chosen)} if job_ids else {}
+
+
+def withdrawn_count(transaction: Transaction, job_id: str) -> int:
+    """The number of a job's trials that were set aside; all other ends of trials show in the job's event count."""
+    ((count,),) = transaction.tuples(statements.WITHDRAWN_TRIALS, job_id=job_id)
+    return int(count)
+
+
+def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: int | None = None) -> list[TrialTotals]:
+    """The trials that were dispatched last (before this one), at most so many, in order, without most of their facts.
+
+    A page shows a thousand of them at once, where whole records would cost ten times as much.
+    """
+    parameters = {"job_id": job_id, "limit": limit}
+    if before is None:
+        rows = transaction.tuples(statements.LATEST_TOTALS, **parameters)
+    else:
+        rows = transaction.tuples(statements.LATEST_TOTALS_BEFORE, before=before, **parameters)
+    return [TrialTotals(*row) for row in reversed(rows)]
+
+
+def consumption_between(
+    transaction: Transaction, job_id: str, first: int, last: int
+) -> list[tuple[int, TrialState, float | None, float | None]]:
+    """The numbers, states, seconds and joules of these of a job's trials and all between them, in order."""
+    parameters = {"job_id": job_id, "first": first, "last": last}
+    return [
+        (number, state, time_s, energy_j)
+        for number, state, time_s, energy_j in transaction.tuples(statements.CONSUMPTION_BETWEEN, **parameters)
+    ]
+
+
+def observed_runs(transaction: Transaction, job_id: str, *, until: int, limit: int) -> list[ObservedRun]:
+    """The trials that were measured to their end by this event of the job, at most so many of the latest, in order."""
+    table = trials.c
+    columns = table.batch_size, table.state, table.epoch, table.time_s, table.energy_j
+    statement = select(*columns).where(
+        table.job_id == job_id, table.state.in_(sorted(OBSERVED)), table.ended_event <= until
+    )
+    rows = transaction.rows(statement.order_by(table.trial_number.desc()).limit(limit))
+    return [ObservedRun(*row.values()) for row in rows][::-1]
 
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
@@ -103,10 +207,23 @@ def epochs_between(transaction: Transaction, job_id: str, first: int, last: int)
     return [StoredEpoch(**row) for row in transaction.rows(statement)]
 
 
+def decisions_of(
+    transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
+) -> list[StoredDecision]:
+    """The decisions behind these of the job's trials that are kept, in order of dispatch."""
+    table = decisions.c
+    statement = select(decisions).where(table.job_id == job_id, table.trial_number >= first)
+    if last is not None:
+        statement = statement.where(table.trial_number <= last)
+    return [decision_from(row) for row in transaction.rows(statement.order_by(table.trial_number))]
+
+
 def power_profiles_of(
     transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
 ) -> list[StoredPowerProfile]:
     """The power-limit profiles that these of the job's trials have left and that are kept, in order of dispatch."""
+    if first == 1 and last is None:
+        return [power_profile_from(row) for row in transaction.found(statements.PROFILES, job_id=job_id)]
     table = power_profiles.c
     statement = select(power_profiles).where(table.job_id == job_id, table.trial_number >= first)
     if last is not None:

@@ -10,17 +10,25 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
 
 from bso_server.core.access import Scope, TokenRecord
-from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.history import Arm, Cheapest
 from bso_server.core.job import JobState
 from bso_server.core.model import TrialRecord
+from bso_server.core.registry import Policy
 from bso_server.core.statistics import Statistics
 from bso_server.storage.tables import trials
-from zeus_plugins.protocol import Fingerprint, JobRegistration, PowerLimitSample
+from zeus_plugins.protocol import (
+    CandidateWorth,
+    Decision,
+    Fingerprint,
+    JobRegistration,
+    PowerLimitSample,
+    SizeBelief,
+    TrialState,
+)
 
 Row = RowMapping | Mapping[str, Any]
 """A table's row by the names of its columns."""
@@ -66,6 +74,37 @@ class StoredPowerProfile:
     batch_size: int
     samples: tuple[PowerLimitSample, ...]
     stored_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDecision:
+    """A row of `decisions`."""
+
+    job_id: str
+    trial_number: int
+    decision: Decision
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMemory:
+    """A row of `policy_memories`: what a job's policy remembers of the ends of trials up to `folded_event`."""
+
+    job_id: str
+    version: str
+    folded_event: int
+    memory: Any
+
+
+@dataclass(frozen=True, slots=True)
+class TrialTotals:
+    """The part of a row of `trials` that tells what became of it; totals are None before its first report."""
+
+    trial_number: int
+    batch_size: int
+    state: TrialState
+    ended_event: int | None
+    time_s: float | None
+    energy_j: float | None
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +157,8 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
 
 
 # What a trial has used by its reports: in the record 0 before the first, so that sums need no case; elsewhere nothing.
-_TOTALS = ("time_s", "energy_j", "epoch", "first_epoch", "first_cost_j")
+_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
+_TOTALS = ("time_s", "energy_j", *_EPOCHS)
 
 
 class TrialColumns:
@@ -128,12 +168,13 @@ class TrialColumns:
         self.names = tuple(names)
         self._values = attrgetter(*self.names)
         self._no_totals = {name: None for name in _TOTALS if name in self.names}
+        self._no_epochs = {name: None for name in _EPOCHS if name in self.names}
 
     def of(self, trial: TrialRecord) -> dict[str, Any]:
-        """Their values by name. A trial without reports has no totals, rather than zeros."""
+        """Their values by name. A trial without reports has no totals, rather than zeros, one from Zeus no epochs."""
         row = dict(zip(self.names, self._values(trial), strict=True))
-        if trial.metric is None:
-            row |= self._no_totals
+        if not trial.epoch:
+            row |= self._no_epochs if trial.report_count else self._no_totals
         return row
 
 
@@ -153,7 +194,7 @@ TRIAL_AT_POWER_LIMIT = _written_with("power limit")
 def trial_from(values: Row) -> TrialRecord:
     """A trial from its columns, or from the fields of an export that are columns."""
     totals = {name: values[name] or 0.0 for name in _TOTALS}
-    return TrialRecord(**{**values, **totals})
+    return TrialRecord.of_row({**values, **totals})
 
 
 _EPOCH_FIELDS = [field.name for field in fields(StoredEpoch)]
@@ -185,7 +226,50 @@ def power_profile_row(profile: StoredPowerProfile) -> dict[str, Any]:
     return row | {"samples": _SAMPLES.dump_json(profile.samples).decode()}
 
 
-def token_from(row: RowMapping) -> TokenRecord:
+@lru_cache(maxsize=64)
+def _memories(policy: Policy) -> TypeAdapter[Any]:
+    return TypeAdapter(None if policy.memory is None else policy.memory.kind)
+
+
+def memory_from(row: Row, policy: Policy) -> StoredMemory | None:
+    """A policy's memory from its row; None if another version, or another policy of this name, has made it."""
+    if row["version"] != policy.version:
+        return None
+    try:
+        memory = _memories(policy).validate_json(row["memory"])
+    except ValidationError:
+        return None
+    return StoredMemory(row["job_id"], row["version"], row["folded_event"], memory)
+
+
+def memory_row(stored: StoredMemory, policy: Policy) -> dict[str, Any]:
+    """The row of a policy's memory."""
+    row = {field.name: getattr(stored, field.name) for field in fields(stored)}
+    return row | {"memory": _memories(policy).dump_json(stored.memory).decode()}
+
+
+# In the order of their fields: names would take more room than the numbers. New fields come last.
+_LISTED: dict[str, type[SizeBelief | CandidateWorth]] = {"sizes": SizeBelief, "candidates": CandidateWorth}
+
+
+def decision_from(row: Row) -> StoredDecision:
+    """A decision from its row."""
+    told = json.loads(row["decision"])
+    for name, kind in _LISTED.items():
+        told[name] = [dict(zip(kind.model_fields, values, strict=False)) for values in told[name]]
+    return StoredDecision(row["job_id"], row["trial_number"], Decision.model_validate(told))
+
+
+def decision_row(stored: StoredDecision) -> dict[str, Any]:
+    """The row of a decision."""
+    told = stored.decision.model_dump(mode="json")
+    for name in _LISTED:
+        told[name] = [list(each.values()) for each in told[name]]
+    text = json.dumps(told, separators=(",", ":"))
+    return {"job_id": stored.job_id, "trial_number": stored.trial_number, "decision": text}
+
+
+def token_from(row: Row) -> TokenRecord:
     """A token from its row."""
     return TokenRecord(**{**row, "scopes": frozenset(map(Scope, row["scopes"].split()))})
 
@@ -195,12 +279,11 @@ def token_row(token: TokenRecord) -> dict[str, Any]:
     return asdict(token) | {"scopes": " ".join(sorted(token.scopes))}
 
 
-_BELIEF = TypeAdapter(Belief)
 _STATISTICS = ("explored", "observed", "completed")
 _STATISTICS_FIELDS = [field.name for field in fields(Statistics)]
 
 
-def arm_from(row: RowMapping) -> Arm:
+def arm_from(row: Row) -> Arm:
     """An arm from its row."""
     latest = json.loads(row["latest"])
     return Arm(
@@ -210,7 +293,6 @@ def arm_from(row: RowMapping) -> Arm:
         refitted=row["refitted"],
         window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
         latest=None if latest is None else (latest[0], latest[1]),
-        belief=Belief() if row["belief"] is None else _BELIEF.validate_json(row["belief"]),
         **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
     )
 
@@ -224,7 +306,6 @@ def arm_row(arm: Arm) -> dict[str, Any]:
         "refitted": arm.refitted,
         "window": json.dumps(arm.window),
         "latest": json.dumps(arm.latest),
-        "belief": None if arm.belief == Belief() else _BELIEF.dump_json(arm.belief).decode(),
     }
     for name in _STATISTICS:
         statistics = getattr(arm, name)

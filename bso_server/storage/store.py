@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
+from bso_server.core.watch import Listener, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
 from bso_server.storage.async_database import NoConnectionError
-from bso_server.storage.database import Database, SqliteFile, back_up, is_passing
+from bso_server.storage.database import Database, SqliteFile, back_up, described, is_passing
 from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, Deadline, waiting
 from bso_server.storage.transaction import JobExistsError, Transaction
 from bso_server.storage.unwritable import UnwritableError, as_unwritable
@@ -59,6 +59,7 @@ class _Attempts:
         self._made = 0
         self._lost = False
         self._collided = False
+        self.repeats = 0
 
     def wait_s(self, error: Exception) -> float | None:
         """Seconds to wait before the next attempt, random; None if there is no time for one.
@@ -89,6 +90,7 @@ class _Attempts:
         if wait_s + took_s >= self._deadline.left_s:
             return None
         self._begun = time.monotonic() + wait_s
+        self.repeats += 1
         return wait_s
 
     def _random_s(self, most_s: float) -> float:
@@ -136,16 +138,18 @@ class Store:
     Args:
         database: The database.
         patience_s: Seconds after which `write` and `read` give up, with all their attempts.
+        listener: Told of each transaction, and of what has happened in those that are in force.
     """
 
-    def __init__(self, database: Database, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, database: Database, *, patience_s: float = PATIENCE_S, listener: Listener = nobody) -> None:
         self._database = database
         self.patience_s = patience_s
+        self.listener = listener
         self._health = _Health()
 
     def patient(self) -> Store:
         """The same data, for what reads or writes a job as a whole, and for callers that keep nobody waiting."""
-        store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S))
+        store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S), listener=self.listener)
         store._health = self._health
         return store
 
@@ -160,9 +164,14 @@ class Store:
         return self._database.url.get_backend_name() == "sqlite"
 
     @property
+    def kind(self) -> str:
+        """The kind of the database and its driver, such as ``postgresql+asyncpg``."""
+        return self._database.url.drivername
+
+    @property
     def description(self) -> str:
         """The database's URL as a user would write it, without its password."""
-        return _described(self._database.url)
+        return described(self._database.url)
 
     async def write(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do `work` in a transaction, and again from the start when the database broke it off or went away.
@@ -195,24 +204,32 @@ class Store:
         if self.fault is not None and not read_only:
             self._health.mended(self.description)
         transaction.write_log()
+        transaction.tell_all(self.listener)
         return done
 
     async def _repeated(
         self, work: Callable[[Connection], T], *, patience_s: float, read_only: bool = False, waits: bool = True
     ) -> T:
         with waiting(patience_s, alone=patience_s >= LONG_PATIENCE_S) as deadline:
-            attempts = _Attempts(deadline)
-            while True:
-                try:
-                    done = await self._run(work, read_only=read_only, waits=waits, timeout_s=deadline.left_s)
-                except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
-                    wait_s = attempts.wait_s(error)
-                    if wait_s is None:
-                        raise attempts.given_up(error) from error
-                    await asyncio.sleep(wait_s)
-                else:
-                    attempts.succeeded()
-                    return done
+            attempts, begun, outcome = _Attempts(deadline), time.monotonic(), Outcome.FAILED
+            try:
+                while True:
+                    try:
+                        done = await self._run(work, read_only=read_only, waits=waits, timeout_s=deadline.left_s)
+                    except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
+                        wait_s = attempts.wait_s(error)
+                        if wait_s is None:
+                            raise attempts.given_up(error) from error
+                        await asyncio.sleep(wait_s)
+                    else:
+                        attempts.succeeded()
+                        outcome = Outcome.COMMITTED
+                        return done
+            except BsoError as error:
+                outcome = Outcome.UNAVAILABLE if isinstance(error, DatabaseUnavailableError) else Outcome.REFUSED
+                raise
+            finally:
+                self.listener(TransactionDone(not read_only, outcome, time.monotonic() - begun, attempts.repeats))
 
     async def _run(
         self,
@@ -385,7 +402,7 @@ class SyncStore:
             connection = self._connection = self._file.connect()
             found = self._file.run(connection, migrations.current, read_only=True)
             if found != migrations.HEAD:
-                _refuse_newer(found, _described(self._file.url))
+                _refuse_newer(found, described(self._file.url))
                 if found is not None:
                     back_up(self._file.path)
                 with _unlogged():
@@ -426,13 +443,6 @@ class _BrokenInError(Exception):
 def _done_in_transaction(work: Callable[[Transaction], T], connection: Connection) -> tuple[T, Transaction]:
     transaction = Transaction(connection)
     return work(transaction), transaction
-
-
-def _described(url: URL) -> str:
-    # Drivers take it there, too.
-    query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
-    shown = url.set(drivername=url.get_backend_name(), query=query)
-    return shown.render_as_string(hide_password=True)
 
 
 def _refuse_newer(found: str | None, description: str) -> None:

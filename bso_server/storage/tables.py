@@ -1,10 +1,11 @@
-"""The tables. `jobs`, `trials`, `epochs`, `power_profiles` and `tokens` hold facts.
+"""The tables. `jobs`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
 
-`arms` and the columns marked as caches follow from them and save reading history.
+`arms`, `policy_memories` and the columns marked as caches follow from them and save reading history.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -40,6 +41,14 @@ LongText = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
 
 
+def _to_sqlite(value: datetime | None) -> str | None:
+    return None if value is None else value.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")
+
+
+def _from_sqlite(value: str | None) -> datetime | None:
+    return None if value is None else datetime.fromisoformat(value).replace(tzinfo=UTC)
+
+
 class UtcDateTime(TypeDecorator[datetime]):
     """An instant. Aware and in UTC on the Python side, whatever the database can keep."""
 
@@ -51,6 +60,14 @@ class UtcDateTime(TypeDecorator[datetime]):
         if dialect.name in {"mysql", "mariadb"}:
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
         return dialect.type_descriptor(DateTime(timezone=dialect.name == "postgresql"))
+
+    def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
+        """As SQLAlchemy does it, and on SQLite the same text by a shorter way."""
+        return _to_sqlite if dialect.name == "sqlite" else super().bind_processor(dialect)
+
+    def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
+        """Likewise."""
+        return _from_sqlite if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Convert to UTC; drop the zone where the database has no type for it."""
@@ -143,6 +160,7 @@ trials = Table(
     Column("lease_epoch", Integer, nullable=False, info=STATE),
     Column("first_epoch", Double, info=REPORT),
     Column("first_cost_j", Double, info=REPORT),
+    Column("cost_deviations_j2", Double, info=REPORT),
     Column("epoch_bound", Integer, info=STATE),
     Column("epoch_bound_reason", Text, info=STATE),
     Column("idempotency_key", String(255)),
@@ -188,6 +206,18 @@ power_profiles = Table(
     **_MYSQL,
 )
 
+# The numbers behind the choice of a trial's batch size: facts, for people.
+decisions = Table(
+    "decisions",
+    metadata,
+    Column("job_id", String(255), primary_key=True),
+    Column("trial_number", Integer, primary_key=True, autoincrement=False),
+    # `protocol.Decision` as JSON without the names of its fields, at most 4 KiB.
+    Column("decision", Text, nullable=False),
+    ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
+    **_MYSQL,
+)
+
 # A cache as a whole: `core.history.Arm`, one row per batch size of a job.
 arms = Table(
     "arms",
@@ -200,13 +230,26 @@ arms = Table(
     # (trial number, cost) pairs as JSON. Written as a whole: `refusals.refuse_long_window` bounds it, but for old jobs.
     Column("window", LongText, nullable=False),
     Column("latest", Text, nullable=False),
-    # What policy `gp_voi` has learned, as JSON; null for other policies, and before anything is.
-    Column("belief", Text),
     *(
         Column(f"{name}_{part}", kind, nullable=False)
         for name in ("explored", "observed", "completed")
         for part, kind in (("count", Integer), ("mean", Double), ("squared_deviations", Double))
     ),
+    **_MYSQL,
+)
+
+# A cache as a whole: what a job's policy remembers itself, `core.registry.Memory`. Only with policies that do, and not
+# before a decision that had an end of a trial to learn from.
+policy_memories = Table(
+    "policy_memories",
+    metadata,
+    Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+    # The policy's version that has made it: another one makes it anew.
+    Column("version", String(64), nullable=False),
+    # It holds the ends of trials up to this event.
+    Column("folded_event", Integer, nullable=False),
+    # The policy's own JSON.
+    Column("memory", LongText, nullable=False),
     **_MYSQL,
 )
 

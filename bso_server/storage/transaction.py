@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import lru_cache
-from typing import Any
+from operator import attrgetter
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     ColumnElement,
@@ -17,48 +17,66 @@ from sqlalchemy import (
     Select,
     Table,
     Update,
-    and_,
-    bindparam,
     delete,
     func,
     insert,
-    or_,
     select,
     update,
 )
 from sqlalchemy.exc import IntegrityError
 
 from bso_server.core.access import TokenRecord
-from bso_server.core.history import Arm, bandit_entered_from_the_start
-from bso_server.core.model import OBSERVED, UNCOUNTED, TrialKey, TrialRecord
+from bso_server.core.history import Arm
+from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
+from bso_server.core.registry import Policy
+from bso_server.core.replay import bandit_entered_from_the_start
+from bso_server.core.watch import Listener, Occurrence
+from bso_server.storage import statements
+from bso_server.storage.prepared import Prepared
 from bso_server.storage.rows import (
     TRIAL,
     TRIAL_AT_TRANSITION,
+    StoredDecision,
     StoredEpoch,
     StoredJob,
+    StoredMemory,
     StoredPowerProfile,
     TrialColumns,
     arm_from,
     arm_row,
+    decision_row,
     epoch_row,
     job_from,
     job_row,
+    memory_from,
+    memory_row,
     power_profile_from,
     power_profile_row,
     token_from,
     token_row,
     trial_from,
 )
-from bso_server.storage.tables import arms, epochs, jobs, power_profiles, tokens, trials, write_probes
-from zeus_plugins.protocol import ALIVE, JobRegistration, Origin, TrialState
+from bso_server.storage.statements import IS_THERE
+from bso_server.storage.tables import (
+    arms,
+    epochs,
+    jobs,
+    policy_memories,
+    power_profiles,
+    tokens,
+    trials,
+    write_probes,
+)
+from zeus_plugins.protocol import ALIVE, JobRegistration, TrialState
+
+Key = TypeVar("Key")
 
 logger = logging.getLogger("bso_server")
 
 # Some pages of each kind of database: a report, too, needs a new one now and then.
 _PROBE_BYTES = 16384
 
-IS_THERE = jobs.c.importing_at.is_(None)
-"""The condition that a job is one, and not a part of one that is being imported."""
+_JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
 
 
 class JobExistsError(Exception):
@@ -80,6 +98,7 @@ class Transaction:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._log: list[tuple[object, ...]] = []
+        self._occurrences: list[Occurrence] = []
 
     def log(self, message: str, *arguments: object) -> None:
         """Have a line logged once the transaction is in force."""
@@ -90,9 +109,26 @@ class Transaction:
         for message, *arguments in self._log:
             logger.info(message, *arguments)
 
+    def tell(self, occurrence: Occurrence) -> None:
+        """Have those who watch told once the transaction is in force."""
+        self._occurrences.append(occurrence)
+
+    def tell_all(self, listener: Listener) -> None:
+        """Tell of this transaction, which has been committed."""
+        for occurrence in self._occurrences:
+            listener(occurrence)
+
     def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
         """The rows of a query that only reads; `queries` holds those that no decision needs."""
         return self._connection.execute(statement).mappings().all()
+
+    def found(self, statement: Prepared, **parameters: object) -> list[dict[str, Any]]:
+        """The rows of a query that is always the same, by the names of its columns."""
+        return statement.mappings(self._connection, parameters)
+
+    def tuples(self, statement: Prepared, **parameters: object) -> list[Sequence[Any]]:
+        """The same, each row in the order of the columns."""
+        return statement.rows(self._connection, parameters)
 
     def change(self, statement: Update | Delete) -> int:
         """Change rows that no decision rests on, of a job that is being imported; their number."""
@@ -100,7 +136,7 @@ class Transaction:
 
     def job(self, job_id: str) -> StoredJob | None:
         """The job, or None."""
-        return self._jobs(select(jobs).where(jobs.c.job_id == job_id)).get(job_id)
+        return next(map(job_from, self.found(statements.JOB, job_id=job_id)), None)
 
     @property
     def can_skip(self) -> bool:
@@ -122,8 +158,10 @@ class Transaction:
 
     def locked_jobs(self, job_ids: Collection[str], *, skip: bool = False) -> dict[str, StoredJob]:
         """Those of these jobs that exist, and that nobody has locked if they are to `skip`; other writers wait."""
-        statement = select(jobs).where(jobs.c.job_id.in_(sorted(job_ids))).order_by(jobs.c.job_id)
-        return self._jobs(statement.with_for_update(skip_locked=skip and self.can_skip))
+        wanted = _padded(sorted(job_ids))
+        statement = statements.locked_jobs_of(len(wanted), skip=skip and self.can_skip)
+        found = self.found(statement, **{f"job_id_{n}": job_id for n, job_id in enumerate(wanted)})
+        return {row["job_id"]: job_from(row) for row in found}
 
     def locked_trials(
         self, keys: Collection[TrialKey], *, skip: bool = False
@@ -136,7 +174,11 @@ class Transaction:
         """
         found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
-        for row in self._connection.execute(*_locked_trials(sorted(keys), skip=skip and self.can_skip)):
+        wanted, parameters = _padded(sorted(keys)), dict[str, Any]()
+        for n, (job_id, trial_number) in enumerate(wanted):
+            parameters[f"job_id_{n}"], parameters[f"trial_number_{n}"] = job_id, trial_number
+        statement = statements.locked_trials_of(len(wanted), skip=skip and self.can_skip)
+        for row in statement.rows(self._connection, parameters):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
             if trial.job_id not in jobs_found:
                 jobs_found[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
@@ -151,53 +193,61 @@ class Transaction:
 
     def all_trials(self, job_id: str) -> list[TrialRecord]:
         """Every trial of the job, in order of dispatch."""
-        return self._trials(trials.c.job_id == job_id)
+        rows = self.rows(select(trials).where(trials.c.job_id == job_id))
+        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+        return _in_order(map(trial_from, rows))
 
-    def counted_explorations(self, job_id: str) -> list[TrialRecord]:
-        """The job's exploration trials that count, in order of dispatch."""
-        return self._trials(
-            trials.c.job_id == job_id, trials.c.origin == Origin.EXPLORATION, trials.c.state.not_in(UNCOUNTED)
-        )
+    def open_trials(self, job_id: str, event: int, *, with_explorations: bool) -> list[TrialRecord]:
+        """The trials that a decision needs one by one, in order of dispatch.
 
-    def in_flight(self, job_id: str) -> list[TrialRecord]:
-        """The job's trials that are running or may go on, in order of dispatch."""
-        return self._trials(trials.c.job_id == job_id, trials.c.state.in_(ALIVE))
-
-    def ended_after(self, job_id: str, event: int) -> list[TrialRecord]:
-        """Trials that ended after this event of the job, in order of their ends."""
-        found = self._trials(trials.c.job_id == job_id, trials.c.ended_event > event)
-        return sorted(found, key=lambda trial: trial.ended_event or 0)
+        These are the job's trials that are running or may go on, those that ended after this event of the job, and, if
+        asked for, its explorations that count.
+        """
+        statement = statements.open_trials(with_explorations=with_explorations)
+        found = self._trials(statement, job_id=job_id, event=event)
+        return list({trial.trial_number: trial for trial in found}.values())
 
     def locked_expired_trials(self, job_id: str, now: datetime, latest: datetime) -> list[TrialRecord]:
         """The job's trials whose leases have run out, or end after `latest`, in order of dispatch; other writers wait.
 
         Those that another transaction has locked are left out: it may be the report that renews the lease.
         """
-        return self._trials(trials.c.job_id == job_id, *_expired(now, latest), lock=True)
+        statement = statements.locked_expired_trials(skip=self.can_skip)
+        return self._trials(statement, job_id=job_id, now=now, latest=latest)
 
     def jobs_with_expired_trials(self, now: datetime, latest: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
-        statement = select(trials.c.job_id).distinct().where(*_expired(now, latest)).order_by(trials.c.job_id)
-        return list(self._connection.execute(statement).scalars())
+        found = self.found(statements.JOBS_WITH_EXPIRED_TRIALS, now=now, latest=latest)
+        return [row["job_id"] for row in found]
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
         """The trial that a request with this key started, or None."""
-        return next(iter(self._trials(trials.c.job_id == job_id, trials.c.idempotency_key == idempotency_key)), None)
+        return next(iter(self._trials(statements.TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
         """The number of the size's trials that crashed, and whether one was ever measured to its end."""
-        statement = (
-            select(trials.c.state, func.count())
-            .where(trials.c.job_id == job_id, trials.c.batch_size == batch_size)
-            .group_by(trials.c.state)
-        )
-        counts: dict[TrialState, int] = {row[0]: row[1] for row in self._connection.execute(statement)}
+        found = self.found(statements.STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
+        counts: dict[TrialState, int] = {row["state"]: row["trials"] for row in found}
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
     def arms(self, job_id: str) -> dict[int, Arm]:
         """The arms of the job by batch size, ascending."""
-        statement = select(arms).where(arms.c.job_id == job_id).order_by(arms.c.batch_size)
-        return {row["batch_size"]: arm_from(row) for row in self.rows(statement)}
+        return {row["batch_size"]: arm_from(row) for row in self.found(statements.ARMS, job_id=job_id)}
+
+    def memory(self, job_id: str, policy: Policy) -> StoredMemory | None:
+        """The memory of this version of the job's policy; None where it has none."""
+        found = self.found(statements.MEMORY, job_id=job_id)
+        return memory_from(found[0], policy) if found else None
+
+    def save_memory(self, stored: StoredMemory, policy: Policy) -> None:
+        """Replace what the policy of a locked job remembers of it."""
+        row = memory_row(stored, policy)
+        if not self._update(policy_memories, [row]):
+            statements.INSERT_MEMORY.run(self._connection, [row])
+
+    def forget_memory(self, job_id: str) -> None:
+        """Remove what the policy of a locked job remembers of it: the next decision makes it anew."""
+        self._connection.execute(delete(policy_memories).where(policy_memories.c.job_id == job_id))
 
     def insert_job(
         self,
@@ -217,7 +267,7 @@ class Transaction:
         new = StoredJob(registration=registration, created_at=created_at, bandit_entered_at=entered_at, rng_state=None)
         row = job_row(new) | {
             "job_id_prefix": registration.job_id_prefix,
-            "policy": registration.policy.value,
+            "policy": registration.policy,
             "spec": registration.model_dump_json(exclude={"fingerprint", "registration_id"}),
             "registration_id": registration.registration_id,
             "created_at": created_at,
@@ -230,7 +280,7 @@ class Transaction:
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
         rows = [{"job_id": registration.job_id, **arm_row(Arm(size))} for size in registration.batch_sizes]
-        self._connection.execute(insert(arms), rows)
+        statements.INSERT_ARMS.run(self._connection, rows)
 
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save what may change of jobs whose rows this transaction has locked."""
@@ -251,20 +301,24 @@ class Transaction:
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Add trials that were just dispatched, or that another database has seen."""
         if added:
-            self._connection.execute(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
+            statements.INSERT_TRIALS.run(self._connection, [TRIAL.of(trial) for trial in added])
 
-    def update_trials(self, changed: Iterable[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
+    def update_trials(self, changed: Sequence[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
         """Save what may change of trials whose rows this transaction has locked, or only these columns.
 
         `TRIAL_AT_REPORT` has those that a report changes of a trial that was running and still is: the others stand in
         indexes, which a database would write anew for the same values.
         """
-        self._update(trials, [columns.of(trial) for trial in changed])
+        if len(changed) > 1 and self._connection.dialect.name in ("mysql", "mariadb"):
+            columns, replacement = statements.replacement_of(columns)
+            replacement.run(self._connection, [columns.of(trial) for trial in changed])
+        else:
+            self._update(trials, [columns.of(trial) for trial in changed])
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Add reports to the epochs of their trials."""
         if added:
-            self._connection.execute(_INSERT_EPOCHS, [epoch_row(epoch) for epoch in added])
+            statements.INSERT_EPOCHS.run(self._connection, [epoch_row(epoch) for epoch in added])
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
@@ -272,11 +326,13 @@ class Transaction:
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """That of the latest trial of this size which has left one, or None."""
-        return self._power_profile(power_profiles.c.job_id == job_id, power_profiles.c.batch_size == batch_size)
+        found = self.found(statements.NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
+        return next(map(power_profile_from, found), None)
 
     def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
         """The profile that this trial has left, or None."""
-        return self._power_profile(power_profiles.c.job_id == key[0], power_profiles.c.trial_number == key[1])
+        found = self.found(statements.POWER_PROFILE, job_id=key[0], trial_number=key[1])
+        return next(map(power_profile_from, found), None)
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
         """Add the profiles of trials that have left none."""
@@ -302,6 +358,12 @@ class Transaction:
         )
         return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
 
+    def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
+        """Add the numbers behind the choice of trials' batch sizes."""
+        rows = [decision_row(decision) for decision in added]
+        if rows:
+            statements.INSERT_DECISIONS.run(self._connection, rows)
+
     def write_probe(self, probe_id: str) -> None:
         """Write a row that is gone at the commit: the database must have leave to write, and room for some pages."""
         ballast = secrets.token_hex(_PROBE_BYTES // 2)
@@ -314,7 +376,7 @@ class Transaction:
 
     def token(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""
-        return next(iter(self._tokens(select(tokens).where(tokens.c.token_id == token_id))), None)
+        return next(map(token_from, self.found(statements.TOKEN, token_id=token_id)), None)
 
     def all_tokens(self) -> list[TokenRecord]:
         """Every token, oldest first."""
@@ -373,76 +435,30 @@ class Transaction:
         if rows:
             # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
             values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
-            self._connection.execute(delete(table).where(*_has_key(table)), values)
+            self._connection.execute(delete(table).where(*statements.has_key(table)), values)
         return len(rows)
 
     def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
         return [token_from(row) for row in self.rows(statement)]
 
-    def _jobs(self, statement: Select[Any]) -> dict[str, StoredJob]:
-        return {row["job_id"]: job_from(row) for row in self.rows(statement.where(IS_THERE))}
+    def _trials(self, statement: Prepared, **parameters: object) -> list[TrialRecord]:
+        return _in_order(map(trial_from, self.found(statement, **parameters)))
 
-    def _power_profile(self, *conditions: ColumnElement[bool]) -> StoredPowerProfile | None:
-        """The one of the latest trial."""
-        statement = select(power_profiles).where(*conditions).order_by(power_profiles.c.trial_number.desc()).limit(1)
-        return next(map(power_profile_from, self.rows(statement)), None)
+    def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
+        """Save rows, each with its key, that all name the same columns in the same order.
 
-    def _trials(self, *conditions: ColumnElement[bool], lock: bool = False) -> list[TrialRecord]:
-        statement = select(trials).where(*conditions)
-        rows = self.rows(statement.with_for_update(skip_locked=self.can_skip) if lock else statement)
-        # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
-        return sorted(map(trial_from, rows), key=lambda trial: trial.trial_number)
-
-    def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+        How many were there; unknown, with most drivers, if several were to be saved.
+        """
         if not rows:
-            return
-        key = table.primary_key.columns
-        values = [{f"key_{name}" if name in key else name: value for name, value in row.items()} for row in rows]
-        self._connection.execute(_update_of(table, tuple(rows[0])), values)
+            return 0
+        names, statement = statements.update_of(table, tuple(rows[0]))
+        return statement.run(self._connection, [dict(zip(names, row.values(), strict=True)) for row in rows])
 
 
-@lru_cache(maxsize=64)
-def _update_of(table: Table, names: tuple[str, ...]) -> Update:
-    """The update of these columns in the row with this key. Putting it together costs more than running it."""
-    key = table.primary_key.columns
-    changed: dict[str, Any] = {name: bindparam(name) for name in names if name not in key}
-    return update(table).where(*_has_key(table)).values(changed)
+def _in_order(found: Iterable[TrialRecord]) -> list[TrialRecord]:
+    return sorted(found, key=attrgetter("trial_number"))
 
 
-def _has_key(table: Table) -> Iterator[ColumnElement[bool]]:
-    # A bound value may not have the name of a column that is set.
-    return (column == bindparam(f"key_{column.name}") for column in table.primary_key)
-
-
-def _expired(now: datetime, latest: datetime) -> tuple[ColumnElement[bool], ...]:
-    return trials.c.state.in_(ALIVE), or_(trials.c.lease_expires_at < now, trials.c.lease_expires_at > latest)
-
-
-_INSERT_EPOCHS = insert(epochs)
-_INSERT_TRIALS = insert(trials)
-_JOB_COLUMNS = jobs.c.keys()
-_TRIAL_COLUMNS = trials.c.keys()
-
-
-def _locked_trials(keys: Sequence[TrialKey], *, skip: bool) -> tuple[Select[Any], dict[str, Any]]:
-    """The query for the trials with these keys, each with its job, and its parameters."""
-    # A few sizes of the query are enough: to ask for a key twice does no harm.
-    size = 1 << (len(keys) - 1).bit_length()
-    padded = [*keys, *[keys[-1]] * (size - len(keys))]
-    parameters: dict[str, Any] = {}
-    for n, (job_id, trial_number) in enumerate(padded):
-        parameters |= {f"job_id_{n}": job_id, f"trial_number_{n}": trial_number}
-    return _locked_trials_of(size, skip=skip), parameters
-
-
-@lru_cache(maxsize=64)
-def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
-    """The query for so many keys. For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table."""
-    condition = or_(
-        *(
-            and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
-            for n in range(size)
-        )
-    )
-    query = select(trials, jobs).join_from(trials, jobs).where(condition, IS_THERE)
-    return query.order_by(trials.c.job_id, trials.c.trial_number).with_for_update(of=trials, skip_locked=skip)
+def _padded(keys: Sequence[Key]) -> Sequence[Key]:
+    """The keys of a query, the last one more than once: a few sizes of it are enough."""
+    return [*keys, *[keys[-1]] * ((1 << (len(keys) - 1).bit_length()) - len(keys))]
