@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 
 from tests.support.servers import Server, bso_server
-from tests.zeus_peer.peer import Launch, Peer, PeerMissingError, install
+from tests.zeus_peer.peer import Launch, Peer
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
 from zeus_plugins.protocol import (
+    ZEUS,
     EndReason,
     GpuConfig,
     JobRegistration,
     Origin,
-    PolicyName,
     TrainingResult,
     TrialDispatch,
     TrialState,
@@ -45,15 +45,6 @@ EPOCH_J = 200.0
 # 16 costs 400 J. 8 has not reached the target at 1000 J, more than twice that. 32 costs 200 J, so it is drawn for good.
 SIZES = [16, 8, 32, 32]
 GPUS = GpuConfig(max_power=600, number_of_gpus=2, gpu_model="Tesla V100-SXM2-32GB")
-
-
-@pytest.fixture(scope="module")
-def peer(request: pytest.FixtureRequest) -> Peer:
-    """Zeus, installed beside the caches of the checkout."""
-    try:
-        return install(request.config.rootpath / ".zeus-peer")
-    except PeerMissingError as error:
-        pytest.skip(f"Zeus 0.16 cannot be installed: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +89,7 @@ def test_a_zeus_client_recurs_on_our_server(peer: Peer, url_for_zeus: str) -> No
         (TrialState.COMPLETED, Origin.BANDIT, EPOCH_J, 1),
     ]
     assert shown.min_cost_j == EPOCH_J
-    registered = JobRegistration.of(JobSpec(**JOB, policy=PolicyName.ZEUS), GPUS)
+    registered = JobRegistration.of(JobSpec(**JOB, policy=ZEUS), GPUS)
     assert shown.job == registered.model_copy(update={"registration_id": shown.job.registration_id})
 
 
@@ -178,7 +169,7 @@ def test_our_optimizer_that_leaves_ends_its_trial_on_a_zeus_server(zeus_server: 
 
 def test_our_client_calls_every_route_of_a_zeus_server(zeus_server: str, job: JobSpec) -> None:
     # A Zeus server says nothing of policies, which means its own.
-    registration = JobRegistration.of(job.model_copy(update={"policy": PolicyName.ZEUS}), GPUS)
+    registration = JobRegistration.of(job.model_copy(update={"policy": ZEUS}), GPUS)
     with BsoClient(zeus_server) as client:
         assert client.register(registration) == registration
         assert client.register(registration) == registration

@@ -1,13 +1,23 @@
-"""Make the tables of Zeus's batch size optimization server in a SQLite file. Runs where Zeus is installed.
+"""Make the tables of Zeus's batch size optimization server in an empty database. Runs where Zeus is installed.
 
-Usage: ``python make_tables.py FILE``. Zeus 0.16 ships the tables' definitions, but no migrations that would make them.
+Usage: ``python make_tables.py DATABASE_URL``, with an asynchronous driver as that server wants it. Zeus 0.16 ships the
+tables' definitions, but no migrations that would make them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 
-from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 from zeus.optimizer.batch_size.server.database.schema import Base
 
-Base.metadata.create_all(create_engine(f"sqlite:///{sys.argv[1]}"))
+
+async def main() -> None:
+    engine = create_async_engine(sys.argv[1])
+    async with engine.begin() as connection:
+        await connection.run_sync(Base.metadata.create_all)
+    await engine.dispose()
+
+
+asyncio.run(main())

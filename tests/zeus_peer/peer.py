@@ -50,14 +50,15 @@ class Peer:
         return Launch(**json.loads(printed.splitlines()[-1]))
 
     @contextmanager
-    def server(self, directory: Path) -> Iterator[str]:
-        """Run Zeus's server on a database of its own in `directory`; its URL."""
-        database, log, port = directory / "zeus.sqlite3", directory / "zeus.log", free_port()
-        self._run("make_tables.py", str(database))
+    def server(self, directory: Path, database_url: str | None = None, port: int | None = None) -> Iterator[str]:
+        """Run Zeus's server on an empty database, by default one of its own in `directory`; its URL."""
+        database_url = database_url or f"sqlite+aiosqlite:///{directory / 'zeus.sqlite3'}"
+        log, port = directory / "zeus.log", port or free_port()
+        self._run("make_tables.py", database_url)
         with log.open("w") as output:
             process = subprocess.Popen(
                 [self.python, "-m", "uvicorn", _SERVER, "--port", str(port)],
-                env=_environment(ZEUS_BSO_DATABASE_URL=f"sqlite+aiosqlite:///{database}"),
+                env=_environment(ZEUS_BSO_DATABASE_URL=database_url),
                 cwd=directory,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -4,7 +4,8 @@ Usage: ``python training.py SERVER_URL JOB EPOCHS``: the job's fields as JSON, a
 batch size needs to reach the target; where it needs more than the job allows, the target is not reached. With
 ``--leave-after N`` the script ends after so many epochs without a word to anybody. With ``--ranks N`` so many processes
 are the ranks of one data-parallel training, in step with each other: the first asks for the batch size, and each
-reports every epoch.
+reports every epoch. With ``--pause FILE`` the first epoch is followed by a pause, which begins as the file appears
+and ends when somebody has removed it.
 
 Prints one JSON object: the batch size, and whether the training finished, left, or which error it ended with, of
 several ranks each.
@@ -15,9 +16,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import time
 from collections.abc import Mapping
 from multiprocessing.pool import Pool
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 from zeus.exception import ZeusBaseError
@@ -28,7 +31,9 @@ from zeus.optimizer.batch_size import BatchSizeOptimizer, JobSpec
 TOGETHER_S = 30.0
 
 
-def train(optimizer: Any, epochs: Mapping[str, int], leave_after: int, together: Barrier | None) -> tuple[str, Any]:
+def train(
+    optimizer: Any, epochs: Mapping[str, int], leave_after: int, together: Barrier | None, pause: Path | None = None
+) -> tuple[str, Any]:
     """The end of the training, and what was said of it."""
     try:
         optimizer.on_train_begin()
@@ -38,6 +43,10 @@ def train(optimizer: Any, epochs: Mapping[str, int], leave_after: int, together:
             optimizer.on_evaluate(0.95 if epoch >= epochs[str(optimizer.current_batch_size)] else 0.5)
             if optimizer.training_finished:
                 return "finished", None
+            if pause is not None and epoch == 1:
+                pause.touch()
+                while pause.exists():
+                    time.sleep(0.02)
     except ZeusBaseError as error:
         return type(error).__name__, str(error)
     return "left", None
@@ -67,6 +76,7 @@ def main() -> None:
     parser.add_argument("epochs", type=json.loads)
     parser.add_argument("--leave-after", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--pause", type=Path)
     options = parser.parse_args()
     outcome: dict[str, Any] = {"batch_size": None, "ended": "left", "message": None}
     job = JobSpec(**options.job)
@@ -80,7 +90,7 @@ def main() -> None:
     together = multiprocessing.Barrier(options.ranks) if options.ranks > 1 else None
     told = optimizer.current_batch_size, optimizer.trial_number
     if together is None:
-        ends = [train(optimizer, options.epochs, options.leave_after, None)]
+        ends = [train(optimizer, options.epochs, options.leave_after, None, options.pause)]
     else:
         with Pool(options.ranks - 1, _keep, (together,)) as pool:
             others = pool.starmap_async(
