@@ -1,0 +1,108 @@
+"""Traces by OpenTelemetry: a span for each request and for each transaction, if the settings ask for them.
+
+Where spans go, and which of them, is said by the environment variables of OpenTelemetry, such as
+``OTEL_EXPORTER_OTLP_ENDPOINT`` and ``OTEL_TRACES_SAMPLER``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.metadata import version
+
+from bso_server.core.watch import Occurrence, Outcome, TransactionDone
+from bso_server.metrics.logs import TRACE_ID
+
+try:
+    from opentelemetry import trace
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ModuleNotFoundError as error:
+    raise ValueError(
+        f"ZEUS_BSO_TRACING needs OpenTelemetry, and {error.name} is not installed: run "
+        "pip install 'zeus-plugins[otel]', or take the setting away"
+    ) from error
+
+_CARRIERS = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
+
+_NS = 1_000_000_000
+
+# The end of a server's process comes in nine seconds, and its database is to be closed before.
+_FAREWELL_S = 2.0
+
+
+class Tracing:
+    """The spans of a server.
+
+    Args:
+        exporter: Takes the spans; by default OTLP over HTTP.
+    """
+
+    def __init__(self, exporter: SpanExporter | None = None) -> None:
+        resource = Resource({SERVICE_NAME: "zeus-bso"}).merge(OTELResourceDetector().detect())
+        self._provider = TracerProvider(resource=resource)
+        self._exporter = exporter or OTLPSpanExporter()
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
+        self._tracer = self._provider.get_tracer("bso_server", version("zeus-plugins"))
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextmanager
+    def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[RequestSpan]:
+        """Trace a request with these headers as a part of what their ``traceparent`` names."""
+        carrier = {_CARRIERS[name]: value.decode("latin-1") for name, value in headers if name in _CARRIERS}
+        parent = self._propagator.extract(carrier)
+        # What goes wrong in a request is said by its answer; its text may name jobs.
+        with self._tracer.start_as_current_span(
+            "request", parent, trace.SpanKind.SERVER, record_exception=False, set_status_on_exception=False
+        ) as span:
+            known_as = TRACE_ID.set(trace.format_trace_id(span.get_span_context().trace_id))
+            try:
+                yield RequestSpan(span)
+            finally:
+                TRACE_ID.reset(known_as)
+
+    def hear(self, occurrence: Occurrence) -> None:
+        """Trace a transaction that is over: a `core.watch.Listener`."""
+        if isinstance(occurrence, TransactionDone):
+            now = time.time_ns()
+            kind = "write" if occurrence.writes else "read"
+            span = self._tracer.start_span(
+                f"transaction {kind}",
+                kind=trace.SpanKind.CLIENT,
+                attributes={"zeus_bso.outcome": occurrence.outcome.value, "zeus_bso.repeats": occurrence.repeats},
+                start_time=now - int(occurrence.duration_s * _NS),
+            )
+            if occurrence.outcome in {Outcome.UNAVAILABLE, Outcome.FAILED}:
+                span.set_status(trace.StatusCode.ERROR)
+            span.end(now)
+
+    def close(self) -> None:
+        """Hand over the spans that are left, in `_FAREWELL_S` seconds at most: whoever takes them may be away."""
+        limit = threading.Timer(_FAREWELL_S, self._exporter.shutdown)
+        limit.start()
+        self._provider.shutdown()
+        limit.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpan:
+    """The span of a request, see `metrics.requests.Span`."""
+
+    span: trace.Span
+
+    def done(self, method: str, route: str | None, status: int) -> None:
+        """Name the span by its route, whose template holds no id."""
+        self.span.update_name(method if route is None else f"{method} {route}")
+        self.span.set_attribute("http.request.method", method)
+        self.span.set_attribute("http.response.status_code", status)
+        if route is not None:
+            self.span.set_attribute("http.route", route)
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self.span.set_status(trace.StatusCode.ERROR)
