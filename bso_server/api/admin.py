@@ -67,7 +67,7 @@ async def stop_sharing_job(job_id: JobInPath, service: Service) -> JobSummary:
     return await service.run(service.commands.share, job_id, shared=False)
 
 
-@get(Paths.HEALTH, summary="Whether the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))
+@get(Paths.HEALTH, summary="Tell that the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))
 async def live() -> Liveness:
     """Say that the process is up."""
     return Liveness()
@@ -75,7 +75,7 @@ async def live() -> Liveness:
 
 @get(
     Paths.READY,
-    summary="Whether requests can be served",
+    summary="Tell that requests can be served",
     opt=needs(None),
     security=_OPEN,
     responses=errors(HTTPStatus.SERVICE_UNAVAILABLE, always=()),
@@ -86,7 +86,7 @@ async def ready(reader: Reader) -> Liveness:
     return Liveness()
 
 
-@get(Paths.VERSION, summary="What is running", opt=needs(None), security=_OPEN, responses=errors(always=()))
+@get(Paths.VERSION, summary="Tell the running version", opt=needs(None), security=_OPEN, responses=errors(always=()))
 async def show_version() -> VersionView:
     """The version of the server, and of the schema that it needs."""
     return version_view()

@@ -27,8 +27,20 @@ CallerRequest = Request[Caller, Any, Any]
 
 _NEEDS = "needs"
 
-PAGE: dict[str, Any] = {"page": True}
-"""The ``opt``, beside `needs`, of a page for people: links and bookmarks anywhere may lead to it."""
+_PAGE = "page"
+
+PAGE: dict[str, Any] = {_PAGE: True}
+"""The ``opt``, beside `needs`, of a page for people: links and bookmarks anywhere may lead to it.
+
+There, and nowhere else, a session's cookie stands for a token.
+"""
+
+_FORM = "form"
+
+FORM: dict[str, Any] = {_FORM: True}
+"""The ``opt``, beside `needs`, of what a page of this server alone may send."""
+
+SESSION_COOKIE = "zeus_bso_session"
 
 # A link that somebody follows, and neither a frame nor a script.
 _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
@@ -65,8 +77,9 @@ class AccessControl(ASGIMiddleware):
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """See `ASGIMiddleware`; errors as of `Authenticator.identify`, and of the checks of `service.security`."""
-        needed = needed_scope(scope["route_handler"])
-        if needed is not None:
+        handler = scope["route_handler"]
+        needed = needed_scope(handler)
+        if needed is not None or _FORM in handler.opt:
             headers = dict(scope["headers"])
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
@@ -75,9 +88,14 @@ class AccessControl(ASGIMiddleware):
             if needed is not Scope.READ:
                 # A batch-size request, which starts a trial, is a GET; but reading is not enough for it.
                 refuse_other_origins(_text(headers, b"origin"), host, self._allowed_hosts)
+        if needed is not None:
             authorization = headers.get(b"authorization")
             caller = await self._authenticator.identify(
-                None if authorization is None else authorization.decode("latin-1"), _address_of(scope, headers), host
+                None if authorization is None else authorization.decode("latin-1"),
+                _address_of(scope, headers),
+                host,
+                session_in(headers) if _PAGE in handler.opt else None,
+                administers=needed is Scope.ADMIN,
             )
             caller.require(needed)
             scope["user"] = caller
@@ -87,10 +105,19 @@ class AccessControl(ASGIMiddleware):
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
     """True if somebody comes to a page by a link, perhaps of another site."""
     return (
-        "page" in scope["route_handler"].opt
+        _PAGE in scope["route_handler"].opt
         and cast("HTTPScope", scope)["method"] == HTTPMethod.GET
         and all(headers.get(name) == value for name, value in _NAVIGATION.items())
     )
+
+
+def session_in(headers: Mapping[bytes, bytes]) -> str | None:
+    """The session that a browser shows, good or not, or None."""
+    for pair in _text(headers, b"cookie").split(";"):
+        name, _, value = pair.strip().partition("=")
+        if name == SESSION_COOKIE:
+            return value
+    return None
 
 
 def _text(headers: Mapping[bytes, bytes], name: bytes) -> str:

@@ -10,6 +10,7 @@ from litestar.openapi.datastructures import ResponseSpec
 from litestar.response import Stream
 
 from bso_server.api.parameters import (
+    ExplainedTrial,
     JobCursor,
     JobIdPrefix,
     JobInPath,
@@ -32,7 +33,7 @@ from bso_server.service.messages import (
     JobExport,
     PowerProfileList,
 )
-from zeus_plugins.protocol import JobList, JobView, Paths, TrialPage
+from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, TrialPage
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -78,6 +79,16 @@ async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
     """Every report of a trial that is kept, in order."""
     return await reader.read(queries.list_epochs, job_id, trial_number)
+
+
+@get(
+    _JOB + "/explanation",
+    summary="Explain a decision",
+    responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
+)
+async def explain(job_id: JobInPath, reader: Reader, trial: ExplainedTrial = None) -> Explanation:
+    """The reason for a trial's batch size, or what would be chosen next and why; nothing is started."""
+    return await reader.read(queries.explain, job_id, trial)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)

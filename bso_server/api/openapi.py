@@ -28,22 +28,22 @@ class OpenApiDocument(JsonRenderPlugin):
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
         """See `JsonRenderPlugin`."""
-        components = openapi_schema["components"]
-        ours = _schemas()
-        paths = {**openapi_schema["paths"], Paths.REPORT: {"post": _report()}}
-        # It reads its body by itself, as it comes.
-        import_job = {**paths[Paths.IMPORT]["post"], "requestBody": {"content": _content(JobExport), "required": True}}
-        paths[Paths.IMPORT] = {"post": import_job}
-        used = set(components["schemas"])
-        for message in (TrainingResult, ReportResponse, JobExport):
-            used |= _named(message.__name__, ours)
-        schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
-        document = {
-            **openapi_schema,
-            "paths": paths,
-            "components": {**components, "schemas": schemas},
-        }
-        return super().render(request, document)
+        return super().render(request, completed(openapi_schema))
+
+
+def completed(document: dict[str, Any]) -> dict[str, Any]:
+    """Litestar's document, with what Litestar does not know."""
+    components = document["components"]
+    ours = _schemas()
+    paths = {**document["paths"], Paths.REPORT: {"post": _report()}}
+    # It reads its body by itself, as it comes.
+    import_job = {**paths[Paths.IMPORT]["post"], "requestBody": {"content": _content(JobExport), "required": True}}
+    paths[Paths.IMPORT] = {"post": import_job}
+    used = set(components["schemas"])
+    for message in (TrainingResult, ReportResponse, JobExport):
+        used |= _named(message.__name__, ours)
+    schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
+    return {**document, "paths": paths, "components": {**components, "schemas": schemas}}
 
 
 def _report() -> dict[str, Any]:

@@ -20,15 +20,15 @@ Reader = NamedDependency[JobReader]
 _LARGEST = 2**31 - 1
 
 # `$` matches before a line end, too, where Python looks for it.
-_ID: dict[str, Any] = {"pattern": ID_PATTERN + r"(?!\n)", "max_length": MAX_ID_LENGTH}
+ID: dict[str, Any] = {"pattern": ID_PATTERN + r"(?!\n)", "max_length": MAX_ID_LENGTH}
 _CURSOR: dict[str, Any] = {
     "name": "cursor",
     "description": "The next_cursor of the page before; absent: the first page.",
 }
 
-JobInPath = Annotated[str, PathParameter(**_ID, description="The job.")]
+JobInPath = Annotated[str, PathParameter(**ID, description="The job.")]
 
-JobInQuery = Annotated[str, QueryParameter(name="job_id", **_ID, description="The job.")]
+JobInQuery = Annotated[str, QueryParameter(name="job_id", **ID, description="The job.")]
 
 _IDEMPOTENCY_KEY = HeaderParameter(
     name="Idempotency-Key",
@@ -44,9 +44,16 @@ RequiredIdempotencyKey = Annotated[str, _IDEMPOTENCY_KEY]
 
 TrialNumber = Annotated[int, PathParameter(ge=1, le=_LARGEST, description="The trial, counting from 1 within the job.")]
 
+ExplainedTrial = Annotated[
+    int | None,
+    QueryParameter(
+        name="trial_number", ge=1, le=_LARGEST, description="The trial; without it, the one that would be started next."
+    ),
+]
+
 JobIdPrefix = Annotated[
     str | None,
-    QueryParameter(name="prefix", **_ID, description="Only jobs that were registered with this job_id_prefix."),
+    QueryParameter(name="prefix", **ID, description="Only jobs that were registered with this job_id_prefix."),
 ]
 
 StageFilter = Annotated[Stage | None, QueryParameter(name="stage", description="Only jobs in this stage.")]
@@ -59,7 +66,7 @@ Latest = Annotated[
     int, QueryParameter(name="limit", ge=0, le=MAX_PAGE, description="How many of the latest trials to show.")
 ]
 
-JobCursor = Annotated[str | None, QueryParameter(**_CURSOR, **_ID)]
+JobCursor = Annotated[str | None, QueryParameter(**_CURSOR, **ID)]
 
 TrialCursor = Annotated[int, QueryParameter(**_CURSOR, ge=0, le=_LARGEST)]
 

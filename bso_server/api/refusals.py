@@ -10,7 +10,8 @@ from http import HTTPStatus
 from litestar.exceptions import HTTPException
 from litestar.types import Scope
 
-from bso_server.errors import BsoError, UntrustedHostError
+from bso_server.core.watch import CallerRefused, Listener, Refusal, nobody
+from bso_server.errors import BsoError, ForbiddenError, UnauthenticatedError, UntrustedHostError
 from bso_server.service.security import token_id_in
 from bso_server.service.statuses import STATUS_OF
 
@@ -32,17 +33,22 @@ logger = logging.getLogger("bso_server")
 class RefusalLog:
     """Names clients that are refused, with their address and the id of the token that they show, good or not.
 
-    Who is refused again and again, and whoever comes when many are, is only counted. The clock is monotonic.
+    Who is refused again and again, and whoever comes when many are, is only counted. The clock is monotonic. The
+    listener is told of everybody whose identity or rights are at fault.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, listener: Listener = nobody) -> None:
         self._clock = clock
+        self._listener = listener
         self._begun_at = clock()
         self._named: set[tuple[int, str, str | None]] = set()
         self._unnamed = 0
 
     async def note(self, error: Exception, scope: Scope) -> None:
         """Take notice of an error with which a request is answered: an ``after_exception`` hook of Litestar."""
+        reason = _reason_of(error, scope)
+        if reason is not None:
+            self._listener(CallerRefused(reason))
         status = _status_of(error)
         if status not in _LOGGED and not isinstance(error, UntrustedHostError):
             return
@@ -77,6 +83,14 @@ class RefusalLog:
             )
         self._begun_at, self._unnamed = now, 0
         self._named.clear()
+
+
+def _reason_of(error: Exception, scope: Scope) -> Refusal | None:
+    if isinstance(error, UnauthenticatedError):
+        return Refusal.BAD_TOKEN if b"authorization" in dict(scope["headers"]) else Refusal.NO_TOKEN
+    if isinstance(error, ForbiddenError):
+        return Refusal.FORBIDDEN
+    return Refusal.HOST if isinstance(error, UntrustedHostError) else None
 
 
 def _status_of(error: Exception) -> int:

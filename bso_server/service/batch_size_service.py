@@ -8,13 +8,14 @@ from itertools import count
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from bso_server.core.access import UNRESTRICTED, Caller
+from bso_server.core.watch import ReportsCommitted
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.commands import PRUNED_AT_ONCE, Commands, with_job_id
 from bso_server.service.imports import Imports
 from bso_server.service.reports import CallersReport, GroupCommit, ReportBatch, job_of, trial_of
 from bso_server.service.turns import Turns
 from bso_server.storage.store import Store
-from bso_server.storage.transaction import Transaction
+from bso_server.storage.transaction import RowLockedError, Transaction
 from zeus_plugins.protocol import (
     JobRegistration,
     JobSummary,
@@ -103,8 +104,10 @@ class BatchSizeService:
     ) -> Sequence[ReportResponse | Exception]:
         write = self._store.write if waits else self._store.write_at_once
         try:
-            return await write(
+            outcomes = await write(
                 lambda transaction: ReportBatch(transaction, reports, self.commands.moment(), waits=waits).take()
             )
         except DatabaseUnavailableError as error:
             return [error] * len(reports)
+        self._store.listener(ReportsCommitted(sum(not isinstance(each, RowLockedError) for each in outcomes)))
+        return outcomes

@@ -9,36 +9,36 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-
-import numpy as np
 
 from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
 from bso_server.core.fencing import FIRST_LEASE_EPOCH, taken_over
-from bso_server.core.history import Arm, History
 from bso_server.core.job import LeasePolicy, Moment
 from bso_server.core.model import Suggestion, TrialRecord
+from bso_server.core.registry import find
+from bso_server.core.replay import replay
+from bso_server.core.watch import TrialEnded, TrialStarted
 from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError, UnknownTrialError
 from bso_server.service import views
-from bso_server.service.loading import load_history, locked_job, locked_trial
+from bso_server.service.loading import generator_of, load_history, locked_job, locked_trial, open_trials
 from bso_server.service.ownership import log_replaced, require_job, require_trial
 from bso_server.service.refusals import (
-    explores_in_vain,
     refuse_difference,
-    refuse_endless_exploration,
     refuse_folder_name,
     refuse_long_window,
     refuse_other_gpus,
     refuse_other_size,
+    refuse_unserved,
 )
 from bso_server.storage import imports
-from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredJob, StoredPowerProfile
+from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
+    ALIVE,
     FINAL,
     Heartbeat,
     HeartbeatResponse,
@@ -117,6 +117,7 @@ class Commands:
         Raises:
             JobConflictError: As in `registered`.
             InvalidJobError: It is new, and could not be served.
+            PolicyNotInstalledError: It is new, and its policy is not here.
         """
         known = self.registered(transaction, registration, caller)
         if known is not None:
@@ -128,14 +129,14 @@ class Commands:
             transaction.update_jobs([replace(existing, registration=known)])
             return known, False
         refuse_folder_name(registration)
-        refuse_endless_exploration(registration)
+        refuse_unserved(registration)
         if imports.mark_of(transaction, registration.job_id or "") is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
-        asked, registration = registration, _with_window(registration)
+        asked, registration = registration, find(registration.policy).amended(registration)
         refuse_long_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
@@ -160,7 +161,7 @@ class Commands:
         A request that is repeated with the idempotency key that its client made finds the trial of the first one.
 
         Raises:
-            NoSurvivorError: As in `policy.suggest`.
+            NoSurvivorError: As in `policy.suggest`; likewise PolicyNotInstalledError.
             KeyConflictError: The key's trial has ended.
         """
         now = self._clock()
@@ -177,17 +178,26 @@ class Commands:
                     )
                 return _with_power_profile(transaction, job, _dispatch(job, started))
         owner = require_job(transaction, job, caller)
-        job = self._abandon_expired(transaction, job, now)
-        history, changed = load_history(transaction, job)
-        rng = _generator(job)
+        found = open_trials(transaction, job)
+        if any(self._is_expired(trial, now) for trial in found.trials):
+            job = self._abandon_expired(transaction, job, now)
+            found = open_trials(transaction, job)
+        history, unsaved = load_history(transaction, job, found)
+        rng = generator_of(job)
+        drawn_from = rng.bit_generator.state
+        suggestion = policy.suggest(history, rng, explains=True)
         job, trial = life.suggested(
-            job, history, rng, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
+            job, suggestion, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
         )
-        if trial.origin is Origin.BANDIT and job.registration.mab_seed is not None:
+        if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
             job = replace(job, rng_state=json.dumps(rng.bit_generator.state))
         log_replaced(transaction, *trial.key, caller, owner)
-        changed[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
-        return _with_power_profile(transaction, job, _started(transaction, job, trial, changed.values()))
+        unsaved.arms[trial.batch_size] = history.arms[trial.batch_size].after_dispatch()
+        unsaved.save(transaction, job)
+        dispatch = _started(transaction, job, trial)
+        if suggestion.decision is not None:
+            transaction.insert_decisions([StoredDecision(*trial.key, suggestion.decision)])
+        return _with_power_profile(transaction, job, dispatch)
 
     def record_offline(
         self,
@@ -224,7 +234,8 @@ class Commands:
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
         log_replaced(transaction, *trial.key, caller, owner)
-        return _started(transaction, job, trial, [arm.after_dispatch()])
+        transaction.update_arms(job.job_id, [arm.after_dispatch()])
+        return _started(transaction, job, trial)
 
     def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
         """End a trial that the server has not ended; one that has ended stays as it is."""
@@ -243,6 +254,7 @@ class Commands:
         transaction.update_trials([trial])
         if trial.ended_event is not None:
             transaction.update_jobs([job])
+            transaction.tell(TrialEnded(trial.state))
         transaction.log("job %s trial %d: %s", *trial.key, trial.message)
 
     def heartbeat(
@@ -324,8 +336,9 @@ class Commands:
         trial = life.discarded(before)
         if trial is not before:
             transaction.update_trials([trial])
-            history = History.of(job.registration, transaction.all_trials(job_id), job.survivors)
+            history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
             transaction.update_arms(job_id, history.arms.values())
+            transaction.forget_memory(job_id)
             transaction.update_jobs([replace(job, cheapest=history.cheapest, folded_event=job.event_count)])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         return views.trial(job.registration, trial)
@@ -361,6 +374,11 @@ class Commands:
         """The present, or this instant."""
         return Moment(now or self._clock(), self._leases)
 
+    def _is_expired(self, trial: TrialRecord, now: datetime) -> bool:
+        """True if `_abandon_expired` is to look at an open trial."""
+        lease_end, moment = trial.lease_expires_at, self.moment(now)
+        return trial.state in ALIVE and lease_end is not None and not now <= lease_end <= moment.longest_lease_end
+
     def _abandon_expired(self, transaction: Transaction, job: StoredJob, now: datetime) -> StoredJob:
         """Abandon the job's trials whose leases have run out; the job's row as it becomes, not yet saved.
 
@@ -380,6 +398,7 @@ class Commands:
             elif expired.lease_expires_at is not None and expired.lease_expires_at < now:
                 job, trial = life.abandoned(job, expired, moment)
                 changed.append(trial)
+                transaction.tell(TrialEnded(trial.state))
                 transaction.log("job %s trial %d: %s", *trial.key, trial.message)
         transaction.update_trials(changed)
         return job
@@ -395,20 +414,8 @@ def with_job_id(registration: JobRegistration) -> JobRegistration:
 def _refuse_other(known: JobRegistration, asked: JobRegistration) -> None:
     """Raise `JobConflictError` unless a job is registered as it is asked for now, its window raised as it was."""
     if known.window_size == asked.mab_num_explorations:
-        asked = _with_window(asked)
+        asked = find(asked.policy).amended(asked)
     refuse_difference(known, asked)
-
-
-def _with_window(job: JobRegistration) -> JobRegistration:
-    """The job with a window that holds its explorations."""
-    return job.model_copy(update={"window_size": job.mab_num_explorations}) if explores_in_vain(job) else job
-
-
-def _generator(job: StoredJob) -> np.random.Generator:
-    rng = np.random.default_rng(job.registration.mab_seed)
-    if job.rng_state is not None:
-        rng.bit_generator.state = json.loads(job.rng_state)
-    return rng
 
 
 def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
@@ -425,13 +432,11 @@ def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:
     )
 
 
-def _started(
-    transaction: Transaction, job: StoredJob, trial: TrialRecord, changed_arms: Iterable[Arm]
-) -> TrialDispatch:
-    """Save a new trial with what it changes."""
+def _started(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> TrialDispatch:
+    """Save a new trial and its job."""
     transaction.insert_trials([trial])
-    transaction.update_arms(job.job_id, changed_arms)
     transaction.update_jobs([job])
+    transaction.tell(TrialStarted(job.registration.policy, trial.origin))
     transaction.log("job %s trial %d: batch size %d, %s", *trial.key, trial.batch_size, trial.reason)
     return _dispatch(job, trial)
 

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from datetime import datetime, timedelta
 
+from bso_server.core.registry import installed
 from bso_server.errors import InvalidImportError, JobConflictError
 from bso_server.service import views
 from bso_server.service.messages import ExportHead
@@ -57,6 +58,7 @@ class Imports:
             InvalidImportError: It is no export, or its facts contradict each other.
             JobConflictError: Its id is taken, or being imported.
             InvalidJobError: It could not be served under its id.
+            PolicyNotInstalledError: Its policy is not here.
         """
         staged: _StagedJob | None = None
         reader = ExportReader()
@@ -174,6 +176,7 @@ def _begin(transaction: Transaction, head: ExportHead, job_id: str, mark: dateti
             field="job.job_id",
         )
     refuse_folder_name(head.job)
+    installed(head.job.policy)
     # Another server's, perhaps: nobody here has that token, so the job is open to all.
     owner = None if transaction.token(head.owner or "") is None else head.owner
     transaction.insert_job(head.job, head.created_at, owner=owner, shared=head.shared, importing_at=mark)
@@ -195,12 +198,13 @@ def _add(
     transaction.insert_trials([each.trial for each in trials])
     transaction.insert_epochs(epochs)
     transaction.insert_power_profiles(each.power_profile for each in trials if each.power_profile is not None)
+    transaction.insert_decisions(each.decision for each in trials if each.decision is not None)
 
 
 def _finish(transaction: Transaction, job: ImportedJob, mark: datetime) -> JobSummary:
     if imports.replace_mark(transaction, job.job_id, mark, None):
         transaction.update_jobs([job.stored])
-        transaction.update_arms(job.job_id, job.arms.values())
+        job.unsaved.save(transaction, job.stored)
         transaction.log("job %s imported with %d trials", job.job_id, job.stored.trial_count)
     # Or it was committed before the connection was lost.
     stored = transaction.job(job.job_id)

@@ -14,6 +14,7 @@ from pydantic import Field, StringConstraints
 from zeus_plugins.protocol import (
     ArmView,
     BatchSize,
+    Decision,
     Epochs,
     Finite,
     GpuConfig,
@@ -182,6 +183,8 @@ class TrialExport(TrialFacts):
         lease_epoch: Counts the runs of its training; more than 1 where one has resumed from a checkpoint.
         first_epoch: Epochs trained as of its first report, or None.
         first_cost_j: Its cost in joules by then, or None.
+        cost_deviations_j2: The spread of its epochs' costs, as `TrialRecord` has it; None where that is not known.
+        decision: The numbers behind the choice of its batch size; None where no policy chose it, or before version 0.2.
         power_profile: What it measured of its power limits, if that was new to the job and is kept, or None.
         epochs: Its reports that are kept beside it, in order. The one that ended it stands in the fields above alone.
     """
@@ -197,6 +200,8 @@ class TrialExport(TrialFacts):
     lease_epoch: PositiveInt = 1
     first_epoch: Epochs | None = None
     first_cost_j: Joules | None = None
+    cost_deviations_j2: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    decision: Decision | None = None
     power_profile: PowerProfileExport | None = None
     epochs: tuple[EpochExport, ...] = ()
 

@@ -14,10 +14,11 @@ from importlib.metadata import version
 from itertools import accumulate
 from typing import Concatenate, ParamSpec, TypeVar
 
+from bso_server.core import policy
 from bso_server.core.model import TrialRecord
-from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError, UnknownJobError, UnknownTrialError
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError, UnknownJobError
 from bso_server.service import transfer, views
-from bso_server.service.loading import load_history
+from bso_server.service.loading import generator_of, known_job, known_trial, load_history
 from bso_server.service.messages import (
     DEFAULT_PAGE,
     ArmList,
@@ -29,10 +30,10 @@ from bso_server.service.messages import (
 )
 from bso_server.storage import queries as store_reads
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import StoredEpoch, StoredJob, StoredPowerProfile
+from bso_server.storage.rows import StoredDecision, StoredEpoch, StoredJob, StoredPowerProfile
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import JobList, JobView, Stage, TrialPage, TrialState
+from zeus_plugins.protocol import Explanation, JobList, JobView, Stage, TrialPage, TrialState
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +48,9 @@ _WRITABLE_FOR_S = 10.0
 _EXPORTED_AT_ONCE = 100
 _REPORTS_AT_ONCE = 1000
 
-ExportedRows = tuple[Sequence[TrialRecord], Sequence[StoredEpoch], Sequence[StoredPowerProfile]]
+ExportedRows = tuple[
+    Sequence[TrialRecord], Sequence[StoredEpoch], Sequence[StoredPowerProfile], Sequence[StoredDecision]
+]
 
 
 def list_jobs(
@@ -70,7 +73,7 @@ def list_jobs(
 
 def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None) -> JobView:
     """One job with its arms and its latest trials, at most so many of them; None: all."""
-    stored = _job(transaction, job_id)
+    stored = known_job(transaction, job_id)
     history, _ = load_history(transaction, stored)
     tallies = store_reads.tallies(transaction, job_id)
     return views.job(stored, history, tallies, store_reads.latest_trials(transaction, job_id, limit=limit))
@@ -85,7 +88,7 @@ def list_trials(
     cursor: int = 0,
 ) -> TrialPage:
     """A page of a job's trials, perhaps only of those in one state, in order of dispatch; see `list_jobs`."""
-    job = _job(transaction, job_id).registration
+    job = known_job(transaction, job_id).registration
     found = store_reads.trials_page(transaction, job_id, state=state, after=cursor, limit=limit + 1)
     trials = tuple(views.trial(job, each) for each in found[:limit])
     return TrialPage(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
@@ -93,27 +96,43 @@ def list_trials(
 
 def list_arms(transaction: Transaction, job_id: str) -> ArmList:
     """The knowledge of each batch size."""
-    history, _ = load_history(transaction, _job(transaction, job_id))
+    history, _ = load_history(transaction, known_job(transaction, job_id))
     return ArmList(arms=views.arms(history))
 
 
 def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:
     """A trial's reports, in order."""
-    job = _job(transaction, job_id).registration
-    trial = store_reads.trial(transaction, job_id, trial_number)
-    if trial is None:
-        raise UnknownTrialError(job_id, trial_number)
-    return views.epochs(job, trial, store_reads.epochs_of(transaction, job_id, trial_number))
+    job, trial = known_trial(transaction, job_id, trial_number)
+    return views.epochs(job.registration, trial, store_reads.epochs_of(transaction, job_id, trial_number))
+
+
+def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:
+    """The reason for a trial's batch size; without one, what would be chosen next, and why. Nothing is started.
+
+    Raises:
+        NoSurvivorError: Without a trial, as in `policy.suggest`; likewise PolicyNotInstalledError.
+    """
+    if trial_number is None:
+        job = known_job(transaction, job_id)
+        history, _ = load_history(transaction, job)
+        return views.explanation_of_next(job, policy.suggest(history, generator_of(job), explains=True))
+    return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
+
+
+def explanation_of(transaction: Transaction, job: StoredJob, trial: TrialRecord) -> Explanation:
+    """The reason for a trial's batch size, as it was kept."""
+    (stored,) = store_reads.decisions_of(transaction, job.job_id, trial.trial_number, trial.trial_number) or (None,)
+    return views.explanation(job, trial, None if stored is None else stored.decision)
 
 
 def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:
     """A job's power-limit profiles that are kept."""
-    return views.power_profiles(_job(transaction, job_id), store_reads.power_profiles_of(transaction, job_id))
+    return views.power_profiles(known_job(transaction, job_id), store_reads.power_profiles_of(transaction, job_id))
 
 
 def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit: int = DEFAULT_PAGE) -> EventPage:
     """The events of a job after event `since`, at most so many."""
-    _job(transaction, job_id)
+    known_job(transaction, job_id)
     return views.events(
         store_reads.dispatched_after(transaction, job_id, since, limit),
         store_reads.ended_after(transaction, job_id, since, limit),
@@ -124,7 +143,7 @@ def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit:
 
 def export_head(transaction: Transaction, job_id: str) -> tuple[ExportHead, int]:
     """The part of an export before the job's trials, and the number of those."""
-    stored = _job(transaction, job_id)
+    stored = known_job(transaction, job_id)
     return transfer.head_of(stored), stored.trial_count
 
 
@@ -145,14 +164,8 @@ def export_trials(transaction: Transaction, job_id: str, after: int, last: int) 
         trials,
         store_reads.epochs_between(transaction, job_id, *between),
         store_reads.power_profiles_of(transaction, job_id, *between),
+        store_reads.decisions_of(transaction, job_id, *between),
     )
-
-
-def _job(transaction: Transaction, job_id: str) -> StoredJob:
-    stored = transaction.job(job_id)
-    if stored is None:
-        raise UnknownJobError(job_id)
-    return stored
 
 
 def version_view() -> VersionView:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bso_server.core.fencing import is_stale
 from bso_server.core.model import TrialRecord
+from bso_server.core.registry import installed
 from bso_server.errors import (
     InvalidJobError,
     InvalidReportError,
@@ -13,7 +14,7 @@ from bso_server.errors import (
 )
 from bso_server.service import views
 from bso_server.storage.rows import StoredJob
-from zeus_plugins.protocol import GpuConfig, JobRegistration, PolicyName, TrialId
+from zeus_plugins.protocol import GpuConfig, JobRegistration, TrialId
 
 # Runs of one batch size that a window holds at most; jobs that were registered before there was a limit keep theirs.
 _LARGEST_WINDOW = 1000
@@ -40,15 +41,14 @@ def refuse_folder_name(job: JobRegistration) -> None:
             )
 
 
-def refuse_endless_exploration(job: JobRegistration) -> None:
-    """Raise `InvalidJobError` for a new job that `explores_in_vain`, unless it names no policy, as a Zeus client's."""
-    if explores_in_vain(job) and "policy" in job.model_fields_set:
-        raise InvalidJobError(
-            f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
-            "asks for, so that sizes would be explored for ever: window_size must be at least "
-            f"{job.mab_num_explorations}, or 0 for all",
-            field="window_size",
-        )
+def refuse_unserved(job: JobRegistration) -> None:
+    """Raise `InvalidJobError` for a new job that its policy could not serve, `PolicyNotInstalledError` without one.
+
+    A job that names no policy, as a Zeus client's, is not refused but amended.
+    """
+    policy = installed(job.policy)
+    if "policy" in job.model_fields_set:
+        policy.check(job)
 
 
 def refuse_long_window(job: JobRegistration) -> None:
@@ -63,11 +63,6 @@ def refuse_long_window(job: JobRegistration) -> None:
             "batch size: make window_size smaller, or 0, which counts all runs",
             field="window_size",
         )
-
-
-def explores_in_vain(job: JobRegistration) -> bool:
-    """True if the runs that count are too few for the job ever to leave its exploration."""
-    return job.policy is PolicyName.ZEUS and 0 < job.window_size < job.mab_num_explorations
 
 
 def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:

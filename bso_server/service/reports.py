@@ -40,6 +40,7 @@ from bso_server.core.access import Caller
 from bso_server.core.history import History
 from bso_server.core.job import Moment
 from bso_server.core.model import OBSERVED, Report, TrialKey, TrialRecord
+from bso_server.core.watch import TrialEnded
 from bso_server.errors import BsoError, DatabaseUnavailableError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
 from bso_server.service.ownership import log_replaced, require_trial
@@ -365,6 +366,7 @@ class ReportBatch:
             log_replaced(self._transaction, *key, caller, owner)
         for trial in moved:
             if trial.ended_event is not None:
+                self._transaction.tell(TrialEnded(trial.state))
                 self._transaction.log("job %s trial %d: %s", trial.job_id, trial.trial_number, trial.message)
 
 

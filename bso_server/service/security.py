@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import hmac
 import ipaddress
 import re
 import secrets
@@ -19,6 +20,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from bso_server.core.access import UNRESTRICTED, Caller, Scope, TokenRecord
+from bso_server.core.watch import CallerRefused, Listener, Refusal, nobody
 from bso_server.errors import ForbiddenError, UnauthenticatedError, UntrustedHostError
 from bso_server.storage.deadlines import begin_request
 
@@ -27,6 +29,11 @@ CACHE_S = 10.0
 
 # Tokens that one process remembers; more than that are looked up more often.
 _CACHE_SIZE = 1024
+
+SESSION_S = 12 * 3600
+"""Seconds for which somebody who has shown a token to the dashboard need not show it again."""
+
+_SESSION = re.compile(r"([0-9a-f]{8})\.([0-9]{1,12})\.([0-9a-f]{64})")
 
 _TOKEN = re.compile(r"zbso_([0-9a-f]{8})_([A-Za-z0-9_-]{43})")
 
@@ -120,10 +127,12 @@ def refuse_other_origins(origin: str, host: str, allowed: Collection[str]) -> No
     Browsers say by the ``Origin`` header which page a request that changes something comes from, also those that send
     no ``Sec-Fetch-Site``; others send none. The scheme is not compared: TLS may end at a proxy.
     """
+    if not origin:
+        return
     scheme, _, authority = origin.lower().partition("://")
     default_port = {"http": ":80", "https": ":443"}.get(scheme, "")
     is_same = authority.removesuffix(default_port) == host.lower().removesuffix(default_port)
-    if origin and not (authority and (is_same or _is_one_of(authority, allowed))):
+    if not (authority and (is_same or _is_one_of(authority, allowed))):
         raise ForbiddenError(
             f"a page of another site (origin {origin!r}) cannot change anything on this server from a browser; if the "
             "page is yours, add its host to the server's setting ZEUS_BSO_ALLOWED_HOSTS"
@@ -138,6 +147,7 @@ def _is_one_of(host: str, patterns: Collection[str]) -> bool:
     )
 
 
+@lru_cache(maxsize=1024)
 def _name_of(host: str) -> str:
     return re.sub(r":\d*$", "", host).lower()
 
@@ -159,7 +169,8 @@ class Authenticator:
     that long, at most, a revoked token still works, and clients of this machine need none though there is a first one.
     A new token, or a new secret of one, works at once. Only tokens that exist are remembered. An `insecure` server
     serves everybody who shows no token. While there is none, requests may be sent to names of the machine itself and to
-    `allowed_hosts`. The clock is monotonic, and `now` is the present instant, aware.
+    `allowed_hosts`. The clock is monotonic, and `now` is the present instant, aware. The listener is told of tokens
+    that begin no session; of other refusals those tell who answer requests.
     """
 
     def __init__(
@@ -170,8 +181,10 @@ class Authenticator:
         allowed_hosts: Collection[str] = (),
         clock: Callable[[], float] = time.monotonic,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        listener: Listener = nobody,
     ) -> None:
         self._tokens = tokens
+        self._listener = listener
         self._insecure = insecure
         self._allowed_hosts = allowed_hosts
         self._clock = clock
@@ -179,7 +192,15 @@ class Authenticator:
         self._known: OrderedDict[str, tuple[TokenRecord, float]] = OrderedDict()
         self._closed: tuple[bool, float] | None = None
 
-    async def identify(self, authorization: str | None, address: str | None, host: str) -> Caller:
+    async def identify(
+        self,
+        authorization: str | None,
+        address: str | None,
+        host: str,
+        session: str | None = None,
+        *,
+        administers: bool = False,
+    ) -> Caller:
         """Say who makes a request.
 
         The request begins here: what it waits for the database from now on counts together.
@@ -191,6 +212,8 @@ class Authenticator:
             authorization: The ``Authorization`` header.
             address: The client's address; None: not to be trusted.
             host: The ``Host`` header.
+            session: What `begin_session` gave to somebody who looks at pages. One that is over is as good as none.
+            administers: True for a page for administrators: the session then allows what its token does.
 
         Raises:
             UnauthenticatedError: There is no token, or not a good one.
@@ -200,6 +223,8 @@ class Authenticator:
         begin_request()
         if authorization is not None:
             return await self._caller_with(token_in(authorization))
+        if session is not None and (caller := await self._caller_in(session, administers)) is not None:
+            return caller
         if self._insecure:
             return UNRESTRICTED
         if await self._needs_token():
@@ -215,20 +240,64 @@ class Authenticator:
         require_local_host(host, self._allowed_hosts)
         return UNRESTRICTED
 
+    async def begin_session(self, token: str) -> str:
+        """A child of this token that reads for `SESSION_S` seconds and can be shown in place of it, for a cookie.
+
+        On pages for administrators it allows what the token does.
+
+        It ends earlier when the token is revoked or gets another secret. Nothing is kept of it: it says when it ends,
+        and its signature is made with the hash of the token that the database has. Who can read that table could make
+        one, and has read all that it would show.
+
+        Raises:
+            UnauthenticatedError: The token is not good.
+        """
+        begin_request()
+        try:
+            record = await self._record_of(token_in(f"Bearer {token}"))
+        except UnauthenticatedError:
+            self._listener(CallerRefused(Refusal.BAD_TOKEN))
+            raise
+        ends_at = int(self._now().timestamp()) + SESSION_S
+        return f"{record.token_id}.{ends_at}.{_signature(record, ends_at)}"
+
+    async def _caller_in(self, session: str, administers: bool) -> Caller | None:
+        parts = _SESSION.fullmatch(session)
+        if parts is None:
+            return None
+        token_id, ends_at, signature = parts[1], int(parts[2]), parts[3]
+
+        def is_good(record: TokenRecord) -> bool:
+            is_signed = hmac.compare_digest(signature, _signature(record, ends_at))
+            return is_signed and record.revoked_at is None
+
+        left_s = ends_at - self._now().timestamp()
+        record = await self._found(token_id, is_good) if 0 < left_s <= SESSION_S else None
+        if record is None:
+            return None
+        return record.caller() if administers else Caller(token_id, frozenset({Scope.READ}))
+
     async def _caller_with(self, token: str) -> Caller:
-        token_id, token_hash, instant = token.split("_")[1], _hash(token), self._now()
-        record, read_at = self._known.get(token_id, (None, 0.0))
-        now = self._clock()
-        # One that is not good by what is remembered may have been rotated since.
-        if record is None or now - read_at >= CACHE_S or not record.is_good(token_hash, instant):
-            record = await self._tokens.find(token_id)
-            if record is not None:
-                self._remember(record, now)
-        if record is None or not record.is_good(token_hash, instant):
+        return (await self._record_of(token)).caller()
+
+    async def _record_of(self, token: str) -> TokenRecord:
+        token_hash, instant = _hash(token), self._now()
+        record = await self._found(token.split("_")[1], lambda record: record.is_good(token_hash, instant))
+        if record is None:
             raise UnauthenticatedError(
                 "the token is unknown or was revoked, or has another secret by now: ask who runs this server for it"
             )
-        return record.caller()
+        return record
+
+    async def _found(self, token_id: str, is_good: Callable[[TokenRecord], bool]) -> TokenRecord | None:
+        record, read_at = self._known.get(token_id, (None, 0.0))
+        now = self._clock()
+        # One that is not good by what is remembered may have been rotated since.
+        if record is None or now - read_at >= CACHE_S or not is_good(record):
+            record = await self._tokens.find(token_id)
+            if record is not None:
+                self._remember(record, now)
+        return record if record is not None and is_good(record) else None
 
     def _remember(self, record: TokenRecord, now: float) -> None:
         self._known[record.token_id] = record, now
@@ -242,6 +311,11 @@ class Authenticator:
         if self._closed is None or now - self._closed[1] >= CACHE_S:
             self._closed = await self._tokens.any(), now
         return self._closed[0]
+
+
+def _signature(record: TokenRecord, ends_at: int) -> str:
+    key, said = record.token_hash.encode(), f"session {record.token_id} {ends_at}".encode()
+    return hmac.new(key, said, hashlib.sha256).hexdigest()
 
 
 def _hash(token: str) -> str:

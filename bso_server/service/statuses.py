@@ -20,6 +20,7 @@ STATUS_OF: dict[type[errors.BsoError], HTTPStatus] = {
     errors.IllegalTransitionError: HTTPStatus.CONFLICT,
     errors.NoSurvivorError: HTTPStatus.CONFLICT,
     errors.InvalidJobError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    errors.PolicyNotInstalledError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
     errors.UnauthenticatedError: HTTPStatus.UNAUTHORIZED,

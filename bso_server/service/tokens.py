@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.errors import RevokedTokenError, UnknownTokenError
 from bso_server.service.commands import utc_now
+from bso_server.service.page_views import TokenLine, TokensPage
 from bso_server.service.security import new_secret, new_token
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
@@ -59,6 +60,11 @@ class Tokens:
     async def jobs_per_owner(self) -> dict[str, int]:
         """The number of jobs that belong to each token that has any, by its id."""
         return await self._store.read(Transaction.jobs_per_owner)
+
+    async def page(self, own: str | None) -> TokensPage:
+        """Every token without its secret, for an administrator whose own one has this id."""
+        jobs = await self.jobs_per_owner()
+        return TokensPage(tokens=tuple(_line_of(record, jobs) for record in await self.all()), own=own)
 
     async def rotate(self, token_id: str, grace: timedelta = DEFAULT_GRACE) -> tuple[str, TokenRecord]:
         """Give a token another secret, and leave it all that belongs to it: the token anew, and its record.
@@ -121,6 +127,12 @@ class Tokens:
         while await self._store.write(some):
             pass
         return len(handed_over)
+
+
+def _line_of(record: TokenRecord, jobs: Mapping[str, int]) -> TokenLine:
+    names = (name for name in TokenLine.model_fields if name not in {"scopes", "jobs"})
+    shown = {name: getattr(record, name) for name in names}
+    return TokenLine(**shown, scopes=tuple(sorted(record.scopes)), jobs=jobs.get(record.token_id, 0))
 
 
 def _insert_once(transaction: Transaction, record: TokenRecord) -> None:

@@ -1,37 +1,45 @@
 """Whole jobs on their way out of a database and into another one, trial by trial; pure.
 
 An export is one JSON object with all facts and nothing else, `service.messages.JobExport`, its trials last and one on
-each line. Neither side ever holds all of it: a job may have hundreds of thousands of reports. What follows from the
-facts (arms, the cheapest trial, counters) is made anew at the import.
+each line; the exports of several jobs stand one after another in one text. Neither side ever holds all of it: a job may
+have hundreds of thousands of reports. What follows from the facts (arms, the cheapest trial, counters) is made anew at
+the import.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
 
-from bso_server.core.history import Arm, Cheapest, arms_after, bandit_entered_from_the_start, cost_of
+from bso_server.core.history import Arm, Cheapest, arms_after, cost_of
 from bso_server.core.model import OBSERVED, TrialRecord
+from bso_server.core.registry import find
+from bso_server.core.replay import bandit_entered_from_the_start, memory_after
 from bso_server.errors import InvalidImportError
 from bso_server.service.json_stream import Element, Field, ListBegin, NotAnObjectError, ObjectReader
+from bso_server.service.loading import Unsaved
 from bso_server.service.messages import EpochExport, ExportHead, PowerProfileExport, TrialExport
 from bso_server.storage.rows import (
     TRIAL,
+    StoredDecision,
     StoredEpoch,
     StoredJob,
+    StoredMemory,
     StoredPowerProfile,
     epoch_row,
     trial_from,
 )
-from zeus_plugins.protocol import ALIVE, JobRegistration, Origin, TrialState
+from zeus_plugins.protocol import ALIVE, ZEUS, JobRegistration, Origin, TrialState
 
 _TRIALS = "trials"
-_MEASURED = ("time_s", "energy_j", "epoch", "metric", "reported_at", "first_epoch", "first_cost_j")
+_MEASURED = ("time_s", "energy_j", "reported_at")
+_OF_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
 
 
 def head_of(stored: StoredJob) -> ExportHead:
@@ -47,19 +55,24 @@ def head_of(stored: StoredJob) -> ExportHead:
 
 
 def exported(
-    trials: Iterable[TrialRecord], epochs: Iterable[StoredEpoch], power_profiles: Iterable[StoredPowerProfile]
+    trials: Iterable[TrialRecord],
+    epochs: Iterable[StoredEpoch],
+    power_profiles: Iterable[StoredPowerProfile],
+    decisions: Iterable[StoredDecision],
 ) -> list[TrialExport]:
     """Trials with everything that is kept of them."""
     profile_of = {
         profile.trial_number: PowerProfileExport.model_validate(profile, from_attributes=True)
         for profile in power_profiles
     }
+    decision_of = {stored.trial_number: stored.decision for stored in decisions}
     by_trial: dict[int, list[EpochExport]] = {}
     for epoch in epochs:
         by_trial.setdefault(epoch.trial_number, []).append(EpochExport(**epoch_row(epoch)))
     return [
         TrialExport(
             **TRIAL.of(trial),
+            decision=decision_of.get(trial.trial_number),
             power_profile=profile_of.get(trial.trial_number),
             epochs=tuple(by_trial.get(trial.trial_number, ())),
         )
@@ -80,6 +93,35 @@ def lines(trials: Iterable[TrialExport], *, is_first: bool) -> str:
 
 END = "\n]}\n"
 """The text of an export after its last trial."""
+
+# No other line of an export is like it: within its strings there are no ends of lines.
+_LAST_LINE = END.strip().encode()
+
+
+def exports_in(lines: Iterable[bytes]) -> Iterator[Iterator[bytes]]:
+    """The exports that stand one after another in a text, each piece by piece.
+
+    The next one begins after the line that ends the one before, of which nobody need have read everything.
+
+    Args:
+        lines: The text, line by line; a long line may come in pieces.
+    """
+    lines = iter(lines)
+    for first in lines:
+        if first.strip():
+            export = _export_from(first, lines)
+            yield export
+            deque(export, maxlen=0)
+
+
+def _export_from(first: bytes, following: Iterator[bytes]) -> Iterator[bytes]:
+    yield first
+    begins_line = first.endswith(b"\n")
+    for piece in following:
+        yield piece
+        if begins_line and piece.strip() == _LAST_LINE:
+            return
+        begins_line = piece.endswith(b"\n")
 
 
 class ExportReader:
@@ -151,6 +193,7 @@ class ImportedTrial:
     trial: TrialRecord
     epochs: tuple[StoredEpoch, ...]
     power_profile: StoredPowerProfile | None
+    decision: StoredDecision | None
 
 
 class ImportedJob:
@@ -174,6 +217,7 @@ class ImportedJob:
         self._taken: dict[int, int] = {}
         self._arms: dict[int, Arm] = {}
         self._cheapest: Cheapest | None = None
+        self._memory = find(head.job.policy).begun_memory(head.job)
 
     def take_all(self, exported: Iterable[TrialExport]) -> list[ImportedTrial]:
         """The next trials.
@@ -201,6 +245,7 @@ class ImportedJob:
             _record(self.job_id, exported),
             tuple(StoredEpoch(*key, **dict(epoch)) for epoch in exported.epochs),
             None if profile is None else StoredPowerProfile(*key, exported.batch_size, **dict(profile)),
+            None if exported.decision is None else StoredDecision(*key, exported.decision),
         )
 
     def close(self) -> None:
@@ -221,6 +266,7 @@ class ImportedJob:
         for trial in ended:
             self._cheapest = Cheapest.of_both(self._cheapest, job, trial)
         self._arms |= arms_after(job, self._arms, ended, bandit_entered_at=self._bandit_entered_at)
+        self._memory = memory_after(job, self._memory, ended)
 
     @property
     def stored(self) -> StoredJob:
@@ -240,9 +286,12 @@ class ImportedJob:
         )
 
     @property
-    def arms(self) -> Mapping[int, Arm]:
-        """The arms, once all trials that have ended were folded."""
-        return self._arms
+    def unsaved(self) -> Unsaved:
+        """Its policy's memory, once all trials that have ended were folded."""
+        policy, memory = find(self.head.job.policy), None
+        if policy.memory is not None:
+            memory = StoredMemory(self.job_id, policy.version, self._event_count, self._memory)
+        return Unsaved(self._arms, memory)
 
     def _order(self, trial: TrialExport, index: int) -> Iterator[tuple[str, str]]:
         """Trials count from 1; each begins after the one before it, and no two things happen at the same event."""
@@ -284,9 +333,11 @@ def _contradictions_of(trial: TrialExport, job: JobRegistration) -> Iterator[tup
         yield "ended_event", "lies before started_event"
     if (trial.lease_expires_at is None) is alive:
         yield "lease_expires_at", f"goes with being alive, and the trial is {trial.state}"
-    for name in _MEASURED:
+    for name in (*_MEASURED, *(() if _is_of_zeus(trial, job) else ("metric", *_OF_EPOCHS))):
         if (getattr(trial, name) is None) is reported:
             yield name, f"goes with having reported, and report_count is {trial.report_count}"
+    if trial.cost_deviations_j2 is not None and not reported:
+        yield "cost_deviations_j2", "goes with having reported, and report_count is 0"
     if trial.state in OBSERVED and not reported:
         yield "report_count", f"a trial becomes {trial.state} by a report"
     if trial.state is TrialState.COMPLETED and cost_of(job, _record("", trial)) <= 0:
@@ -305,6 +356,12 @@ def _contradictions_of(trial: TrialExport, job: JobRegistration) -> Iterator[tup
         is_beyond = trial.first_epoch > trial.epoch
         if is_beyond or (trial.report_count == 1 and trial.first_epoch != trial.epoch):
             yield "first_epoch", f"does not go with epoch {trial.epoch:g} after {trial.report_count} reports"
+
+
+def _is_of_zeus(trial: TrialExport, job: JobRegistration) -> bool:
+    """True if nothing is known of the trial's epochs, as of one from Zeus, and its policy does not need them."""
+    is_untold = trial.report_count > 0 and not trial.epochs and all(getattr(trial, name) is None for name in _OF_EPOCHS)
+    return is_untold and trial.state not in ALIVE and job.policy == ZEUS
 
 
 def _record(job_id: str, trial: TrialExport) -> TrialRecord:

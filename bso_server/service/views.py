@@ -11,8 +11,9 @@ from typing import Any
 
 from bso_server.core import policy
 from bso_server.core.history import Arm, History, cost_of
-from bso_server.core.model import Expectations, ExpectedCost, TrialRecord
+from bso_server.core.model import EpochBound, Expectations, ExpectedCost, Suggestion, TrialRecord
 from bso_server.core.savings import Tally, savings
+from bso_server.core.words import stop_in_words
 from bso_server.service.messages import (
     EpochList,
     EpochView,
@@ -25,11 +26,14 @@ from bso_server.service.messages import (
 from bso_server.storage.rows import TRIAL, StoredEpoch, StoredJob, StoredPowerProfile, epoch_row, last_report
 from zeus_plugins.protocol import (
     ArmView,
+    Decision,
+    Explanation,
     GpuConfig,
     JobRegistration,
     JobSummary,
     JobView,
     Stage,
+    StopRule,
     TrialFacts,
     TrialState,
     TrialView,
@@ -100,15 +104,51 @@ def _arm(known: Arm, expected: ExpectedCost | None) -> ArmView:
 def trial(of_job: JobRegistration, stored: TrialRecord) -> TrialView:
     """One trial."""
     shown = TRIAL.of(stored)
-    cost_j = None if stored.metric is None else cost_of(of_job, stored)
+    cost_j = cost_of(of_job, stored) if stored.report_count else None
     return TrialView(**shown, cost_j=cost_j, epochs=shown["epoch"])
+
+
+def explanation(of_job: StoredJob, stored: TrialRecord, decision: Decision | None) -> Explanation:
+    """The reason for a trial's batch size, and its stop."""
+    return Explanation(
+        job_id=of_job.job_id,
+        policy=of_job.registration.policy,
+        trial_number=stored.trial_number,
+        batch_size=stored.batch_size,
+        origin=stored.origin,
+        state=stored.state,
+        sentence=_sentence(of_job.registration, stored.reason, stored.bound, decision),
+        decision=decision,
+    )
+
+
+def explanation_of_next(of_job: StoredJob, suggestion: Suggestion) -> Explanation:
+    """The same of the trial that would be started next."""
+    return Explanation(
+        job_id=of_job.job_id,
+        policy=of_job.registration.policy,
+        trial_number=None,
+        batch_size=suggestion.batch_size,
+        origin=suggestion.origin,
+        state=None,
+        sentence=_sentence(of_job.registration, suggestion.reason, suggestion.bound, suggestion.decision),
+        decision=suggestion.decision,
+    )
+
+
+def _sentence(job: JobRegistration, reason: str, bound: EpochBound | None, decision: Decision | None) -> str:
+    rule, because = (None, None) if decision is None else (decision.stop, None)
+    if bound is not None:
+        rule, because = StopRule(max_epochs=bound.epochs), bound.reason
+    stop = stop_in_words(rule, job.max_epochs, because)
+    return f"{reason}; {stop}" if stop else reason
 
 
 def epochs(of_job: JobRegistration, stored: TrialRecord, kept: Sequence[StoredEpoch]) -> EpochList:
     """A trial's reports, of which these are kept beside it, in order."""
     shown = [_epoch(of_job, each) for each in kept]
     # The last one is kept beside the trial, too, unless it ended the trial or was pruned.
-    if stored.metric is not None and (not kept or kept[-1].report_number < stored.report_count):
+    if stored.last_report is not None and (not kept or kept[-1].report_number < stored.report_count):
         shown.append(_epoch(of_job, last_report(stored)))
     return EpochList(epochs=tuple(shown))
 

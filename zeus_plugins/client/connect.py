@@ -25,7 +25,7 @@ def client_from_environment(
     timeout_s: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> BsoClient | LocalServer:
-    """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN``.
+    """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
 
     Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
 
@@ -42,7 +42,7 @@ def client_from_environment(
     url = (server_url if server_url is not None else environment.SERVER_URL.text(environ)) or ""
     if timeout_s is None:
         timeout_s = environment.TIMEOUT_S.number(environ, is_positive=True) or DEFAULT_TIMEOUT_S
-    token = token if token is not None else environment.TOKEN.text(environ)
+    token = token if token is not None else environment.access_token(environ)
     if not url and token:
         _logger.warning(
             "there is a token (token= or %s) but no server URL: the server in this process is used, which takes no "

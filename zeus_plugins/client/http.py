@@ -21,6 +21,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from zeus_plugins.client._job_report import JobReport
 from zeus_plugins.client._refusals import error_of, reason_in_error_body, said_in_error_body
 from zeus_plugins.client._transport import DeadlineTransport, proxy_of
 from zeus_plugins.client.port import (
@@ -39,6 +40,7 @@ from zeus_plugins.errors import (
 )
 from zeus_plugins.protocol import (
     Ending,
+    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -192,6 +194,23 @@ class BsoClient(ServerPort):
             page = self._decode(self._request("GET", Paths.API_JOBS, params=params), JobList)
             jobs += page.jobs
         return JobList(jobs=jobs)
+
+    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
+        """The reason for a trial's batch size; without one, what would be chosen next. Zeus servers lack this."""
+        path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}/explanation"
+        params = None if trial_number is None else {"trial_number": str(trial_number)}
+        return self._decode(self._request("GET", path, params=params), Explanation)
+
+    def job_report(self, job_id: str) -> JobReport:
+        """The job's page in one file, which a notebook shows where a cell ends with it. Zeus servers lack this.
+
+        Raises:
+            ZeusBSORuntimeError: No such job (404).
+        """
+        answer = self._request("GET", f"/ui/jobs/{quote(job_id, safe='')}/report.html")
+        if not answer.headers.get("content-type", "").startswith("text/html"):
+            self._raise_foreign(answer, "no HTML")
+        return JobReport(job_id, answer.text)
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
         """See `ServerPort.show_job`."""

@@ -17,6 +17,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
@@ -33,6 +34,7 @@ from bso_server.settings import Settings, problems, variable_of
 from bso_server.storage.database import SqliteFile, open_sqlite_file
 from bso_server.storage.store import SyncStore
 from bso_server.storage.transaction import Transaction
+from zeus_plugins.client._job_report import JobReport
 from zeus_plugins.client._refusals import error_of
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
@@ -44,6 +46,7 @@ from zeus_plugins.client.port import (
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
     Ending,
+    Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
@@ -167,6 +170,32 @@ class LocalServer(ServerPort):
 
         return self._read("list of jobs", partial(list_jobs, limit=None))
 
+    def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
+        """The reason for a trial's batch size; without one, what would be chosen next."""
+        from bso_server.service.queries import explain
+
+        return self._read("explanation", lambda transaction: explain(transaction, job_id, trial_number))
+
+    def job_report(self, job_id: str) -> JobReport:
+        """The job's page in one file, which a notebook shows where a cell ends with it; made in this process.
+
+        Raises:
+            ZeusBSOConfigError: What draws pages is not installed.
+            ZeusBSORuntimeError: No such job (404).
+        """
+        try:
+            from bso_server.service.page_views import Tariff
+            from bso_server.service.pages import Pages
+            from bso_server.ui.pages import report_page
+
+            pages = Pages(Tariff.model_validate(self._settings, from_attributes=True))
+            page = self._read("report", lambda transaction: pages.report(transaction, job_id))
+            return JobReport(job_id, report_page(page, datetime.now(UTC)))
+        except ModuleNotFoundError as error:
+            raise ZeusBSOConfigError(
+                f"a report needs {error.name}, which is not installed: pip install 'zeus-plugins[server]'"
+            ) from None
+
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
         """See `ServerPort.show_job`."""
         from bso_server.service.queries import show_job
@@ -267,6 +296,8 @@ def _settings_of(server_url: str) -> tuple[Settings, Path]:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
     except ValidationError as error:
         raise ZeusBSOConfigError(f"wrong setting of the server in this process: {problems(error)}") from None
+    except ValueError as error:
+        raise ZeusBSOConfigError(f"wrong setting of the server in this process: {error}") from None
     path = _opened(settings).path.absolute()
     return settings.model_copy(update={"database_url": _database_url(path)}), path
 

@@ -10,6 +10,11 @@ is public.
 
 from __future__ import annotations
 
+from zeus_plugins.protocol._decisions import MAX_CANDIDATES as MAX_CANDIDATES
+from zeus_plugins.protocol._decisions import CandidateWorth as CandidateWorth
+from zeus_plugins.protocol._decisions import Decision as Decision
+from zeus_plugins.protocol._decisions import Explanation as Explanation
+from zeus_plugins.protocol._decisions import SizeBelief as SizeBelief
 from zeus_plugins.protocol._jobs import Fingerprint as Fingerprint
 from zeus_plugins.protocol._jobs import Goal as Goal
 from zeus_plugins.protocol._jobs import GpuConfig as GpuConfig
@@ -36,6 +41,7 @@ from zeus_plugins.protocol._trials import TrialEnd as TrialEnd
 from zeus_plugins.protocol._trials import Verdict as Verdict
 from zeus_plugins.protocol._values import ALIVE as ALIVE
 from zeus_plugins.protocol._values import FINAL as FINAL
+from zeus_plugins.protocol._values import GP_VOI as GP_VOI
 from zeus_plugins.protocol._values import ID_PATTERN as ID_PATTERN
 from zeus_plugins.protocol._values import LEAST_TIME_S as LEAST_TIME_S
 from zeus_plugins.protocol._values import MAX_BATCH_SIZE as MAX_BATCH_SIZE
@@ -43,6 +49,8 @@ from zeus_plugins.protocol._values import MAX_BATCH_SIZES as MAX_BATCH_SIZES
 from zeus_plugins.protocol._values import MAX_DETAIL_LENGTH as MAX_DETAIL_LENGTH
 from zeus_plugins.protocol._values import MAX_ID_LENGTH as MAX_ID_LENGTH
 from zeus_plugins.protocol._values import MAX_POWER_LIMITS as MAX_POWER_LIMITS
+from zeus_plugins.protocol._values import OWN_POLICIES as OWN_POLICIES
+from zeus_plugins.protocol._values import ZEUS as ZEUS
 from zeus_plugins.protocol._values import BatchSize as BatchSize
 from zeus_plugins.protocol._values import EndReason as EndReason
 from zeus_plugins.protocol._values import Epochs as Epochs
@@ -79,4 +87,3 @@ from zeus_plugins.protocol._views import SavingsView as SavingsView
 from zeus_plugins.protocol._views import TrialFacts as TrialFacts
 from zeus_plugins.protocol._views import TrialPage as TrialPage
 from zeus_plugins.protocol._views import TrialView as TrialView
-from zeus_plugins.protocol._views import reason_in_words as reason_in_words

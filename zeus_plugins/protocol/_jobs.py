@@ -18,7 +18,9 @@ from pydantic import (
 )
 
 from zeus_plugins.protocol._values import (
+    GP_VOI,
     MAX_BATCH_SIZES,
+    ZEUS,
     BatchSize,
     Finite,
     Identifier,
@@ -89,8 +91,9 @@ class JobSpec(WireMessage):
         mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
-        policy: How batch sizes are chosen; docs/policy.md describes both ways. `num_pruning_rounds`, `window_size` and
-            the ``mab_…`` fields matter to policy `zeus` alone.
+        policy: Name of the way in which batch sizes are chosen: ``"gp_voi"``, ``"zeus"`` or another one that is
+            installed where the server runs (docs/policy.md). Of ours, `num_pruning_rounds`, `window_size` and the
+            ``mab_…`` fields matter to `zeus` alone.
 
     Raises:
         pydantic.ValidationError: There is no field of a given name, a field is out of its range, or two fields
@@ -119,7 +122,7 @@ class JobSpec(WireMessage):
     mab_prior_precision: NonNegativeFinite = 0.0
     mab_num_explorations: NonNegativeInt = 2
     mab_seed: Seed | None = None
-    policy: PolicyName = PolicyName.GP_VOI
+    policy: PolicyName = GP_VOI
 
     @model_validator(mode="before")
     @classmethod
@@ -206,7 +209,7 @@ class JobRegistration(JobSpec, GpuConfig):
 
     _told_only: ClassVar[frozenset[str]] = frozenset({"fingerprint", "registration_id"})
 
-    policy: PolicyName = PolicyName.ZEUS
+    policy: PolicyName = ZEUS
     fingerprint: Fingerprint | None = None
     registration_id: RegistrationId | None = None
 

@@ -113,7 +113,7 @@ class TrialDispatch(TrialId):
 
     Attributes:
         origin: Why a trial was dispatched; None from a Zeus server.
-        reason: The same in words, with the numbers in brackets at the end; None from a Zeus server.
+        reason: The same in words; None from a Zeus server.
         stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
         power_profile: The newest profile that an earlier trial of the job at this batch size has left; None where there
             is none, for ``POST /trials`` (that training has begun), and from a Zeus server.

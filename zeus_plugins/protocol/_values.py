@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from enum import EnumType, StrEnum
+from enum import StrEnum
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import (
@@ -19,6 +19,16 @@ MAX_ID_LENGTH = 255
 MAX_DETAIL_LENGTH = 1000
 MAX_POWER_LIMITS = 256
 ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
+
+
+GP_VOI = "gp_voi"
+"""The policy of jobs that say nothing."""
+
+ZEUS = "zeus"
+"""The policy of the Zeus paper, and of jobs that Zeus's clients register."""
+
+OWN_POLICIES = (ZEUS, GP_VOI)
+"""The policies that every server has; packages may bring others."""
 
 
 class Paths:
@@ -37,21 +47,7 @@ class Paths:
     HEALTH = "/health/live"
     READY = "/health/ready"
     VERSION = "/version"
-
-
-class _FoundByValue(EnumType):
-    """Finds members by name or value: command-line parsers such as jsonargparse ask by name, and users write values."""
-
-    def __getitem__(cls, name: str) -> Any:
-        members: dict[str, Any] = dict(cls.__members__)
-        return {member.value: member for member in members.values()}.get(name) or super().__getitem__(name)
-
-
-class PolicyName(StrEnum, metaclass=_FoundByValue):
-    """A way of choosing batch sizes."""
-
-    ZEUS = "zeus"
-    GP_VOI = "gp_voi"
+    METRICS = "/metrics"
 
 
 class Stage(StrEnum):
@@ -138,6 +134,7 @@ def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> f
 # Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
 BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
+PolicyName = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=ID_PATTERN)]
 RegistrationId = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=ID_PATTERN)]
 # PostgreSQL keeps every character but NUL.
 Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]

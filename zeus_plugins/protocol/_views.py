@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -26,9 +25,6 @@ from zeus_plugins.protocol._values import (
     WireMessage,
 )
 
-# The numbers behind a decision, which end its reason; those of version 0.1 have none in brackets.
-_NUMBERS = re.compile(r" \[[^\[\]]*\]$")
-
 
 def _in_utc(instant: datetime) -> datetime:
     # What every database can keep; the ends of Python's range cannot even be converted to UTC.
@@ -41,20 +37,18 @@ Instant = Annotated[AwareDatetime, AfterValidator(_in_utc)]
 LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00]*$")]
 
 
-def reason_in_words(reason: str) -> str:
-    """The reason for a batch size without the numbers behind it."""
-    return _NUMBERS.sub("", reason)
-
-
 class TrialFacts(WireMessage):
     """The facts of a trial that views and exports share. Measured fields are None until the first report.
+
+    Zeus keeps neither epochs nor metrics: those of a trial imported from it stay None, where the target does not tell
+    the metric.
 
     Attributes:
         trial_number: Counts from 1 within the job.
         batch_size: Global batch size.
         state: Where the trial stands.
         origin: Why it was dispatched.
-        reason: Why this batch size was chosen: plain words, and in brackets at the end the numbers behind them.
+        reason: Why this batch size was chosen, in plain words.
         message: The last verdict or the way it ended, in words.
         started_at: When it was dispatched (UTC).
         ended_at: When it ended (UTC), or None.
@@ -65,7 +59,7 @@ class TrialFacts(WireMessage):
         metric: The last validation metric.
         epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
             them, and with other policies.
-        epoch_bound_reason: Why, in the form of `reason`.
+        epoch_bound_reason: Why, in the same way.
         power_limit_w: The power limit of each GPU that the training chose, watts; None where it sets none.
         power_limits: How many limits it knew the cost of; None where it looks for none.
     """
@@ -101,11 +95,6 @@ class TrialView(TrialFacts):
     cost_j: float | None
     epochs: float | None
     owner: str | None = None
-
-    @property
-    def reason_in_words(self) -> str:
-        """The reason without the numbers."""
-        return reason_in_words(self.reason)
 
     @field_serializer("epochs")
     def _whole_epochs_as_integers(self, epochs: float | None) -> int | float | None:

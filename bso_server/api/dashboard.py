@@ -1,0 +1,337 @@
+"""Pages for people below ``/ui/``, the same figures as JSON, and the form that takes a token.
+
+All links in pages are relative and the session's cookie names no path, so that they work below any path at which a
+proxy shows them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import math
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Annotated, Any
+
+from litestar import Request, Response, Router, get, post
+from litestar.di import NamedDependency
+from litestar.exceptions import NotFoundException
+from litestar.params import PathParameter, QueryParameter
+
+from bso_server.api import errors
+from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
+from bso_server.api.parameters import ID, Reader
+from bso_server.core.access import Scope
+from bso_server.errors import UnauthenticatedError
+from bso_server.service.health import Health
+from bso_server.service.pages import Found, Pages, View, digest
+from bso_server.service.replays import Replays
+from bso_server.service.security import SESSION_S, Authenticator
+from bso_server.service.tokens import Tokens
+from bso_server.service.what_if import question, replay_key, what_if
+from bso_server.ui import pages as html
+from zeus_plugins.protocol import MAX_ID_LENGTH
+
+AnyRequest = Request[Any, Any, Any]
+
+PagesOfJobs = NamedDependency[Pages]
+ReplaysOfJobs = NamedDependency[Replays]
+Sessions = NamedDependency[Authenticator]
+HealthOfServer = NamedDependency[Health]
+TokensOfServer = NamedDependency[Tokens]
+
+_JSON = ".json"
+
+logger = logging.getLogger("bso_server")
+
+# A page's name may be followed by that of its twin.
+_NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LENGTH + len(_JSON))]
+_TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
+_Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
+_At = Annotated[int | None, QueryParameter(name="at", ge=1, le=2**31 - 1)]
+_After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
+_Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
+# Empty: none. Zero is no β. As many digits as pages show of the one that a job has.
+_Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
+_Event = Annotated[int | None, QueryParameter(name="replay", ge=0, le=2**31 - 1)]
+
+# A place below /ui/ to go to after the login: nothing that a header or a link takes for anything else.
+_PLACE = re.compile(r"[A-Za-z0-9._:@/?=&%-]{0,1000}")
+
+_HEADERS = {
+    "Content-Security-Policy": html.POLICY,
+    "Referrer-Policy": "same-origin",
+    "X-Content-Type-Options": "nosniff",
+}
+
+# Less than a packet is sent as it is.
+_WORTH_PACKING = 1400
+
+
+@get(["/", "/jobs.json"], opt=PAGE)
+async def jobs(
+    request: AnyRequest,
+    reader: Reader,
+    pages_of_jobs: PagesOfJobs,
+    containing: _Containing = None,
+    after: _After = None,
+) -> Response[bytes]:
+    """The list of jobs."""
+    tag = _Tag(request)
+    found = await reader.read(pages_of_jobs.jobs, containing=containing or None, cursor=after, known=tag.known)
+    return tag.answer(found, None if tag.is_twin else html.jobs_page, depth=0)
+
+
+@get("/", opt=needs(None), include_in_schema=False)
+async def home() -> Response[bytes]:
+    """Lead whoever types the server's address to its pages."""
+    return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": "./ui/"})
+
+
+@get("/jobs/{name:str}", opt=PAGE)
+async def job(
+    request: AnyRequest, name: _NAME, reader: Reader, pages_of_jobs: PagesOfJobs, at: _At = None
+) -> Response[bytes]:
+    """A job, as it is or as it was when trial `at` was chosen.
+
+    With ``.json`` at the end the same as JSON, unless a slash says that this belongs to the job's id.
+    """
+    tag, is_twin = _Tag(request), _is_twin(request, name)
+    job_id = name.removesuffix(_JSON) if is_twin else name
+    if at is not None:
+        then = await reader.read(pages_of_jobs.moment, job_id, at, known=tag.known)
+        return tag.answer(then, None if is_twin else html.moment_page, depth=1)
+    found = await reader.read(pages_of_jobs.job, job_id, known=tag.known)
+    return tag.answer(found, None if is_twin else html.job_page, depth=1)
+
+
+@get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
+async def trial(
+    request: AnyRequest, name: _NAME, number: _TRIAL_NAME, reader: Reader, pages_of_jobs: PagesOfJobs
+) -> Response[bytes]:
+    """A trial, or with ``.json`` at the end the same as JSON."""
+    tag, trial_number = _Tag(request), min(int(number.removesuffix(_JSON)), 2**31 - 1)
+    found = await reader.read(pages_of_jobs.trial, name, trial_number, known=tag.known)
+    return tag.answer(found, None if number.endswith(_JSON) else html.trial_page, depth=3)
+
+
+@get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
+async def job_if(
+    request: AnyRequest,
+    name: _NAME,
+    reader: Reader,
+    pages_of_jobs: PagesOfJobs,
+    replays: ReplaysOfJobs,
+    eta: _Eta = None,
+    beta: _Beta = None,
+    event: _Event = None,
+) -> Response[bytes]:
+    """A job under another η and β, with a replay of its runs up to an event where that is asked for."""
+    tag, knobs = _Tag(request), (eta, None if beta is None else float(beta or math.inf))
+    replay = None
+    if event is not None:
+        key = await reader.read(replay_key, name, *knobs, event)
+        replay = await replays.look(key, lambda: reader.read(question, name, *knobs, key[1]))
+    tariff = pages_of_jobs.tariff
+    found = await reader.read(what_if, name, *knobs, replay=replay, tariff=tariff, known=tag.known)
+    return tag.answer(found, None if tag.is_twin else html.what_if_page, depth=2)
+
+
+@get("/jobs/{name:str}/report.html", opt=PAGE)
+async def report(request: AnyRequest, name: _NAME, reader: Reader, pages_of_jobs: PagesOfJobs) -> Response[bytes]:
+    """A job in one file, to be kept or sent."""
+    page = await reader.read(pages_of_jobs.report, name)
+    answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
+    answer.headers["Content-Security-Policy"] = html.report_policy()
+    return answer
+
+
+@get(["/health", "/health.json"], opt=PAGE)
+async def state(request: AnyRequest, health: HealthOfServer) -> Response[bytes]:
+    """The state of the server."""
+    tag = _Tag(request)
+    return tag.answer(await health.look(tag.known), None if tag.is_twin else html.health_page, depth=0)
+
+
+@get(["/tokens", "/tokens.json"], opt=PAGE | needs(Scope.ADMIN))
+async def list_tokens(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
+    """The tokens, for administrators."""
+    tag, page = _Tag(request), await tokens.page(request.user.token_id)
+    version = digest([page])
+    found = version, None if version == tag.known else page
+    return tag.answer(found, None if tag.is_twin else html.tokens_page, depth=0)
+
+
+@post("/tokens/revoke", opt=PAGE | FORM | needs(Scope.ADMIN))
+async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
+    """Make a token worthless for good."""
+    form = await request.form()
+    token_id = str(form.get("token_id", ""))
+    await tokens.revoke(token_id)
+    logger.info("token %s was revoked on a page by %s", token_id, request.user.token_id or "somebody without a token")
+    return _redirect("../tokens")
+
+
+@get("/static/{name:str}", opt=needs(None))
+async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
+    """A file that pages need; its address changes with its contents."""
+    if name not in html.MEDIA_TYPES:
+        raise NotFoundException
+    return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
+
+
+@post("/login", opt=needs(None) | FORM)
+async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
+    """Take a token, and give its reader a cookie in place of it."""
+    form = await request.form()
+    place = str(form.get("to", ""))
+    if _PLACE.fullmatch(place) is None:
+        place = ""
+    try:
+        session = await sessions.begin_session(str(form.get("token", "")).strip())
+    except UnauthenticatedError:
+        refused = "This is no token that is good here: they look like zbso_0123abcd_…"
+        page = html.login_page(_reader_of(request, 0), place, refused)
+        return _page(request, page, HTTPStatus.UNAUTHORIZED)
+    return _redirect(place, _cookie(request, session, SESSION_S))
+
+
+@post("/logout", opt=needs(None) | FORM)
+async def logout(request: AnyRequest) -> Response[bytes]:
+    """Take the cookie back."""
+    return _redirect("", _cookie(request, "", 0))
+
+
+def refused(request: AnyRequest, error: Exception) -> Response[Any]:
+    """Answer an error with a page; who asks for JSON gets the API's answer."""
+    answer = _refusal_of(request, error)
+    if request.url.path.endswith(_JSON):
+        return answer
+    body = answer.content
+    below = request.url.path.strip("/").count("/")
+    reader = _reader_of(request, max(below - 1, 0))
+    if isinstance(error, UnauthenticatedError):
+        return _page(request, html.login_page(reader, _place_of(request)), HTTPStatus.UNAUTHORIZED)
+    return _page(request, html.error_page(reader, body.status, body.title, body.message), HTTPStatus(body.status))
+
+
+def _refusal_of(request: AnyRequest, error: Exception) -> Response[Any]:
+    kinds = type(error).__mro__
+    answer: Callable[[AnyRequest, Any], Response[Any]] = next(
+        errors.EXCEPTION_HANDLERS[kind] for kind in kinds if kind in errors.EXCEPTION_HANDLERS
+    )
+    return answer(request, error)
+
+
+class _Tag:
+    """The version of an answer, for a reader who asks again and again.
+
+    It names everything that the answer depends on. What is sent packed is the same page, hence a weak one.
+    """
+
+    def __init__(self, request: AnyRequest) -> None:
+        self._request = request
+        self.is_twin = request.url.path.rstrip("/").endswith(_JSON)
+        kind = "json" if _JSON in request.url.path else _theme_of(request) or "auto"
+        self._prefix = f'W/"{html.build()}.{kind}.{int(_has_session(request))}.'
+        shown = request.headers.get("if-none-match", "")
+        self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
+
+    def answer(
+        self, found: Found[View], render: Callable[[View, html.Reader], str] | None, depth: int = 0
+    ) -> Response[bytes]:
+        """The page, or without `render` its twin; 304 for a reader who has it."""
+        version, view = found
+        tag = f'{self._prefix}{version}"'
+        if view is None:
+            return Response(
+                b"", status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": tag, "Cache-Control": "no-cache"}
+            )
+        if render is None:
+            content, media_type = view.model_dump_json().encode(), "application/json"
+        else:
+            content, media_type = render(view, _reader_of(self._request, depth, tag)).encode(), "text/html"
+        answer = _packed(self._request, content, media_type, "private, no-cache")
+        answer.headers["ETag"] = tag
+        return answer
+
+
+def _is_twin(request: AnyRequest, name: str) -> bool:
+    return name.endswith(_JSON) and not _has_slash(request)
+
+
+def _has_slash(request: AnyRequest) -> bool:
+    return request.scope["raw_path"].endswith(b"/")
+
+
+def _has_session(request: AnyRequest) -> bool:
+    return session_in(dict(request.scope["headers"])) is not None
+
+
+def _theme_of(request: AnyRequest) -> str:
+    theme = request.cookies.get("zeus_bso_theme", "")
+    return theme if theme in html.THEMES else ""
+
+
+def _reader_of(request: AnyRequest, depth: int, tag: str = "") -> html.Reader:
+    """The reader of a page that lies so many folders below ``/ui/``."""
+    # Without a slash at its end, /ui itself is a name, and relative links begin above it. Jobs may be called so, too.
+    is_top = depth == 0 and request.url.path.rstrip("/").endswith("/ui")
+    root = ("./" if _has_slash(request) else "ui/") if is_top else "../" * (depth + _has_slash(request)) or "./"
+    return html.Reader(
+        root=root,
+        now=datetime.now(UTC),
+        tag=tag,
+        theme=_theme_of(request),
+        is_logged_in=_has_session(request),
+    )
+
+
+def _place_of(request: AnyRequest) -> str:
+    """The page's address below ``/ui/``, to come back to after the login."""
+    path = request.scope["raw_path"].decode("latin-1").partition("/ui")[2].lstrip("/")
+    query = request.scope["query_string"].decode("latin-1")
+    place = f"{path}?{query}" if query else path
+    return place if _PLACE.fullmatch(place) else ""
+
+
+def _page(request: AnyRequest, page: str, status: HTTPStatus = HTTPStatus.OK) -> Response[bytes]:
+    return _packed(request, page.encode(), "text/html", "no-store", status)
+
+
+def _packed(
+    request: AnyRequest, content: bytes, media_type: str, cached: str, status: HTTPStatus = HTTPStatus.OK
+) -> Response[bytes]:
+    headers = {**_HEADERS, "Cache-Control": cached, "Vary": "Accept-Encoding, Cookie"}
+    if len(content) > _WORTH_PACKING and "gzip" in request.headers.get("accept-encoding", ""):
+        content = gzip.compress(content, compresslevel=4, mtime=0)
+        headers["Content-Encoding"] = "gzip"
+    return Response(content, status_code=status, media_type=media_type, headers=headers)
+
+
+def _redirect(place: str, cookie: str | None = None) -> Response[bytes]:
+    headers = {**_HEADERS, "Location": f"./{place}", "Cache-Control": "no-store"}
+    if cookie is not None:
+        headers["Set-Cookie"] = cookie
+    return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers=headers)
+
+
+def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
+    """The session's cookie. It names no path: browsers take that of the folder, which is ``/ui`` behind any proxy."""
+    is_secure = "https" in (request.scope["scheme"], request.headers.get("x-forwarded-proto", "").partition(",")[0])
+    secure = "; Secure" if is_secure else ""
+    return f"{SESSION_COOKIE}={value}; Max-Age={length_s}; HttpOnly; SameSite=Lax{secure}"
+
+
+PAGES = Router(
+    "/ui",
+    route_handlers=[
+        *(jobs, job, job_if, report, trial),
+        *(state, list_tokens, revoke_token, static, login, logout),
+    ],
+    # Each that the API answers, or the nearer one would be found.
+    exception_handlers=dict.fromkeys(errors.EXCEPTION_HANDLERS, refused),
+    include_in_schema=False,
+)

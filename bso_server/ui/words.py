@@ -1,0 +1,291 @@
+"""The sentences of the dashboard: what a job, a trial or all jobs have come to, in plain words."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from bso_server.service.page_views import (
+    HealthPage,
+    JobPage,
+    JobsPage,
+    MomentPage,
+    ReplayState,
+    TokensPage,
+    TrialPage,
+    WhatIfPage,
+)
+from bso_server.ui import units
+from zeus_plugins.protocol import ALIVE, EndReason, Origin, SavedView, TrialState
+
+STATES = {
+    TrialState.RUNNING: "running",
+    TrialState.COMPLETED: "reached the target",
+    TrialState.EARLY_STOPPED: "stopped as too costly",
+    TrialState.EXHAUSTED: "used all its epochs",
+    TrialState.FAILED: "crashed",
+    TrialState.INFEASIBLE: "does not fit",
+    TrialState.SUSPENDED: "suspended",
+    TrialState.ABANDONED: "not heard of any more",
+    TrialState.WITHDRAWN: "set aside",
+}
+"""The outcome of a trial."""
+
+_ORIGINS = {
+    Origin.EXPLORATION: "try",
+    Origin.INCUMBENT: "best known",
+    Origin.CONCURRENT: "beside a try",
+    Origin.BANDIT: "drawn",
+    Origin.OFFLINE: "without the server",
+}
+
+# Means of twenty simulated jobs that differ by less differ by chance.
+_SAME = 0.005
+
+# Nine in ten of a normal variable's values lie within so many standard deviations.
+_Z90 = 1.6448536269514722
+
+
+def state_words(state: TrialState) -> str:
+    """A trial's state."""
+    return STATES[state]
+
+
+def origin_words(origin: Origin) -> str:
+    """The kind of a decision."""
+    return _ORIGINS[origin]
+
+
+@dataclass(frozen=True, slots=True)
+class Headline:
+    """The first sentence of a page, its good or bad news, and what is to be added in a smaller one."""
+
+    text: str
+    more: str = ""
+    mood: str = ""
+
+
+def of_jobs(page: JobsPage) -> Headline:
+    """All jobs on the page, in a sentence."""
+    if not page.jobs:
+        if page.containing:
+            return Headline(f"No job has “{page.containing}” in its name")
+        return Headline("No job yet", "A training that starts with this server registers its job by itself.")
+    running = sum(line.running for line in page.jobs)
+    known = [line.savings for line in page.jobs if line.savings is not None]
+    jobs = units.count(len(page.jobs), "job") + (" on this page" if page.next_cursor else "")
+    under_way = f"{units.count(running, 'run')} under way" if running else "nothing under way"
+    if not known:
+        return Headline(f"{jobs}, {under_way}", "Savings are known once a run at the default has reached its target.")
+    energy_j, default_j = (sum(getattr(each.energy_j, name) for each in known) for name in ("saved", "default"))
+    share = f", {units.percent(abs(energy_j) / default_j)} of what the defaults would have taken" if default_j else ""
+    word = "saved" if energy_j >= 0 else "lost"
+    return Headline(
+        f"{units.energy(abs(energy_j))} {word} so far{share}",
+        f"{jobs}, {under_way}. Exploration is paid in that figure.",
+        "gain" if energy_j > 0 else "loss" if energy_j < 0 else "",
+    )
+
+
+def of_job(page: JobPage) -> Headline:
+    """The state and success of the job."""
+    view = page.view
+    default, best = view.job.default_batch_size, view.best_batch_size
+    reached = view.trial_states.get(TrialState.COMPLETED, 0)
+    if not view.trial_count:
+        return Headline("Nothing has run yet", f"The first run will take your default batch size, {default}.")
+    if not reached or best is None:
+        return _nothing_reached(page)
+    if view.savings is None:
+        return Headline(
+            f"{best} is the best batch size so far",
+            f"What it saves is not known yet: no run at your default, {default}, has reached the target.",
+        )
+    paid = _paid(page)
+    if best == default:
+        return Headline(f"Your default, {default}, is the best batch size so far", paid)
+    mine, theirs = view.arm_of(best), view.arm_of(default)
+    if mine is None or theirs is None or mine.expected_cost_j is None or not theirs.expected_cost_j:
+        return Headline(f"{best} is the best batch size so far", paid)
+    ratio = mine.expected_cost_j / theirs.expected_cost_j
+    sure = ""
+    if mine.expected_cost_std_j is not None and theirs.expected_cost_std_j is not None:
+        # Of a ratio, to the first order; what both expectations share makes it narrower still.
+        spread = math.hypot(
+            mine.expected_cost_std_j / mine.expected_cost_j, theirs.expected_cost_std_j / theirs.expected_cost_j
+        )
+        sure = f"Sure to within ±{units.percent(_Z90 * ratio * spread)}, nine times in ten. "
+    if ratio >= 1:
+        return Headline(f"{best} is the best batch size so far", sure + paid)
+    return Headline(f"{best} saves {units.percent(1 - ratio)} against your default, {default}", sure + paid, "gain")
+
+
+def _nothing_reached(page: JobPage) -> Headline:
+    states = page.view.trial_states
+    alive = sum(states.get(state, 0) for state in ALIVE)
+    ended = [f"{states[state]} {state_words(state)}" for state in states if state not in ALIVE]
+    target = units.exact(page.view.job.target_metric)
+    if not ended:
+        latest = page.view.trials[-1] if page.view.trials else None
+        so_far = ""
+        if latest is not None and latest.metric is not None and latest.epochs is not None:
+            metric, epochs = units.number(latest.metric, 4), units.count_of_epochs(latest.epochs)
+            so_far = f"Run {latest.trial_number} with batch size {latest.batch_size} is at {metric} after {epochs}. "
+        return Headline(
+            f"{units.count(alive, 'run')} under way",
+            f"{so_far}Nothing is known until a run has reached the target, {target}.",
+        )
+    running = f" {units.count(alive, 'run')} under way." if alive else ""
+    return Headline("No run has reached the target yet", f"{units.listed(ended).capitalize()}.{running}", "loss")
+
+
+def _paid(page: JobPage) -> str:
+    savings = page.view.savings
+    if savings is None or not savings.exploration_cost_j:
+        return "Exploring has cost nothing yet."
+    cost = f"Exploring cost {units.energy(savings.exploration_cost_j)}"
+    if page.paid_back_in is not None:
+        return f"{cost} and paid itself back in run {page.paid_back_in}."
+    return f"{cost}{', paid back since' if savings.cost_j.saved > 0 else ' and is not paid back yet'}."
+
+
+def of_eta(page: JobPage) -> str:
+    """The best sizes, were the job to weigh energy against time otherwise."""
+    spans = page.best_by_eta
+    if len(spans) == 1:
+        return f"Whatever η weighs, runs at {spans[0].batch_size} are the cheapest on average."
+    changes = [f"{span.batch_size} from {units.number(span.low, 2)} on" for span in spans[1:]]
+    return f"By mean cost, {spans[0].batch_size} is the best at η = 0, {units.listed(changes)}."
+
+
+def of_what_if(page: WhatIfPage) -> Headline:
+    """The best size under the knobs that are asked about, and what that would change."""
+    eta, own_eta = units.exact(page.eta), units.exact(page.job.eta_knob)
+    if page.batch_size is None:
+        return Headline(
+            "Nothing is known until a run has reached the target", "Then its size can be weighed under every η."
+        )
+    if page.eta == page.job.eta_knob:
+        return Headline(
+            f"At its own η, {eta}, runs at {page.batch_size} cost least",
+            "By the mean time and energy of the runs that reached the target. Move η to see where that changes.",
+        )
+    if page.batch_size == page.own_batch_size:
+        return Headline(
+            f"At η = {eta}, runs at {page.batch_size} cost least, as they do at the job's own, {own_eta}",
+            "By the mean time and energy of the runs that reached the target.",
+        )
+    changes = [
+        f"{units.percent(abs(1 - part))} {'less' if part < 1 else 'more'} {what}"
+        for what, part in (("energy", page.energy_share), ("time", page.time_share))
+        if part is not None
+    ]
+    return Headline(
+        f"At η = {eta}, runs at {page.batch_size} cost least",
+        f"A run of it takes {units.listed(changes)} than one at {page.own_batch_size}, which is the best at the "
+        f"job's own η, {own_eta}.",
+    )
+
+
+def of_replay(page: WhatIfPage) -> str:
+    """The outcome or the progress of a replay."""
+    if page.replay is None:
+        return ""
+    match page.replay.state:
+        case ReplayState.BUSY:
+            return "Another replay is being played; this one begins when it has ended."
+        case ReplayState.RUNNING:
+            return "The job is being played anew; this takes about a quarter of a minute."
+        case ReplayState.FAILED:
+            return f"No replay: {page.replay.reason}."
+    played = page.replay.replayed
+    if played is None:
+        return ""
+    own, other = played.own, played.other
+    changes = [
+        f"{units.percent(abs(1 - new / old))} {'less' if new < old else 'more'} {what}"
+        for what, new, old in (("energy", other.energy_j, own.energy_j), ("time", other.time_s, own.time_s))
+        if old > 0 and abs(1 - new / old) >= _SAME
+    ]
+    told = f"{units.listed(changes)} than with" if changes else "as much energy and time as with"
+    return f"With these, {played.recurrences} recurrences would take {told} the job's own η and β."
+
+
+def of_health(page: HealthPage) -> Headline:
+    """The state of the server."""
+    if page.trouble is not None:
+        return Headline("Requests cannot be served", sentence(page.trouble), "loss")
+    return Headline("All is well", "The database answers, has the schema of this version, and keeps what is written.")
+
+
+def of_tokens(page: TokensPage) -> Headline:
+    """The tokens, counted."""
+    if not page.tokens:
+        return Headline(
+            "No tokens yet", "Only clients of this machine are served; bso-server token create makes a token."
+        )
+    good = sum(token.revoked_at is None for token in page.tokens)
+    revoked = len(page.tokens) - good
+    return Headline(
+        f"{units.count(good, 'good token')}{f', {revoked} revoked' if revoked else ''}",
+        "A new one is made by bso-server token create, on the machine of the server: it is shown once.",
+    )
+
+
+def of_moment(page: MomentPage) -> Headline:
+    """The reason for a trial's batch size."""
+    trial = page.trial
+    return Headline(f"Run {trial.trial_number} got {trial.batch_size}", sentence(page.explanation.sentence))
+
+
+def of_trial(page: TrialPage) -> Headline:
+    """The outcome of a trial."""
+    trial, job = page.trial, page.job
+    size, target = trial.batch_size, units.exact(job.target_metric)
+    spent = "" if trial.cost_j is None else f" for {units.energy(trial.cost_j)}"
+    epochs = "" if trial.epochs is None else units.count_of_epochs(trial.epochs)
+    after = f" after {epochs}" if epochs else ""
+    match trial.state:
+        case TrialState.RUNNING if trial.metric is None:
+            return Headline(f"Running with batch size {size}", "Its first validation has not been reported yet.")
+        case TrialState.RUNNING | TrialState.SUSPENDED:
+            word = "Running" if trial.state is TrialState.RUNNING else "Suspended"
+            metric = units.number(trial.metric or 0.0, 4)
+            return Headline(f"{word} with batch size {size}: {metric} after {epochs}", f"The target is {target}.")
+        case TrialState.COMPLETED:
+            return Headline(f"{size} reached the target, {target},{after}{spent}", _message(page), "gain")
+        case TrialState.EARLY_STOPPED:
+            return Headline(f"{size} was stopped{after}{spent}", _message(page), "loss")
+        case TrialState.EXHAUSTED:
+            return Headline(
+                f"{size} missed the target, {target}{f', in {epochs}' if epochs else ''}", _message(page), "loss"
+            )
+        case TrialState.INFEASIBLE:
+            why = "does not fit into memory" if trial.end_reason is EndReason.OUT_OF_MEMORY else "cannot run"
+            return Headline(f"{size} {why}", _message(page), "loss")
+        case _:
+            return Headline(f"{size} {state_words(trial.state)}{after}", _message(page), "loss")
+
+
+def _message(page: TrialPage) -> str:
+    return sentence(_IN_BRACKETS.sub("", page.trial.message or ""))
+
+
+def interval(saved: SavedView) -> str:
+    """The ends between which nine in ten such savings lie, as shares of what the default would have taken."""
+    if saved.low is None or saved.high is None or not saved.default or saved.low >= saved.high:
+        return ""
+    low, high = saved.low / saved.default, saved.high / saved.default
+    return f"{units.number(100 * low, 2)} to {units.percent(high)}"
+
+
+_IN_BRACKETS = re.compile(r" \[[^\[\]]*\]")
+_JOULES = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?(?:e[+-]?\d+)?) ([kMG]?)J\b")
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+
+
+def sentence(words: str) -> str:
+    """The same as a sentence, with energies in the units that fit."""
+    words = _JOULES.sub(lambda found: units.energy(float(found[1]) * _PREFIXES[found[2]]), words)
+    return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) or not words else ".")

@@ -1,0 +1,81 @@
+"""The dashboard's pages as a test reads them: figures, links and text, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from html.parser import HTMLParser
+from typing import Any
+
+import httpx
+
+from bso_server.app import create_app
+from bso_server.settings import Settings
+
+JOB = "resnet50-cifar100"
+Use = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+# Elements that have no end.
+VOID = {"input", "link", "meta", "path", "use", "circle", "line", "rect", "br"}
+
+
+class Page(HTMLParser):
+    """A page that was read: its figures, links, text, attributes; an error where elements do not match."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.figures: list[tuple[str, str, str]] = []
+        self.links: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.ids: list[str] = []
+        self.texts: list[str] = []
+        self._figure: tuple[str, str] | None = None
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.attributes += [(tag, name) for name in found]
+        self.links += [found[name] for name in ("href", "src", "action") if name in found]
+        self.ids += [found["id"]] if "id" in found else []
+        if tag == "data":
+            self._figure = found["value"], found["data-of"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+        if self._figure is not None:
+            self.figures.append((*self._figure, data))
+            self._figure = None
+
+    @property
+    def text(self) -> str:
+        return " ".join("".join(self.texts).split())
+
+
+def value_at(twin: Any, path: str) -> Any:
+    for name in path.split("."):
+        twin = twin[int(name)] if isinstance(twin, list) else twin[name]
+    return twin
+
+
+def in_app(settings: Settings, use: Use) -> None:
+    async def run() -> None:
+        app = create_app(settings)
+        async with app.lifespan():
+            transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
+                await use(client)
+
+    asyncio.run(run())

@@ -1,0 +1,181 @@
+"""Databases for the dashboard to show: jobs that were run by the service, under a clock of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+
+from bso_server.service.batch_size_service import BatchSizeService
+from bso_server.service.commands import Commands
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from zeus_plugins.protocol import (
+    GpuConfig,
+    JobRegistration,
+    PowerLimitSample,
+    TrainingResult,
+    TrialDispatch,
+    TrialEnd,
+    TrialPowerProfile,
+    TrialState,
+)
+
+SIZES = (32, 64, 128, 256, 512, 1024)
+# A year of a name.
+LONG_NAME = "resnet50-" + "with-everything-that-we-tried.v2:" * 6
+
+
+class Life:
+    """Jobs that run one after another, and end now."""
+
+    def __init__(self, store: Store, *, seed: int = 1, began: timedelta = timedelta(days=12)) -> None:
+        self.now = datetime.now(UTC) - began
+        self.service = BatchSizeService(store, Commands(clock=lambda: self.now))
+        self.random = random.Random(seed)  # noqa: S311 - no secret
+
+    async def register(self, job_id: str, **fields: object) -> JobRegistration:
+        job = JobRegistration.model_validate(
+            {
+                "job_id_prefix": job_id.partition("-")[0],
+                "job_id": job_id,
+                "batch_sizes": SIZES,
+                "default_batch_size": 64,
+                "max_epochs": 60,
+                "target_metric": 0.9,
+                "max_power": 700.0,
+                "number_of_gpus": 1,
+                "gpu_model": "NVIDIA H200",
+                "policy": "gp_voi",
+                **fields,
+            }
+        )
+        await self.service.register(job)
+        return job
+
+    async def run(self, job: JobRegistration, *, epochs: int | None = None, reports_each: bool = True) -> TrialDispatch:
+        """A run of the job to its end, or so many epochs of it; with `reports_each`, or else only with the last one."""
+        trial = await self.service.run(self.service.commands.suggest, job.job_id or "", None)
+        size = trial.batch_size
+        # Epochs to the target grow with the size, and what an epoch takes falls.
+        needed = round((9 + size / 60 + 60 / size) * math.exp(self.random.gauss(0, 0.08)))
+        epoch_s = 38 + 2600 / size**0.75
+        power_w = 700 * (0.45 + 0.5 * size / (size + 150))
+        for epoch in range(1 if reports_each else needed, 1000):
+            self.now += timedelta(seconds=epoch_s)
+            metric = 0.9 * (1 - math.exp(-3.2 * epoch / needed)) / (1 - math.exp(-3.2))
+            result = TrainingResult(
+                job_id=trial.job_id,
+                batch_size=size,
+                trial_number=trial.trial_number,
+                time=epoch_s * epoch,
+                energy=epoch_s * epoch * power_w * math.exp(self.random.gauss(0, 0.002)),
+                metric=min(metric, 0.899) if epoch < needed else 0.9 + self.random.random() / 100,
+                current_epoch=epoch,
+                energy_source="nvml",
+            )
+            answer = await self.service.report(result)
+            if answer.stop_train or epoch == epochs:
+                break
+        return trial
+
+    async def fail(self, job: JobRegistration, state: TrialState = TrialState.FAILED) -> None:
+        """A run that ends otherwise."""
+        trial = await self.service.run(self.service.commands.suggest, job.job_id or "", None)
+        self.now += timedelta(minutes=7)
+        end = TrialEnd(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number, outcome=state)
+        await self.service.run(self.service.commands.end_trial, end)
+
+    async def find_power_limit(self, job: JobRegistration, trial: TrialDispatch) -> None:
+        """Let a run tell what its steps cost under each power limit."""
+        profile = TrialPowerProfile(
+            job_id=trial.job_id,
+            batch_size=trial.batch_size,
+            trial_number=trial.trial_number,
+            gpus=GpuConfig(max_power=job.max_power, number_of_gpus=job.number_of_gpus, gpu_model=job.gpu_model),
+            samples=tuple(samples()),
+            chosen_limit_w=400.0,
+        )
+        await self.service.run(self.service.commands.store_power_profile, profile)
+
+
+def samples() -> list[PowerLimitSample]:
+    """The costs of steps under power limits from 200 to 700 W."""
+    return [
+        PowerLimitSample(
+            limit_w=limit, steps=40, time_s=40 * (0.09 + 18 / limit), energy_j=40 * (0.09 + 18 / limit) * limit * 0.9
+        )
+        for limit in range(200, 701, 100)
+    ]
+
+
+Fill = Callable[[Life], Awaitable[None]]
+
+
+async def nothing(life: Life) -> None:
+    """No job at all."""
+
+
+async def one_running(life: Life) -> None:
+    life.now = datetime.now(UTC) - timedelta(minutes=16)
+    job = await life.register("resnet50-cifar100")
+    await life.run(job, epochs=6)
+
+
+async def fifteen(life: Life) -> None:
+    job = await life.register("resnet50-cifar100")
+    for _ in range(9):
+        await life.run(job)
+    await life.fail(job)
+    for _ in range(4):
+        await life.run(job)
+    life.now = datetime.now(UTC) - timedelta(minutes=12)
+    await life.find_power_limit(job, await life.run(job, epochs=5))
+
+
+async def of_zeus(life: Life) -> None:
+    job = await life.register("bert-sst2", policy="zeus", mab_seed=3)
+    for _ in range(18):
+        await life.run(job)
+
+
+async def many(life: Life, runs: int = 5000) -> None:
+    """More runs than a chart shows one by one."""
+    job = await life.register("nightly-recommender", batch_sizes=tuple(2**power for power in range(4, 15)))
+    life.now = datetime.now(UTC) - timedelta(minutes=runs)
+    for _ in range(runs):
+        await life.run(job, reports_each=False)
+
+
+async def only_failures(life: Life) -> None:
+    job = await life.register("llama-sft")
+    for state in (TrialState.INFEASIBLE, TrialState.FAILED, TrialState.FAILED, TrialState.SUSPENDED):
+        await life.fail(job, state)
+
+
+async def long_name(life: Life) -> None:
+    job = await life.register(LONG_NAME[:200], gpu_model="<script>alert(1)</script> & “GPU”")
+    for _ in range(5):
+        await life.run(job)
+
+
+async def everything(life: Life) -> None:
+    for fill in (fifteen, of_zeus, only_failures, long_name):
+        life.now = datetime.now(UTC) - timedelta(days=2)
+        await fill(life)
+
+
+def filled(database_url: str, fill: Fill) -> None:
+    """Fill a database."""
+
+    async def run() -> None:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        try:
+            await store.migrate()
+            await fill(Life(store))
+        finally:
+            await store.close()
+
+    asyncio.run(run())

@@ -1,0 +1,58 @@
+"""Pictures of the dashboard for the documentation: ``python -m tests.support.screenshots DATABASE FOLDER``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import httpx
+
+from tests.support.servers import Server
+
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+# Each picture's name, the page's address (J: the job), its theme, and how much of it is seen.
+PICTURES = (
+    ("dashboard-job", "jobs/J", "light", 1180),
+    ("dashboard-decision", "jobs/J?at=N", "dark", 860),
+)
+WIDTH = 1280
+
+
+def browser_path() -> str | None:
+    """The browser that ``ZEUS_TEST_BROWSER`` names, or one of the system; None where there is none."""
+    return os.environ.get("ZEUS_TEST_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def take(database: Path, folder: Path) -> None:
+    """Draw the pictures of the database's first job, after all of its runs."""
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / database.name
+        shutil.copy(database, copy)
+        server = Server(f"sqlite:///{copy}", Path(temporary) / "log")
+        server.start()
+        try:
+            job = httpx.get(f"{server.url}/ui/jobs.json").json()["jobs"][0]["job"]
+            with sync_playwright() as playwright:
+                browser = playwright.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
+                for name, address, theme, height in PICTURES:
+                    page = browser.new_page(viewport={"width": WIDTH, "height": height}, color_scheme=theme)
+                    path = address.replace("J", job["job_id"]).replace("N", str(job["trials"] // 2))
+                    page.goto(f"{server.url}/ui/{path}", wait_until="load")
+                    page.screenshot(path=folder / f"{name}.png")
+                    print(folder / f"{name}.png")
+                browser.close()
+        finally:
+            server.kill()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("database", type=Path)
+    parser.add_argument("folder", type=Path)
+    options = parser.parse_args()
+    take(options.database, options.folder)

@@ -1,0 +1,71 @@
+"""An application in this process whose metrics are read, and what it answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from bso_server.app import create_app
+from bso_server.metrics import database
+from bso_server.settings import Settings
+from tests.support.jobs import job
+
+Use = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+def watched(folder: Path, use: Use, **settings: object) -> None:
+    """Use an application on a SQLite file of its own, as a client of its machine; its totals are waited for."""
+    app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
+        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            await use(http)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database, "_WAIT_S", 60.0)
+        asyncio.run(run())
+
+
+Values = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def values_in(text: str) -> Values:
+    """The value of each series of an answer."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scraped(http: httpx.AsyncClient) -> Values:
+    answer = await http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return values_in(answer.text)
+
+
+def value(values: Values, name: str, **labels: str) -> float:
+    """The sum of the series of this name with these labels, and perhaps others."""
+    wanted = frozenset(labels.items())
+    found = [each for (own, other), each in values.items() if own == f"zeus_bso_{name}" and wanted <= other]
+    assert found, (name, labels)
+    return sum(found)
+
+
+async def trained(http: httpx.AsyncClient, energy_j: float = 50.0, **fields: object) -> str:
+    """The id of a job of which one training has reached its target."""
+    job_id: str = (await http.post("/jobs", json=job(**fields))).json()["job_id"]
+    trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
+    result = {"time": 2 * energy_j / 100, "energy": energy_j, "metric": 0.95, "current_epoch": 1}
+    ours = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+    answer = await http.post("/report", json=ours | result)
+    assert answer.json()["converged"], answer.text
+    assert trial["batch_size"] == fields.get("default_batch_size", 16)
+    return job_id
