@@ -19,16 +19,25 @@ from litestar.stores.memory import MemoryStore
 from bso_server.api import HANDLERS
 from bso_server.api.auth import AccessControl
 from bso_server.api.bodies import BodyRequest
+from bso_server.api.dashboard import PAGES, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
+from bso_server.api.metrics import metrics_route
 from bso_server.api.openapi import OpenApiDocument
 from bso_server.api.refusals import RefusalLog
 from bso_server.api.report import report_route
+from bso_server.core.watch import Listener, nobody
 from bso_server.errors import DatabaseUnavailableError
+from bso_server.metrics.watch import Watch
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.commands import Commands
+from bso_server.service.health import Health
+from bso_server.service.page_views import Tariff
+from bso_server.service.pages import Pages
 from bso_server.service.queries import JobReader
+from bso_server.service.replays import Replays
 from bso_server.service.security import Authenticator
 from bso_server.service.tokens import Tokens
+from bso_server.service.totals import TotalsReader
 from bso_server.settings import Settings
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -42,17 +51,24 @@ def create_app(settings: Settings | None = None) -> Litestar:
     """Build the application, by the environment if no settings are given.
 
     Raises:
-        ValueError: The database cannot be used.
+        ValueError: The database cannot be used, or what traces need is not installed.
     """
     settings = settings or Settings()
-    store = store_of(settings)
+    watch = Watch(counts=settings.metrics != "off", traces=settings.tracing)
+    store = store_of(settings, watch.hear)
     service = BatchSizeService(store, Commands(leases=settings.leases, crash_retries=settings.crash_retries))
     tokens = Tokens(store)
     allowed_hosts = [host.strip() for host in settings.allowed_hosts.split(",")]
-    authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts)
+    authenticator = Authenticator(tokens, insecure=settings.insecure, allowed_hosts=allowed_hosts, listener=watch.hear)
     request_counts = MemoryStore()
     rate_limit = settings.rate_limit_per_minute
     reader = JobReader(store)
+    pages_of_jobs = Pages(Tariff.model_validate(settings, from_attributes=True))
+    replays = Replays()
+    health = Health(store, reader)
+
+    exposition = watch.exposition(TotalsReader(store).read, settings.metrics_jobs)
+    metrics = [] if exposition is None else [metrics_route(exposition, is_open=settings.metrics == "open")]
 
     @asynccontextmanager
     async def lifespan(_app: Litestar) -> AsyncIterator[None]:
@@ -64,13 +80,20 @@ def create_app(settings: Settings | None = None) -> Litestar:
             yield
             reaper.cancel()
         finally:
+            await replays.close()
+            await watch.close()
             await store.close()
 
-    return Litestar(
-        route_handlers=[*HANDLERS, report_route(service, settings.max_body_bytes)],
+    app = Litestar(
+        route_handlers=[*HANDLERS, *metrics, PAGES, home, report_route(service, settings.max_body_bytes)],
         dependencies={
             "service": Provide(lambda: service, sync_to_thread=False),
             "reader": Provide(lambda: reader, sync_to_thread=False),
+            "pages_of_jobs": Provide(lambda: pages_of_jobs, sync_to_thread=False),
+            "health": Provide(lambda: health, sync_to_thread=False),
+            "tokens": Provide(lambda: tokens, sync_to_thread=False),
+            "replays": Provide(lambda: replays, sync_to_thread=False),
+            "sessions": Provide(lambda: authenticator, sync_to_thread=False),
         },
         middleware=[
             *([] if rate_limit is None else [_rate_limit(rate_limit)]),
@@ -80,7 +103,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
         request_class=BodyRequest,
         request_max_body_size=settings.max_body_bytes,
         exception_handlers=EXCEPTION_HANDLERS,
-        after_exception=[RefusalLog().note],
+        after_exception=[RefusalLog(listener=watch.hear).note],
         lifespan=[lifespan],
         # Logging is the launcher's business; Litestar's own set-up would write request bodies.
         logging_config=None,
@@ -100,9 +123,12 @@ def create_app(settings: Settings | None = None) -> Litestar:
             security=[{"bearer": []}, {"basic": []}],
         ),
     )
+    # Around everything: what leads to no route is answered before any of Litestar's middleware.
+    app.asgi_handler = watch.around(app.asgi_handler)
+    return app
 
 
-def store_of(settings: Settings) -> Store:
+def store_of(settings: Settings, listener: Listener = nobody) -> Store:
     """The database that the settings name; `ValueError` if it cannot be used."""
     password = settings.db_password
     database = open_database(
@@ -112,7 +138,7 @@ def store_of(settings: Settings) -> Store:
         echo_sql=settings.echo_sql,
         patience_s=settings.database_timeout_s,
     )
-    return Store(database, patience_s=settings.database_timeout_s)
+    return Store(database, patience_s=settings.database_timeout_s, listener=listener)
 
 
 async def prepare(store: Store, *, migrate: bool = False) -> None:

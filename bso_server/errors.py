@@ -68,12 +68,23 @@ class InvalidJobError(BsoError):
     """A job that cannot be served."""
 
 
+class PolicyNotInstalledError(BsoError):
+    """The job's policy is not installed where the server runs, or cannot be loaded."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, field="policy")
+
+
 class InvalidReportError(BsoError):
     """A report contradicts itself, its trial, or what the trial reported before."""
 
 
 class InvalidImportError(BsoError):
     """The facts of an exported job contradict each other."""
+
+
+class ZeusDatabaseError(BsoError):
+    """A database cannot be read as that of a Zeus 0.16 server."""
 
 
 class NoSurvivorError(BsoError):

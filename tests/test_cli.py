@@ -20,7 +20,7 @@ from tests.support.jobs import job
 from tests.support.servers import NEEDED, Server, bso_server, free_port, wait_until_up
 from zeus_plugins.cli import main as zeus_plugins_main
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.protocol import JobRegistration, JobView, TrainingResult, TrialView
+from zeus_plugins.protocol import Explanation, JobRegistration, JobView, TrainingResult
 
 JOB = JobRegistration(**job(job_id="night.ly-1", job_id_prefix="night"))
 
@@ -68,7 +68,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
         "expected_cost_std_j": None,
     }
     first, second = shown["trials"]
-    assert first["reason"] == "exploring: your default size [round 1 of 2]"
+    assert first["reason"] == "exploring: your default size (round 1 of 2)"
     fields = ["trial_number", "batch_size", "state", "origin", "time_s", "energy_j", "energy_source", "cost_j"]
     assert [first[name] for name in fields] == [1, 16, "completed", "exploration", 5, 500, "nvml", 500]
     assert (first["epochs"], first["metric"]) == (3, 0.95)
@@ -78,7 +78,7 @@ def test_show_is_the_same_from_the_database_and_from_the_server(used_server: Ser
 
 def test_show_reads_well(used_server: Server) -> None:
     show = ("jobs", "show", "night.ly-1", "--database-url", used_server.database_url)
-    text, numbers = bso_server(*show).stdout, bso_server(*show, "--verbose").stdout
+    text = bso_server(*show).stdout
     assert text.splitlines()[0] == (
         "job night.ly-1: pruning stage, 2 trials (1 running, 1 completed), best batch size 16, 500 J a run expected"
     )
@@ -88,24 +88,29 @@ def test_show_reads_well(used_server: Server) -> None:
     assert "energy by nvml" in text
     # Nobody was asked for one.
     assert "TOKEN" not in text
-    assert "exploring: smaller than your default size, 16\n" in text
-    assert "exploring: smaller than your default size, 16 [round 1 of 2]\n" in numbers
+    assert "exploring: smaller than your default size, 16 (round 1 of 2)\n" in text
 
 
-@pytest.mark.parametrize(
-    ("reason", "words"),
-    [
-        (
-            "tried 8: could be cheaper than 32 (chance 75 %) [2 J, 3 J]",
-            "tried 8: could be cheaper than 32 (chance 75 %)",
-        ),
-        # As version 0.1 wrote it.
-        ("exploring, round 1 of 2: the default", "exploring, round 1 of 2: the default"),
-        ("", ""),
-    ],
-)
-def test_a_reason_without_its_numbers(reason: str, words: str) -> None:
-    assert TrialView.model_construct(reason=reason).reason_in_words == words
+def test_explain(used_server: Server) -> None:
+    for source in sources(used_server):
+        explain = ("jobs", "explain", "night.ly-1", *source)
+        assert bso_server(*explain, "--at", "2").stdout.splitlines() == [
+            "job night.ly-1, trial 2: batch size 8 (exploration, running)",
+            "",
+            "exploring: smaller than your default size, 16 (round 1 of 2); stop it at 1000 J unless it gets there",
+            "",
+            "BATCH SIZE  EXPECTED COST J  90 % BAND J  CHANCE TO BE BEST",
+            "8           -                -            -                  chosen",
+            "16          500              -            -                  best known",
+        ]
+        text = bso_server(*explain).stdout
+        assert text.startswith(
+            "job night.ly-1, the next trial: batch size 16 (concurrent)\n\nwhile trial 2 explores 8: "
+        )
+        told = Explanation.model_validate_json(bso_server(*explain, "--json").stdout)
+        assert (told.trial_number, told.batch_size, told.origin, told.state) == (None, 16, "concurrent", None)
+        assert "has no trial 3" in bso_server(*explain, "--at", "3").stderr
+        assert len(json.loads(bso_server("jobs", "show", "night.ly-1", *source, "--json").stdout)["trials"]) == 2
 
 
 def test_list(used_server: Server) -> None:

@@ -8,7 +8,7 @@ import json
 import sqlite3
 import uuid
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,99 @@ class TestImport:
         assert httpx.get(f"{server.url}/api/jobs/{job['job']['job_id']}").status_code == 404
 
 
+END_OF_ONE = "\n]}\n"
+
+
+class TestAllJobs:
+    """Exports of all jobs, one after another in one text, and imports of it."""
+
+    def test_one_export_after_another(
+        self, run: Any, server: Server, job_id: str, source: list[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "all.json"
+        assert run("jobs", "export", "--all", "--output", file, *source) == (0, "", "")
+        with httpx.Client(base_url=server.url) as http:
+            ids = [each["job_id"] for each in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"]]
+            assert job_id in ids
+            assert file.read_text() == "".join(http.get(f"/api/jobs/{each}/export").text for each in ids)
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("job_id")
+    def test_into_each_kind_of_database(self, run: Any, server: Server, database_url: str, tmp_path: Path) -> None:
+        first, second = tmp_path / "first.json", tmp_path / "second.json"
+        here, there = (["--database-url", url] for url in (server.database_url, database_url))
+        run("jobs", "export", "--all", "--output", first, *here)
+        run("db", "upgrade", *there)
+        number = first.read_text().count(END_OF_ONE)
+        status, out, err = run("jobs", "import", first, *there)
+        assert (status, out.count("is imported with"), err) == (0, number, "")
+        assert run("jobs", "export", "--all", "--output", second, *there) == (0, "", "")
+        assert sorted(second.read_text().split(END_OF_ONE)) == sorted(first.read_text().split(END_OF_ONE))
+        status, out, err = run("jobs", "import", first, *there)
+        assert (status, out, err.count("exists")) == (1, "", number)
+        assert f"{number} of {number} jobs of {first} are not imported" in err
+
+    def test_one_that_is_refused_keeps_no_other_out(
+        self, run: Any, exported: Path, source: list[str], tmp_path: Path
+    ) -> None:
+        jobs = [json.loads(exported.read_text()) for _ in range(4)]
+        for each in jobs[1:]:
+            each["job"]["job_id"] = new_id()
+        jobs[2]["trials"][0]["batch_size"] = 32
+        file = tmp_path / "some.json"
+        # The second as another program may have written it: without ends of lines but for the last.
+        texts = [json.dumps(each)[:-2] + "\n]}\n" for each in jobs]
+        file.write_text("\n".join([*texts, '{"format": 1, "trials": [\n]}']))
+        status, out, err = run("jobs", "import", file, *source)
+        imported = [jobs[1]["job"]["job_id"], jobs[3]["job"]["job_id"]]
+        assert (status, out) == (1, "".join(f"job {each} is imported with 2 trials\n" for each in imported))
+        exists, contradicts, no_export, all_in_all = err.splitlines()
+        assert "exists" in exists
+        assert "trial 1: " in contradicts
+        assert "some.json is no job that can be imported" in no_export or "format" in no_export
+        assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
+
+    def test_one_id_is_for_one_job(self, run: Any, exported: Path, source: list[str]) -> None:
+        exported.write_text(2 * exported.read_text())
+        status, out, err = run("jobs", "import", exported, "--job-id", new_id(), *source)
+        assert (status, out.count("is imported with 2 trials")) == (1, 1)
+        assert "--job-id is for one" in err
+
+    def test_a_token_that_may_not_ends_it_all(
+        self, run: Any, guarded: tuple[Server, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        exported.write_text(3 * exported.read_text())
+        monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
+        assert_failed(run("jobs", "import", exported, "--server-url", server.url), "answered 403")
+        assert run("jobs", "export", "--all", "--server-url", server.url)[0] == 0
+
+    @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
+    def test_no_job_is_left_out_but_one_that_is_gone(
+        self, run: Any, server: Server, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
+    ) -> None:
+        stream = httpx.stream
+
+        @contextmanager
+        def answered(method: str, url: str, **options: Any) -> Iterator[httpx.Response]:
+            with stream(method, url, **options) as answer:
+                answer.status_code = status if url.endswith(f"/{job_id}/export") else answer.status_code
+                yield answer
+
+        monkeypatch.setattr("httpx.stream", answered)
+        ended, out, err = run("jobs", "export", "--all", "--server-url", server.url)
+        assert (ended, f"answered {status}" in err) == (fails, bool(fails))
+        assert f'"{job_id}"' not in out
+
+    def test_no_table_of_all(self, run: Any, source: list[str]) -> None:
+        assert_failed(run("jobs", "export", "--all", "--format", "csv", *source), "name it")
+
+    def test_a_job_or_all_of_them(self, run: Any, source: list[str]) -> None:
+        for wrong in ([], ["some", "--all"]):
+            with pytest.raises(SystemExit):
+                run("jobs", "export", *wrong, *source)
+
+
 class TestDelete:
     def test_a_job(self, run: Any, server: Server, job_id: str, source: list[str]) -> None:
         assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
@@ -295,7 +388,7 @@ def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path
     service.serve(database, use)
     at = ["--database-url", database]
     assert run("db", "verify", *at) == (0, "1 jobs are remembered as their trials say\n", "")
-    assert json.loads(run("db", "verify", "--json", *at)[1]) == {"jobs": 1, "differences": {}}
+    assert json.loads(run("db", "verify", "--json", *at)[1]) == {"jobs": 1, "differences": {}, "unchecked": {}}
     with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
         file.execute("UPDATE arms SET trials = 7 WHERE batch_size = 16")
         file.execute("UPDATE jobs SET min_cost_j = 1e-9")
@@ -305,6 +398,11 @@ def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path
     assert err.startswith("bso-server: 1 of 1 jobs are remembered otherwise")
     status, out, _ = run("db", "verify", "--json", *at)
     assert (status, [len(said) for said in json.loads(out)["differences"].values()]) == (1, [2])
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
+        file.execute("""UPDATE jobs SET spec = replace(spec, '"zeus"', '"nobodys"')""")
+        file.commit()
+    status, out, _ = run("db", "verify", *at)
+    assert (status, "cannot be checked: policy 'nobodys' is not installed" in out) == (0, True)
 
 
 class TestTokens:

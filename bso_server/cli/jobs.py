@@ -8,27 +8,40 @@ import re
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
+from http import HTTPStatus
 from itertools import chain
 from pathlib import Path
-from typing import TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 from urllib.parse import quote, urlencode
 
-import httpx
 from pydantic import BaseModel, ValidationError
 
-from bso_server.cli.common import TOKEN_VARIABLE, CommandError, Commands, add_command, with_ready_store
-from bso_server.cli.tables import job_list_text, job_text
-from bso_server.errors import InvalidImportError
+from bso_server.cli.common import TOKEN_VARIABLE, CommandError, Commands, add_command, settings_of, with_ready_store
+from bso_server.cli.tables import explanation_text, job_list_text, job_text
+from bso_server.errors import (
+    InvalidImportError,
+    InvalidJobError,
+    JobConflictError,
+    PolicyNotInstalledError,
+    UnknownJobError,
+)
 from bso_server.service import queries, views
 from bso_server.service.batch_size_service import BatchSizeService
 from bso_server.service.json_stream import MalformedJsonError
 from bso_server.service.messages import MAX_PAGE
+from bso_server.service.page_views import Tariff
+from bso_server.service.pages import Pages
 from bso_server.service.queries import JobReader
-from bso_server.service.transfer import END, ExportReader, beginning, lines
+from bso_server.service.transfer import END, ExportReader, beginning, exports_in, lines
+from bso_server.settings import secret
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import ErrorBody, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
+from zeus_plugins.protocol import ErrorBody, Explanation, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
+
+if TYPE_CHECKING:
+    import httpx
 
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialPage)
@@ -46,8 +59,25 @@ _PIECE_BYTES = 65536
 _LOGIN = re.compile("//[^/]*@")
 
 
-def add_jobs_commands(commands: Commands) -> None:
-    """Add ``jobs`` with what can be done to them."""
+class _RefusedError(CommandError):
+    """One job cannot be had or imported; another one perhaps can."""
+
+
+class _UnknownError(_RefusedError):
+    """The server has no such job."""
+
+
+# By the answers about the job that was sent or asked for.
+_ERRORS: dict[int, type[CommandError]] = {
+    HTTPStatus.BAD_REQUEST: _RefusedError,
+    HTTPStatus.NOT_FOUND: _UnknownError,
+    HTTPStatus.CONFLICT: _RefusedError,
+    HTTPStatus.UNPROCESSABLE_ENTITY: _RefusedError,
+}
+
+
+def add_jobs_commands(commands: Commands) -> Commands:
+    """Add ``jobs`` with what can be done to them; others may be added to what is returned."""
     jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
 
     jobs_list = add_command(jobs, "list", "all jobs", _list, or_server=True)
@@ -57,14 +87,27 @@ def add_jobs_commands(commands: Commands) -> None:
     show.add_argument("job_id", metavar="JOB")
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--verbose", action="store_true", help="print the numbers behind each decision, too")
+    form.add_argument("--verbose", action="store_true", help="print when and why each trial is stopped, too")
     show.add_argument(
         "--all", action="store_true", help=f"print all trials, as --json does, and not the latest {_LATEST} alone"
     )
 
-    export_help = "everything about one job, to keep or to take elsewhere"
+    explain = add_command(jobs, "explain", "why a trial has its batch size, or the next one", _explain, or_server=True)
+    explain.add_argument("job_id", metavar="JOB")
+    explain.add_argument(
+        "--at",
+        dest="trial_number",
+        metavar="TRIAL",
+        type=int,
+        help="what was believed when this trial began (default: what would be chosen next, without starting it)",
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
+
+    export_help = "everything about one job, or all of them, to keep or to take elsewhere"
     export = add_command(jobs, "export", export_help, _export, or_server=True)
-    export.add_argument("job_id", metavar="JOB")
+    exported = export.add_mutually_exclusive_group(required=True)
+    exported.add_argument("job_id", metavar="JOB", nargs="?")
+    exported.add_argument("--all", action="store_true", help="all jobs, one after another, as JSON")
     export.add_argument(
         "--format",
         choices=["json", "csv"],
@@ -73,7 +116,11 @@ def add_jobs_commands(commands: Commands) -> None:
     )
     export.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    import_ = add_command(jobs, "import", "create a job from what `jobs export` wrote", _import, or_server=True)
+    report = add_command(jobs, "report", "a page about one job, as a file without scripts", _report, or_server=True)
+    report.add_argument("job_id", metavar="JOB")
+    report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
+
+    import_ = add_command(jobs, "import", "create the jobs that `jobs export` wrote", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
 
@@ -89,14 +136,19 @@ def add_jobs_commands(commands: Commands) -> None:
 
     delete = add_command(jobs, "delete", "delete a job with all that is known of it", _delete, or_server=True)
     delete.add_argument("job_id", metavar="JOB")
+    return jobs
+
+
+def read_jobs(options: argparse.Namespace) -> JobList:
+    """All jobs of the database or server that the command line names."""
+    if options.server_url is None:
+        return with_ready_store(options, lambda store: store.read(queries.list_jobs, limit=None))
+    pages = _pages(options, JobList, Paths.API_JOBS)
+    return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
 
 def _list(options: argparse.Namespace) -> None:
-    if options.server_url is None:
-        jobs = with_ready_store(options, lambda store: store.read(queries.list_jobs, limit=None))
-    else:
-        pages = _pages(options, JobList, Paths.API_JOBS)
-        jobs = JobList(jobs=tuple(job for page in pages for job in page.jobs))
+    jobs = read_jobs(options)
     print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
 
 
@@ -115,22 +167,76 @@ def _show(options: argparse.Namespace) -> None:
     print(job.model_dump_json(indent=2) if options.json else job_text(job, verbose=options.verbose))
 
 
+def _explain(options: argparse.Namespace) -> None:
+    number = options.trial_number
+    path = "/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
+    query = partial(queries.explain, job_id=options.job_id, trial_number=number)
+    view = _read(options, Explanation, path, query)
+    print(view.model_dump_json(indent=2) if options.json else explanation_text(view))
+
+
+def _report(options: argparse.Namespace) -> None:
+    if options.server_url is not None:
+        text = _ask(options, "GET", f"/ui/jobs/{quote(options.job_id, safe='')}/report.html").decode()
+    else:
+        # Other commands need no templates.
+        from bso_server.ui.pages import report_page
+
+        query = Pages(Tariff.model_validate(settings_of(options), from_attributes=True)).report
+        text = report_page(
+            with_ready_store(options, lambda store: store.read(query, options.job_id)), datetime.now(UTC)
+        )
+    with _written(options.output) as file:
+        file.write(text)
+
+
 def _export(options: argparse.Namespace) -> None:
     if options.format == "csv":
+        if options.all:
+            raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
         with _written(options.output) as file:
             file.write(views.trials_csv(read_job(options).trials))
     elif options.server_url is not None:
-        with _written(options.output) as file, _answered(options, "GET", f"{_path_of_job(options)}/export") as answer:
-            for piece in answer.iter_text():
-                file.write(piece)
+        with _written(options.output) as file:
+            _export_from_server(options, file)
     else:
 
         async def export(store: Store) -> None:
+            reader = JobReader(store)
             with _written(options.output) as file:
-                async for piece in JobReader(store).export(options.job_id):
-                    file.write(piece.decode())
+                if not options.all:
+                    await _write(file, reader.export(options.job_id))
+                    return
+                for job in (await store.read(queries.list_jobs, limit=None)).jobs:
+                    pieces = reader.export(job.job_id)
+                    try:
+                        first = await anext(pieces)
+                    except UnknownJobError:
+                        continue  # deleted since it was listed
+                    file.write(first.decode())
+                    await _write(file, pieces)
 
         with_ready_store(options, export)
+
+
+async def _write(file: TextIO, pieces: AsyncIterator[bytes]) -> None:
+    async for piece in pieces:
+        file.write(piece.decode())
+
+
+def _export_from_server(options: argparse.Namespace, file: TextIO) -> None:
+    ids = [options.job_id]
+    if options.all:
+        ids = [job.job_id for page in _pages(options, JobList, Paths.API_JOBS) for job in page.jobs]
+    for job_id in ids:
+        try:
+            with _answered(options, "GET", f"{Paths.API_JOBS}/{quote(job_id, safe='')}/export") as answer:
+                for piece in answer.iter_text():
+                    file.write(piece)
+        except _UnknownError:
+            if not options.all:
+                raise
+            # Deleted since it was listed.
 
 
 @contextmanager
@@ -153,32 +259,64 @@ def _written(output: Path | None) -> Iterator[TextIO]:
 
 
 def _import(options: argparse.Namespace) -> None:
+    refused: list[_RefusedError] = []
+    number = 0
+    with options.file.open("rb") as file:
+        for number, export in enumerate(exports_in(iter(partial(file.readline, _PIECE_BYTES), b"")), 1):
+            if number > 1 and options.job_id is not None:
+                raise CommandError(
+                    f"{options.file} holds several jobs, and --job-id is for one: the first is dealt with, the others "
+                    "are not"
+                )
+            try:
+                job = _import_one(options, export)
+            except _RefusedError as error:
+                refused.append(error)
+            else:
+                print(f"job {job.job_id} is imported with {job.trials} trials")
+    if number == 0:
+        raise CommandError(f"{options.file} is no job that can be imported: it is empty")
+    if number == 1 and refused:
+        raise refused[0]
+    for each in refused:
+        print(f"bso-server: {each}", file=sys.stderr)
+    if refused:
+        raise CommandError(f"{len(refused)} of {number} jobs of {options.file} are not imported")
+
+
+def _import_one(options: argparse.Namespace, export: Iterator[bytes]) -> JobSummary:
+    """The job that was imported.
+
+    Raises:
+        _RefusedError: The job cannot be imported, and another one perhaps can.
+    """
     try:
-        if options.server_url is None:
-
-            async def pieces() -> AsyncIterator[bytes]:
-                for piece in _read_file(options.file) if options.job_id is None else _checked(options):
-                    yield piece
-
-            job = with_ready_store(options, lambda store: BatchSizeService(store).import_job(pieces()))
-        else:
-            with _answered(options, "POST", Paths.IMPORT, content=_checked(options)) as answer:
-                job = JobSummary.model_validate_json(answer.read())
+        is_checked = options.server_url is not None or options.job_id is not None
+        return import_job(options, _checked(options, export) if is_checked else export)
     except (InvalidImportError, MalformedJsonError, ValidationError) as error:
         said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
-        raise CommandError(f"{options.file} is no job that can be imported: {said}") from error
-    print(f"job {job.job_id} is imported with {job.trials} trials")
+        raise _RefusedError(f"{options.file} is no job that can be imported: {said}") from error
+    except (InvalidJobError, JobConflictError, PolicyNotInstalledError) as error:
+        raise _RefusedError(str(error)) from error
 
 
-def _read_file(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        yield from iter(partial(opened.read, _PIECE_BYTES), b"")
+def import_job(options: argparse.Namespace, pieces: Iterator[bytes]) -> JobSummary:
+    """Create a job from the pieces of an export, where the command line says; errors as of `Imports.run`."""
+    if options.server_url is not None:
+        with _answered(options, "POST", Paths.IMPORT, content=pieces) as answer:
+            return JobSummary.model_validate_json(answer.read())
+
+    async def in_turn() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    return with_ready_store(options, lambda store: BatchSizeService(store).import_job(in_turn()))
 
 
-def _checked(options: argparse.Namespace) -> Iterator[bytes]:
-    """The contents of the file, piece by piece, as they were understood here; perhaps with another id for the job."""
+def _checked(options: argparse.Namespace, export: Iterator[bytes]) -> Iterator[bytes]:
+    """An export, piece by piece, as it was understood here; perhaps with another id for the job."""
     reader, is_begun, is_first = ExportReader(), False, True
-    for piece in chain(_read_file(options.file), [b""]):
+    for piece in chain(export, [b""]):
         trials = reader.feed(piece)
         if reader.head is not None and not is_begun:
             is_begun = True
@@ -266,8 +404,11 @@ def _answered(
     options: argparse.Namespace, method: str, path: str, content: Iterator[bytes] | None = None
 ) -> Iterator[httpx.Response]:
     """The same with an answer that is yet to be read."""
+    # Loaded where it is needed: a server starts without it.
+    import httpx
+
     url = options.server_url.rstrip("/") + path
-    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    token = (secret(TOKEN_VARIABLE, os.environ) or "").strip()
     headers = {"Content-Type": "application/json"} if content is not None else {}
     if token:
         headers["Authorization"] = f"Bearer {token}"
@@ -276,7 +417,8 @@ def _answered(
         with httpx.stream(method, url, content=content, headers=headers, timeout=_TIMEOUT_S) as response:
             if response.is_error:
                 response.read()
-                raise CommandError(f"{shown} answered {response.status_code}: {_message_in(response)}")
+                said = f"{shown} answered {response.status_code}: {_message_in(response)}"
+                raise _ERRORS.get(response.status_code, CommandError)(said)
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import gc
 import logging.config
 import multiprocessing
 import os
@@ -17,10 +18,19 @@ import uvicorn
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, connections_allowed
-from bso_server.settings import variable_of
+from bso_server.metrics.logs import JsonFormatter, TextFormatter
+from bso_server.metrics.processes import counted_together
+from bso_server.metrics.watch import require_tracing
+from bso_server.settings import file_variable_of, variable_of
+
+logger = logging.getLogger("bso_server")
 
 # Seconds that requests may go on after the signal to end; what then is left is broken off.
 _GRACE_S = 5
+
+# Seconds that a worker may take to start, or stand still; then another one takes its place. On a busy machine no worker
+# would ever be up within uvicorn's own five.
+_WORKER_S = 30
 
 # Seconds from that signal to the end of the process, whatever it waits for. Docker kills after ten.
 _LAST_S = 9.0
@@ -44,37 +54,46 @@ def add_serve_command(commands: Commands) -> None:
 
 def _serve(options: argparse.Namespace) -> None:
     settings = settings_of(options)
-    log_config = _log_config(settings.log_level)
+    log_config = _log_config(settings.log_level, settings.log_format)
     logging.config.dictConfig(log_config)
+    # What is missing for it shows here, and not in each process.
+    if settings.tracing:
+        require_tracing()
     with_store(options, lambda store: prepare(store, migrate=options.migrate))
     # Each worker process builds its own application, and reads the settings from the environment that it inherits.
-    os.environ.update({variable_of(name): str(value) for name, value in given(options).items()})
+    for name, value in given(options).items():
+        os.environ[variable_of(name)] = str(value)
+        os.environ.pop(file_variable_of(name), None)
+    host = f"[{settings.server_host}]" if ":" in settings.server_host else settings.server_host
+    logger.info("dashboard: http://%s:%d/ui/", host, settings.server_port)
     _, files_left = connections_allowed()
-    uvicorn.run(
-        "bso_server.cli.serve:application",
-        factory=True,
-        host=settings.server_host,
-        port=settings.server_port,
-        workers=options.workers,
-        http="bso_server.connections:BoundedProtocol",
-        ws="none",
-        # Of those that wait to be taken, no more come at once than there are files left.
-        backlog=files_left // 2,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
-        log_config=log_config,
-        # One line per request would drown the others.
-        access_log=False,
-    )
+    with counted_together(options.workers):
+        uvicorn.run(
+            "bso_server.cli.serve:application",
+            factory=True,
+            host=settings.server_host,
+            port=settings.server_port,
+            workers=options.workers,
+            http="bso_server.connections:BoundedProtocol",
+            ws="none",
+            # Of those that wait to be taken, no more come at once than there are files left.
+            backlog=files_left // 2,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_worker_healthcheck=_WORKER_S,
+            log_config=log_config,
+            # One line per request would drown the others.
+            access_log=False,
+        )
 
 
-def _log_config(level: str) -> dict[str, Any]:
+def _log_config(level: str, log_format: str) -> dict[str, Any]:
     """Logging for this process and for each worker, as `logging.config.dictConfig` takes it."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"}},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+        "formatters": {"text": {"()": TextFormatter}, "json": {"()": JsonFormatter}},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": log_format}},
         "root": {"level": level, "handlers": ["stderr"]},
         # It tells which implementation it picked at every look at the schema.
         "loggers": {"alembic": {"level": "WARNING"}},
@@ -85,7 +104,10 @@ def application() -> object:
     """Make the application of a process that serves, whose end comes in time and not after its parent's."""
     _end_in_time()
     _end_with_parent()
-    return create_app()
+    app = create_app()
+    # What is there by now stays: the garbage collector need not walk through it again and again.
+    gc.freeze()
+    return app
 
 
 def _end_in_time() -> None:

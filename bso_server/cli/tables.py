@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from bso_server.core.access import TokenRecord
-from zeus_plugins.protocol import JobList, JobSummary, JobView, TrialView
+from zeus_plugins.protocol import Explanation, JobList, JobSummary, JobView, TrialView
 
 
 def job_list_text(jobs: JobList) -> str:
@@ -30,7 +30,7 @@ def job_list_text(jobs: JobList) -> str:
 def job_text(view: JobView, *, verbose: bool = False) -> str:
     """The job's standing, a table of its arms and one of its trials.
 
-    `verbose` adds the numbers behind each decision and the trials' epoch bounds.
+    `verbose` adds the trials' epoch bounds and their reasons.
     """
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
@@ -67,7 +67,7 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
                 _number(trial.metric),
                 *([_power_limit(trial)] if limited else []),
                 *([_text(trial.owner)] if owned else []),
-                _with_numbers(trial) if verbose else trial.reason_in_words,
+                _with_bound(trial) if verbose else trial.reason,
             ]
             for trial in view.trials
         ],
@@ -77,6 +77,38 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
     if len(view.trials) < count:
         trials += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
     return "\n\n".join([head, _savings(view), arms, trials, energy])
+
+
+def explanation_text(view: Explanation) -> str:
+    """The reason for a batch size that was chosen, or would be: a sentence, and a table of beliefs about each size."""
+    subject = "the next trial" if view.trial_number is None else f"trial {view.trial_number}"
+    state = "" if view.state is None else f", {view.state}"
+    head = f"job {view.job_id}, {subject}: batch size {view.batch_size} ({view.origin}{state})"
+    decision = view.decision
+    if decision is None:
+        return f"{head}\n\n{view.sentence}\n\nNo numbers are kept of this decision."
+    candidates = {each.batch_size: each for each in decision.candidates}
+    rows = []
+    for size in decision.sizes:
+        known = candidates.get(size.batch_size)
+        band = "-" if size.low_j is None else f"{_number(size.low_j)} to {_number(size.high_j)}"
+        row = [str(size.batch_size), _number(size.expected_cost_j), band, _percent(size.chance_best)]
+        if candidates:
+            worth = (None, None, None) if known is None else (known.value, known.loss, known.stop_epochs)
+            row += map(_number, worth)
+        notes = {decision.incumbent: "best known", view.batch_size: "chosen"}
+        notes |= {view.batch_size: "best known, chosen"} if view.batch_size == decision.incumbent else {}
+        rows.append([*row, notes.get(size.batch_size, "")])
+    header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
+    header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
+    told = [head, view.sentence, table([*header, ""], rows)]
+    if candidates:
+        told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size known.")
+    return "\n\n".join(told)
+
+
+def _percent(chance: float | None) -> str:
+    return "-" if chance is None else f"{chance:.0%}".replace("%", " %")
 
 
 def _savings(view: JobView) -> str:
@@ -96,7 +128,7 @@ def _owner(job: JobSummary | JobView) -> str:
     return f"{_text(job.owner)}{' (shared)' if job.shared else ''}"
 
 
-def _with_numbers(trial: TrialView) -> str:
+def _with_bound(trial: TrialView) -> str:
     if trial.epoch_bound is None:
         return trial.reason
     return f"{trial.reason}; at most {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"

@@ -1,0 +1,37 @@
+"""``python -m bso_server.healthcheck``: the health check of a container, with the standard library alone.
+
+It asks the server of its own machine, on the port of ``ZEUS_BSO_SERVER_PORT``, whether it is ready; the exit status is
+0, or 1 with one line on standard output, where container engines look for it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+
+_PORT = 8000
+_TIMEOUT_S = 5.0
+
+
+def main() -> int:
+    """Ask once."""
+    port = int(os.environ.get("ZEUS_BSO_SERVER_PORT") or _PORT)
+    # No proxy is asked, whatever the environment says of proxies.
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health/ready")
+        answer = connection.getresponse()
+        said = answer.read().decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        print(f"no answer on port {port}: {error}")
+        return 1
+    finally:
+        connection.close()
+    if answer.status != http.client.OK:
+        print(f"{answer.status}: {said}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
