@@ -263,9 +263,9 @@ def test_a_whole_gpu_that_could_be_cut_is_measured() -> None:
 
 
 def test_a_uuid_that_the_driver_does_not_know_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-aa")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc")
 
-    with pytest.raises(ZeusBSOConfigError, match=r"GPU GPU-aa cannot be opened: Not Found.*full UUID"):
+    with pytest.raises(ZeusBSOConfigError, match=r"GPU GPU-cc cannot be opened: the driver does not list.*full UUID"):
         NvmlMonitor(nvml=two_gpus()).gpus()
 
 

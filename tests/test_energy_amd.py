@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
 from tests.support.fake_amdsmi import MI250X, MI300X, FakeAmdGpu, FakeAmdSmi
-from tests.support.fake_nvml import Clock
-from zeus_plugins.energy import AmdSmiMonitor, EnergyUnavailableError, Measurement
+from tests.support.fake_nvml import Clock, FakeNvml
+from zeus_plugins import energy
+from zeus_plugins.energy import AmdSmiMonitor, AmdSmiPowerMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.monitor import NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -157,3 +159,66 @@ def test_a_package_without_its_library_is_no_gpu(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "meta_path", [Loader(), *sys.meta_path])
     with pytest.raises(NoGpuError, match=r"cannot be imported: KeyError\('libamd_smi.so'\)"):
         AmdSmiMonitor().gpus()
+
+
+# ---- Counters that are in another unit than they say ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resolution_uj", "is_believed"), [(15.25, True), (1.6, True), (1.4, False), (150.0, True), (160.0, False)]
+)
+def test_a_counter_that_contradicts_the_power_reading_is_not_believed(resolution_uj: float, is_believed: bool) -> None:
+    gpu, clock = FakeAmdGpu(resolution_uj=resolution_uj, power_w=152.5), Clock()
+
+    def sleep(time_s: float) -> None:
+        clock.now_s += time_s
+        spend_steps(gpu, round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ a step
+
+    monitor = AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu]), clock=clock, sleep=sleep)
+    if is_believed:
+        assert monitor.gpus().gpu_model == MI300X
+        return
+    with pytest.raises(
+        EnergyUnavailableError, match=r"counter of GPU 0 .* rises by .* W, and its power reading is 152 W"
+    ):
+        monitor.gpus()
+
+
+def test_without_a_counter_to_trust_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
+    gpu, clock = FakeAmdGpu(power_w=200.0), Clock()  # whose counter stands still
+    amdsmi = FakeAmdSmi([gpu])
+    chosen = energy.auto(nvml=FakeNvml(broken="Driver Not Loaded"), amdsmi=amdsmi, powercap=Path("/nowhere"))
+    assert isinstance(chosen, AmdSmiPowerMonitor)
+    assert "rises by 0 W, and its power reading is 200 W: energy is integrated from power readings" in caplog.text
+
+    monitor = AmdSmiPowerMonitor(amdsmi=amdsmi, clock=clock)
+    monitor.begin_window("training")
+    clock.now_s += 0.5
+    gpu.power_w = 300.0
+    assert monitor.end_window("training") == Measurement(0.5, 125.0, "amdsmi power, integrated every 0.1 s")
+    assert monitor.gpus() == GpuConfig(max_power=750.0, number_of_gpus=1, gpu_model=MI300X)
+
+
+def test_a_gpu_that_tells_neither_is_unavailable() -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(AMD Instinct MI300X\) gives no power reading"):
+        AmdSmiPowerMonitor(amdsmi=FakeAmdSmi()).gpus()
+
+
+def test_a_gpu_without_a_power_limit_is_measured_and_the_stated_watts_are_its_maximum() -> None:
+    amdsmi = FakeAmdSmi([FakeAmdGpu(max_power_uw=None)])
+    nvml = FakeNvml(broken="Driver Not Loaded")
+    assert energy.auto(300.0, nvml=nvml, amdsmi=amdsmi).gpus().max_power == 300.0
+    with pytest.raises(EnergyUnavailableError, match="gives no power limits"):
+        AmdSmiMonitor(amdsmi=amdsmi).gpus()
+
+
+def test_what_the_import_prints_does_not_come_into_a_commands_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so')\nraise KeyError('ROCM_PATH')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    with pytest.raises(NoGpuError, match="the package amdsmi cannot be imported"):
+        AmdSmiMonitor().gpus()
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "Unable to find libamd_smi.so\n")

@@ -10,14 +10,16 @@ import pytest
 
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
-from tests.support.fake_nvml import H200, V100, FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
 from zeus_plugins import energy
 from zeus_plugins.energy import (
     DEFAULT_ESTIMATED_POWER_W,
     AmdSmiMonitor,
     EnergyMonitor,
+    EnergyUnavailableError,
     EstimateMonitor,
+    JetsonMonitor,
     NvmlMonitor,
     NvmlPowerMonitor,
     RaplMonitor,
@@ -37,9 +39,12 @@ def auto(
     device_indices: Sequence[int] | None = None,
     nvml: FakeNvml | None = None,
     amdsmi: FakeAmdSmi | None = None,
+    hwmon: Path = Path("/nowhere"),
 ) -> EnergyMonitor:
     """As on a machine whose CPU counts nothing, unless the test says otherwise."""
-    return energy.auto(estimated_power_w, device_indices=device_indices, nvml=nvml, amdsmi=amdsmi, powercap=powercap)
+    return energy.auto(
+        estimated_power_w, device_indices=device_indices, nvml=nvml, amdsmi=amdsmi, powercap=powercap, hwmon=hwmon
+    )
 
 
 def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -129,6 +134,117 @@ def test_packages_that_state_no_limit_are_measured_all_the_same(
     assert chosen.gpus().max_power == 65.0
     assert "package-0 (intel-rapl:0) states no power limit" in caplog.text
     assert auto(170.0, nvml=NO_DRIVER, powercap=tmp_path).gpus().max_power == 170.0
+
+
+@pytest.mark.parametrize("setting", [None, "MIG-GPU-0"])
+def test_a_slice_is_estimated_by_its_share_of_the_limit_and_registered_by_its_profile(
+    monkeypatch: pytest.MonkeyPatch, setting: str | None
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", setting)
+    nvml = FakeNvml([FakeGpu(mig_mode=1, slices=[None, 3, 3, None, None, None, None])])
+    estimate = auto(nvml=nvml)
+    assert estimate.source == "estimate: 300 W by power limit × 3/7 (MIG)"
+    assert estimate.gpus() == GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="NVIDIA H200 MIG 3g.18gb")
+    assert auto(99.0, nvml=nvml).source == "estimate: 99 W stated"
+
+
+def test_a_virtual_gpu_is_registered_by_the_drivers_name() -> None:
+    virtual = FakeGpu(name="GRID A100-10C", counter_mj=None, max_power_mw=None)
+    estimate = auto(nvml=FakeNvml([virtual]))
+    assert estimate.source == "estimate: 65 W assumed"
+    assert estimate.gpus() == GpuConfig(max_power=65.0, number_of_gpus=1, gpu_model="GRID A100-10C")
+    assert auto(80.0, nvml=FakeNvml([virtual])).gpus().max_power == 80.0
+
+
+def make_sensor(root: Path, *rails: tuple[str, int, int]) -> None:
+    """A sensor as Linux shows it: for each rail its label, millivolts and milliamperes."""
+    folder = root / f"hwmon{len(list(root.iterdir())) if root.exists() else 0}"
+    folder.mkdir(parents=True)
+    (folder / "name").write_text("ina3221\n")
+    for number, (label, millivolts, milliamperes) in enumerate(rails, 1):
+        (folder / f"in{number}_label").write_text(f"{label}\n")
+        (folder / f"in{number}_input").write_text(f"{millivolts}\n")
+        (folder / f"curr{number}_input").write_text(f"{milliamperes}\n")
+    (folder / "in7_label").write_text("sum of shunt voltages\n")  # which has no current
+
+
+ORIN = (("VDD_GPU_SOC", 20_000, 500), ("VDD_CPU_CV", 20_000, 100), ("VIN_SYS_5V0", 5_000, 600))
+
+
+@pytest.mark.parametrize(
+    ("rails", "power_w"),
+    [(ORIN, 15.0), ((("VDD_IN", 5_000, 1_200), ("VDD_CPU_GPU_CV", 5_000, 400), ("VDD_SOC", 5_000, 200)), 6.0)],
+    ids=["AGX Orin, whose rails add up", "Orin Nano, whose input counts all"],
+)
+@pytest.mark.parametrize("indices", [None, (0,)])
+def test_a_jetson_is_measured_by_its_rails(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    indices: Sequence[int] | None,
+    rails: Sequence[tuple[str, int, int]],
+    power_w: float,
+) -> None:
+    make_sensor(tmp_path / "hwmon", *rails)
+    make_sensor(tmp_path / "hwmon", ("VDDQ_VDD2_1V8AO", 5_000, 100))  # a part of VIN_SYS_5V0
+    (tmp_path / "model").write_text("NVIDIA Jetson Orin\0")
+    chosen = auto(60.0, device_indices=indices, nvml=NO_DRIVER, hwmon=tmp_path / "hwmon")
+    assert isinstance(chosen, JetsonMonitor)
+    assert chosen.gpus().max_power == 60.0
+    assert "60 W is taken for the most that it draws" in caplog.text
+
+    clock = Clock()
+    monitor = JetsonMonitor(root=tmp_path / "hwmon", max_power_w=60.0, model=tmp_path / "model", clock=clock)
+    assert monitor.gpus().gpu_model == "NVIDIA Jetson Orin"
+    monitor.begin_window("training")
+    clock.now_s += 2.0
+    measured = monitor.end_window("training")
+    assert measured.source.startswith("jetson rails, integrated every 0.1 s")
+    assert measured.energy_j == pytest.approx(2.0 * power_w)
+
+
+def test_a_sensor_of_another_board_is_not_taken_for_a_modules(tmp_path: Path) -> None:
+    make_sensor(tmp_path, ("12V", 12_000, 500), ("3V3", 3_300, 100))
+    assert isinstance(auto(nvml=NO_DRIVER, hwmon=tmp_path), EstimateMonitor)
+
+
+def test_a_rail_that_cannot_be_read_is_unavailable(tmp_path: Path) -> None:
+    make_sensor(tmp_path, ("VDD_IN", 5_000, 100))
+    (tmp_path / "hwmon0" / "curr1_input").write_text("")
+    with pytest.raises(EnergyUnavailableError, match="the power rail VDD_IN cannot be read"):
+        JetsonMonitor(root=tmp_path, max_power_w=60.0).gpus()
+
+
+LAPTOP = "NVIDIA GeForce RTX 4070 Laptop GPU"
+
+
+@pytest.mark.parametrize(
+    ("default_mw", "enforced_mw", "stated_w", "max_power_w"),
+    [(80_000, 55_000, 99.0, 80.0), (None, 55_000, 99.0, 55.0), (0, None, 99.0, 99.0), (None, None, None, 65.0)],
+    ids=["default limit", "limit in force", "stated", "assumed"],
+)
+@pytest.mark.parametrize("counter_mj", [7_000, None], ids=["counter", "power readings"])
+def test_a_laptop_without_constraints_is_measured_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+    counter_mj: int | None,
+    default_mw: int | None,
+    enforced_mw: int | None,
+    stated_w: float | None,
+    max_power_w: float,
+) -> None:
+    gpu = FakeGpu(name=LAPTOP, counter_mj=counter_mj, power_mw=30_000, max_power_mw=None)
+    gpu.default_mw, gpu.enforced_mw = default_mw, enforced_mw
+
+    chosen = auto(stated_w, nvml=FakeNvml([gpu]))
+
+    assert isinstance(chosen, NvmlPowerMonitor if counter_mj is None else NvmlMonitor)
+    assert chosen.gpus() == GpuConfig(max_power=max_power_w, number_of_gpus=1, gpu_model=LAPTOP)
+    assert ("gives no power limits" in caplog.text) is not bool(default_mw or enforced_mw)
+
+
+def test_stated_watts_are_those_of_all_gpus_together() -> None:
+    nvml = FakeNvml([FakeGpu(max_power_mw=None), FakeGpu(max_power_mw=None)])
+    assert auto(500.0, nvml=nvml).gpus() == GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model=H200)
 
 
 def test_gpus_that_cannot_be_measured_are_estimated_by_their_power_limit() -> None:

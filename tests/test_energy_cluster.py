@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import pytest
 
 from tests.support.ranks import run_ranks
 from tests.support.warm import LIGHTNING
-from zeus_plugins.energy import ClusterMonitor, EstimateMonitor
+from zeus_plugins.energy import ClusterMonitor, EnergyUnavailableError, EstimateMonitor
 from zeus_plugins.energy.cluster import sum_of_nodes
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
@@ -70,3 +71,17 @@ def test_other_ranks_than_0_have_no_windows() -> None:
 def test_nodes_are_summed() -> None:
     node = GpuConfig(max_power=5600.0, number_of_gpus=8, gpu_model="NVIDIA H200")
     assert sum_of_nodes([node] * 3) == GpuConfig(max_power=16800.0, number_of_gpus=24, gpu_model="NVIDIA H200")
+
+
+def test_a_node_that_goes_on_to_fail_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Lost(EstimateMonitor):
+        def begin_window(self, name: str) -> None:
+            raise EnergyUnavailableError(f"GPU 0 is lost ({name})")
+
+    monitor = ClusterMonitor(lambda: Lost(10.0, device_model="A40"), rank=1, all_gather=lambda told: [told, told])
+    for _ in range(3):
+        monitor.synchronize()
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.startswith(
+        "this node's energy cannot be measured, its maximum power is taken instead: GPU 0 is lost"
+    )

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from tests.support.energy_bench import plain_environment, spent_j  # noqa: F401 - a fixture
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml, supported
 from zeus_plugins.energy import EnergyMonitor, EnergyUnavailableError, Measurement, NvmlMonitor, NvmlPowerMonitor
-from zeus_plugins.energy.nvml_power import IntegratedPower, compare_nvml
+from zeus_plugins.energy.integrated import IntegratedPower
+from zeus_plugins.energy.nvml_power import compare_nvml
 from zeus_plugins.energy.sampling import Sampler
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig

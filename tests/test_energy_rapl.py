@@ -15,7 +15,7 @@ from tests.support.fake_nvml import Clock
 from tests.support.fake_powercap import RANGE_UJ, add_zone, make_powercap, spend_uj
 from zeus_plugins.energy import EnergyUnavailableError, Measurement, RaplMonitor
 from zeus_plugins.energy.estimate import cpu_model_name
-from zeus_plugins.energy.rapl import _Zone
+from zeus_plugins.energy.rapl import Zone
 from zeus_plugins.errors import ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -86,7 +86,7 @@ def test_wraps_are_followed_as_long_as_none_is_missed(
     true_uj = int(first * range_uj)
     folder = tmp_path_factory.getbasetemp()
     (folder / "energy_uj").write_text(f"{true_uj}\n")
-    zone = _Zone(folder, "package-0", range_uj, 100.0)
+    zone = Zone(folder, "package-0", range_uj, 100.0)
     assert zone.energy_uj() == 0
     for part in parts:
         true_uj += int(part * range_uj)  # less than a whole turn between two readings
@@ -98,15 +98,15 @@ def test_wraps_are_followed_as_long_as_none_is_missed(
 def test_a_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zeus_plugins.energy.rapl.SAMPLE_INTERVAL_S", 0.01)
     read = threading.Event()
-    reading = _Zone.energy_uj
+    reading = Zone.energy_uj
 
-    def noted(zone: _Zone) -> int:
+    def noted(zone: Zone) -> int:
         energy_uj = reading(zone)
         if threading.current_thread() is not threading.main_thread():
             read.set()
         return energy_uj
 
-    monkeypatch.setattr(_Zone, "energy_uj", noted)
+    monkeypatch.setattr(Zone, "energy_uj", noted)
     add_zone(tmp_path, "intel-rapl:0", "package-0", range_uj=10_000_000)
     monitor = RaplMonitor(root=tmp_path)
     monitor.begin_window("training")

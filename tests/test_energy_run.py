@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
-from tests.support.fake_trainer import FakeTrainer
+from tests.support.fake_trainer import FakeTrainer, on_each_rank
 from zeus_plugins.energy import EnergyUnavailableError, EpochMeter, Measurement, NvmlMonitor, ReplayMonitor
 from zeus_plugins.protocol import GpuConfig
 from zeus_plugins.training.energy_run import EnergyRun
@@ -26,17 +25,6 @@ class SecondRank(FakeTrainer):
     def __init__(self) -> None:
         super().__init__()
         self.rank = self.local_rank = 1
-
-
-class Nodes(FakeTrainer):
-    """The first process of a training on several machines, which counts when they meet."""
-
-    spans_nodes = True
-    meetings = 0
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        self.meetings += 1
-        return super().all_gather(thing)
 
 
 def test_epochs_add_up() -> None:
@@ -101,15 +89,19 @@ def test_other_processes_than_the_first_measure_nothing() -> None:
 
 
 def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
-    nodes, run = Nodes(), EnergyRun()
-    run.begin(nodes, listed((2.0, 100.0), (3.0, 50.0)))
-    assert nodes.meetings == 2  # when their monitor is made, and before the first window
-    assert run.is_measuring
-    run.end_epoch()
-    assert nodes.meetings == 3
-    assert (run.time_s, run.energy_j) == (2.0, 100.0)
-    run.close()
-    assert not run.is_measuring
+    def train(port: FakeTrainer) -> tuple[float, float]:
+        port.machine = f"node {port.rank}"
+        run = EnergyRun()
+        run.begin(port, listed((2.0, 100.0), (3.0, 50.0)))
+        assert port.meetings == 3  # who is where, when their monitor is made, and before the first window
+        assert run.is_measuring is (port.rank == 0)
+        run.end_epoch()
+        assert port.meetings == 4
+        run.close()
+        assert not run.is_measuring
+        return run.time_s, run.energy_j
+
+    assert on_each_rank(2, train) == [(2.0, 200.0), (0.0, 0.0)]
 
 
 # --- monitors that fail in the middle ---------------------------------------------------------------------------------

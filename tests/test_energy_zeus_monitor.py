@@ -65,6 +65,26 @@ def test_an_answer_without_time_or_energy_is_refused(answer: object) -> None:
         measured(answer)
 
 
+@pytest.mark.parametrize(
+    ("soc", "energy_j"),
+    [
+        (SimpleNamespace(cpu_energy_mj=4_000, gpu_energy_mj=5_000, total_energy_mj=12_000), 12.0),
+        (
+            SimpleNamespace(
+                cpu_total_mj=3_000, efficiency_cores_mj=[1_000], dram_mj=500, gpu_mj=6_000, gpu_sram_mj=None, ane_mj=0
+            ),
+            9.5,
+        ),
+    ],
+    ids=["Jetson", "Apple"],
+)
+def test_a_system_on_a_chip_counts_as_a_whole_and_each_part_once(soc: object, energy_j: float) -> None:
+    answer = SimpleNamespace(
+        time=2.0, gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=soc, total_energy=0.0
+    )
+    assert measured(answer).energy_j == energy_j
+
+
 def test_the_devices_are_those_that_were_given() -> None:
     assert ZeusMonitorAdapter(FakeZeusMonitor(), GPUS, nvml=FakeNvml()).gpus() is GPUS
 

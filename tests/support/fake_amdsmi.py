@@ -21,11 +21,12 @@ class FakeAmdGpu:
     name: str = MI300X
     steps: int | str | None = 1_000_000
     resolution_uj: float = 15.25
-    max_power_uw: int = 750_000_000
+    max_power_uw: int | None = 750_000_000
     hip_id: int | None = None
     uuid: str = ""
     partition: str | None = "SPX"
     key: str = "energy_accumulator"
+    power_w: float | str = "N/A"
 
 
 @dataclass
@@ -61,5 +62,10 @@ class FakeAmdSmi:
             raise FakeAmdSmiError("Not Supported")
         return {handle.key: handle.steps, "counter_resolution": handle.resolution_uj, "timestamp": 1}
 
+    def amdsmi_get_power_info(self, handle: FakeAmdGpu) -> Mapping[str, Any]:
+        return {"current_socket_power": handle.power_w, "average_socket_power": "N/A"}
+
     def amdsmi_get_power_cap_info(self, handle: FakeAmdGpu) -> Mapping[str, Any]:
+        if handle.max_power_uw is None:
+            raise FakeAmdSmiError("Not Supported")
         return {"power_cap": handle.max_power_uw // 2, "max_power_cap": handle.max_power_uw}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 H200 = "NVIDIA H200"
 V100 = "Tesla V100-SXM2-16GB"
@@ -32,9 +33,26 @@ class FakeGpu:
     counter_mj: int | None = 7_000_000
     max_power_mw: int | None = 700_000
     power_mw: int | None = None
+    # The limit after a start of the driver, and the one that is really obeyed.
+    default_mw: int | None = None
+    enforced_mw: int | None = None
     # The power limit in force; None: the driver does not tell. And whether this process may set it.
     limit_mw: int | None = 700_000
     may_set_limit: bool = True
+    # Limits below this are raised to it without a word; and whether they are not put in force at all.
+    clamps_to_mw: int | None = None
+    ignores_limits: bool = False
+    pci_address: str = "00000000:01:00.0"
+    # Why this process may not open it (a control group, a GPU that fell off the bus); None: it may.
+    refusal: str | None = None
+    # How many of the next readings of its counter fail.
+    passing_failures: int = 0
+    temperature_c: int | None = None
+    # The processes that compute on it, directly and by MPS.
+    pids: list[int] = field(default_factory=list)
+    mps_pids: list[int] = field(default_factory=list)
+    # The power of the GPU alone, and of the module that it is a part of, each the mean of a second.
+    scopes_mw: dict[int, int] = field(default_factory=dict)
     mig_mode: int | None = None
     # The slices of compute that each of its MIG slices has, by their place; CUDA knows the first as MIG-{uuid}.
     slices: list[int | None] = field(default_factory=list)
@@ -45,7 +63,16 @@ class FakeSlice:
     """A MIG slice of a pretended GPU."""
 
     gpu: FakeGpu
-    computeInstanceSliceCount: int  # noqa: N815  NVML's own name
+    gpuInstanceSliceCount: int  # noqa: N815  NVML's own name, here and below
+    computeInstanceSliceCount: int  # noqa: N815
+
+    @property
+    def name(self) -> str:
+        return f"{self.gpu.name!s} MIG {self.gpuInstanceSliceCount}g.18gb"
+
+    @property
+    def uuid(self) -> str:
+        return f"MIG-{self.gpu.uuid}"
 
 
 @dataclass
@@ -66,17 +93,18 @@ class FakeNvml:
         return len(self.machine)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> FakeGpu:  # noqa: N802
-        return self.machine[index]
+        return opened(self.machine[index])
 
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu | FakeSlice:  # noqa: N802
         for gpu in self.machine:
             if gpu.uuid == uuid:
-                return gpu
+                return opened(gpu)
             if f"MIG-{gpu.uuid}" == uuid:
-                return FakeSlice(gpu, 0)
+                slices = next((each for each in gpu.slices if each is not None), 0)
+                return FakeSlice(gpu, slices, slices)
         raise FakeNvmlError("Not Found")
 
-    def nvmlDeviceGetName(self, handle: FakeGpu) -> str | bytes:  # noqa: N802
+    def nvmlDeviceGetName(self, handle: FakeGpu | FakeSlice) -> str | bytes:  # noqa: N802
         return handle.name
 
     def nvmlDeviceGetMigMode(self, handle: FakeGpu) -> Sequence[int]:  # noqa: N802
@@ -87,7 +115,8 @@ class FakeNvml:
         return supported(len(handle.slices) or None)
 
     def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: FakeGpu, index: int) -> FakeSlice:  # noqa: N802
-        return FakeSlice(handle, supported(handle.slices[index]))
+        slices = supported(handle.slices[index])
+        return FakeSlice(handle, slices, slices)
 
     def nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self, handle: FakeSlice) -> FakeGpu:  # noqa: N802
         return handle.gpu
@@ -99,16 +128,50 @@ class FakeNvml:
         return supported(handle.power_mw)
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802
+        if handle.passing_failures:
+            handle.passing_failures -= 1
+            raise FakeNvmlError("Unknown Error")
         return supported(handle.counter_mj)
 
     def nvmlDeviceGetPowerManagementLimitConstraints(self, handle: FakeGpu) -> Sequence[int]:  # noqa: N802
         lowest_mw = 200_000
         return [lowest_mw, supported(handle.max_power_mw)]
 
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, handle: FakeGpu) -> int:  # noqa: N802
+        return supported(handle.default_mw)
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, handle: FakeGpu) -> int:  # noqa: N802
+        return min(supported(handle.enforced_mw), supported(handle.limit_mw))
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=pid) for pid in handle.pids]
+
+    def nvmlDeviceGetMPSComputeRunningProcesses(self, handle: FakeGpu) -> list[SimpleNamespace]:  # noqa: N802
+        return [SimpleNamespace(pid=pid) for pid in handle.mps_pids]
+
+    def nvmlDeviceGetFieldValues(  # noqa: N802
+        self, handle: FakeGpu, fields: Sequence[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
+        not_supported = 3
+        return [
+            SimpleNamespace(
+                nvmlReturn=0 if scope in handle.scopes_mw else not_supported,
+                value=SimpleNamespace(uiVal=handle.scopes_mw.get(scope, 0)),
+            )
+            for _, scope in fields
+        ]
+
+    def nvmlDeviceGetPciInfo(self, handle: FakeGpu) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(busId=handle.pci_address.encode())
+
+    def nvmlDeviceGetTemperature(self, handle: FakeGpu, sensor: int) -> int:  # noqa: N802
+        assert sensor == 0
+        return supported(handle.temperature_c)
+
     def nvmlDeviceGetIndex(self, handle: FakeGpu) -> int:  # noqa: N802
         return self.machine.index(handle)
 
-    def nvmlDeviceGetUUID(self, handle: FakeGpu) -> str:  # noqa: N802
+    def nvmlDeviceGetUUID(self, handle: FakeGpu | FakeSlice) -> str:  # noqa: N802
         return handle.uuid
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: FakeGpu) -> int:  # noqa: N802
@@ -120,7 +183,32 @@ class FakeNvml:
         lowest_mw, highest_mw = self.nvmlDeviceGetPowerManagementLimitConstraints(handle)
         if not lowest_mw <= limit_mw <= highest_mw:
             raise FakeNvmlError("Invalid Argument")
-        handle.limit_mw = limit_mw
+        if not handle.ignores_limits:
+            handle.limit_mw = max(limit_mw, handle.clamps_to_mw or 0)
+
+
+def opened(gpu: FakeGpu) -> FakeGpu:
+    if gpu.refusal is not None:
+        raise FakeNvmlError(gpu.refusal)
+    return gpu
+
+
+class FakeTorch:
+    """A PyTorch whose CUDA numbers these GPUs by their UUIDs; without any, it has not started CUDA."""
+
+    def __init__(self, *uuids: str) -> None:
+        self.cuda = self
+        self._uuids = uuids
+        self.has_started = bool(uuids)
+
+    def is_initialized(self) -> bool:
+        return self.has_started
+
+    def device_count(self) -> int:
+        return len(self._uuids)
+
+    def get_device_properties(self, index: int) -> SimpleNamespace:
+        return SimpleNamespace(uuid=self._uuids[index])
 
 
 def supported(answer: int | None) -> int:

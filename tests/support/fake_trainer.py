@@ -50,7 +50,8 @@ class FakeTrainer:
     no_accumulation: str | None = None
     keeps_optimizers = True
     schedule_remedy = "Make it anew"
-    spans_nodes = False
+    machine = "here"
+    own_gpus: Sequence[str] = ()
 
     def __init__(self, rank: int = 0, group: Group | None = None, devices: int | None = None) -> None:
         self._group = group or Group(1)
@@ -63,6 +64,7 @@ class FakeTrainer:
         self.scheduler = SimpleNamespace(base_lrs=[0.1])
         self.logged: list[dict[str, float]] = []
         self.is_stopped = False
+        self.meetings = 0
         self.miscounted: Exception | None = None
         self.said: list[str] = []
         self.hyperparameters: dict[str, str | int] = {}
@@ -75,6 +77,7 @@ class FakeTrainer:
         return self._group.exchanged(self.rank, thing)[0]
 
     def all_gather(self, thing: Any) -> list[Any]:
+        self.meetings += 1
         return self._group.exchanged(self.rank, thing)
 
     def deliver(self, split: BatchSplit, patches: Patches) -> None:

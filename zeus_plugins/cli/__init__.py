@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zeus_plugins.cli import doctor, energy, master, sync
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.protocol import PolicyName
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES
 
 _QUICK_RECURRENCES = 4
 _DEFAULT_RECURRENCES = 14
@@ -58,12 +58,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.add_argument(
         "--policy",
-        type=PolicyName,
-        choices=list(PolicyName),
-        default=PolicyName.GP_VOI,
+        choices=OWN_POLICIES,
+        default=GP_VOI,
         help="how batch sizes are chosen (default %(default)s; zeus is the policy of the Zeus paper)",
     )
-    demo.add_argument("--verbose", action="store_true", help="show the numbers behind each decision, too")
+    demo.add_argument("--open", action="store_true", help="show the server's pages in a browser meanwhile")
     demo.set_defaults(run=_demo)
     doctor.add_parser(commands)
     energy.add_parser(commands)
@@ -77,4 +76,4 @@ def _demo(options: argparse.Namespace) -> None:
         from zeus_plugins.demo.runner import run
     except ModuleNotFoundError as error:
         raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
-    run(options.recurrences, options.directory, options.policy, verbose=options.verbose)
+    run(options.recurrences, options.directory, options.policy, opens=options.open)

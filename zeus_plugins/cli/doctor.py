@@ -19,7 +19,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.nvml import NvmlGpu, open_gpus
+from zeus_plugins.energy.nvml_gpus import NvmlGpu, open_gpus
 from zeus_plugins.energy.nvml_power import AGREEMENT, compare_nvml
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -28,6 +28,10 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
+from zeus_plugins.gpu_check.examination import Examination
+from zeus_plugins.gpu_check.results import Verdict, table
+from zeus_plugins.power_limit import find_devices
+from zeus_plugins.power_limit.reset import reset_limits
 from zeus_plugins.protocol import TrialId
 from zeus_plugins.training.environment import STATE_DIRECTORY, VARIABLES
 
@@ -231,21 +235,66 @@ def _is_writable(directory: Path) -> bool:
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
+def reset_power_limits() -> Iterator[Finding]:
+    """Put power limits back, one finding for each GPU."""
+    try:
+        devices = find_devices()
+    except ZeusBSOConfigError as error:
+        yield Finding("power limit", Level.PROBLEM, str(error))
+        return
+    for each in reset_limits(devices):
+        details = {"found_w": each.found_w, "limit_w": each.wanted_w}
+        if each.problem is None:
+            yield Finding("power limit", Level.OK, f"{each.device}: {each.found_w:g} W → {each.wanted_w:g} W", details)
+        else:
+            yield Finding("power limit", Level.PROBLEM, each.problem, details)
+
+
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add the command to those of ``zeus-plugins``."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its energy counters and its server",
-        description="Looks at versions, GPUs, energy counters and their permissions, the server and what waits for it."
-        " The exit status is 0, or 1 when something would stop a training or keep it from the server.",
+        description="Looks at versions, GPUs, energy counters and their permissions, the server and what waits for it,"
+        " and changes nothing unless asked to. The exit status is 0, or 1 when something would stop a training or keep"
+        " it from the server.",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--gpu-check",
+        action="store_true",
+        help="compare what the NVIDIA GPUs tell of energy, power, limits and themselves with what is expected of them, "
+        "at rest and under load; half a minute for each",
+    )
+    what.add_argument(
+        "--reset-power-limits",
+        action="store_true",
+        help="give the NVIDIA GPUs the power limits that trainings have not put back, else their default ones",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=_doctor)
 
 
+def examination() -> Examination:
+    """The look at this machine's GPUs."""
+    return Examination()
+
+
+def _check_gpus(*, as_json: bool) -> int:
+    results = list(examination().results())
+    if as_json:
+        doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
+        print(json.dumps({"doubtful": doubtful, "results": [asdict(each) for each in results]}, indent=2))
+    else:
+        print(table(results))
+    return 0
+
+
 def _doctor(options: argparse.Namespace) -> int:
+    if options.gpu_check:
+        return _check_gpus(as_json=options.json)
     findings = []
-    for finding in examine():
+    for finding in reset_power_limits() if options.reset_power_limits else examine():
         findings.append(finding)
         if not options.json:
             print(f"{finding.level:<8} {finding.check:<12} {finding.text}", flush=True)

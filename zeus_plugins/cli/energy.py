@@ -97,14 +97,21 @@ def _energy(options: argparse.Namespace) -> int:
 
 def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, *, as_json: bool) -> tuple[int, str]:
     """Run the command; its exit status, and what to tell of it."""
+    from zeus_plugins.energy.breakdown import Breakdown, price_of
+
     monitor = _make(monitor_name, power_w)
     gpus = monitor.gpus()
+    breakdown = Breakdown()
+    price_of(0.0)  # The rates are numbers, or this raises before the command has run.
     monitor.begin_window(_WINDOW)
+    breakdown.begin()
     try:
         status = _run(command)
     except OSError:
+        breakdown.end()
         monitor.end_window(_WINDOW)
         raise
+    parts = breakdown.end()
     try:
         measured = monitor.end_window(_WINDOW)
     except ZeusBSOError as error:  # The command has run all the same.
@@ -112,7 +119,8 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
     mean_power_w = measured.energy_j / measured.time_s if measured.time_s > 0 else 0.0
     if not as_json:
         told = f"{measured.time_s:.4g} s, {measured.energy_j:.4g} J, {mean_power_w:.4g} W on average"
-        return status, f"zeus-plugins energy: {told} ({measured.source})"
+        extras = "".join(f", {name} {value:.4g}" for name, value in (parts | price_of(measured.energy_j)).items())
+        return status, f"zeus-plugins energy: {told} ({measured.source}){extras}"
     return status, json.dumps(
         {
             "command": list(command),
@@ -122,6 +130,8 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
             "mean_power_w": mean_power_w,
             "energy_source": measured.source,
             **gpus.model_dump(),
+            **price_of(measured.energy_j),
+            **parts,
         }
     )
 

@@ -127,10 +127,23 @@ def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChoos
 
 
 def _executor(config: MasterConfig) -> Executor:
-    if config.executor.kind == "slurm":
-        from zeus_plugins.master.slurm import SubmititExecutor
+    parameters = config.executor.parameters
+    try:
+        match config.executor.kind:
+            case "slurm":
+                from zeus_plugins.master.slurm import SubmititExecutor
 
-        return SubmititExecutor(**config.executor.parameters)
+                return SubmititExecutor(**parameters)
+            case "ray":
+                from zeus_plugins.master.ray_jobs import RayExecutor
+
+                return RayExecutor(**parameters)
+            case "kubeflow":
+                from zeus_plugins.master.kubeflow_jobs import KubeflowExecutor
+
+                return KubeflowExecutor(**parameters)
+    except TypeError as error:
+        raise ZeusBSOConfigError(f"executor.parameters: {error}") from None
     from zeus_plugins.master import LocalExecutor
 
     return LocalExecutor()

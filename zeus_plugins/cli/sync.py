@@ -77,7 +77,7 @@ def _client(url: str, server_url: str | None, token: str | None) -> ServerPort:
     owner = client_from_environment(owner_url, token) if owner_url else None
     if owner is not None and owner.server_url == client.server_url:
         return owner.with_retries(NO_RETRIES)
-    if (token or environment.TOKEN.text()) and not url.startswith(EMBEDDED):
+    if (token or environment.access_token()) and not url.startswith(EMBEDDED):
         belonging = f"belongs to {owner.server_url}" if owner is not None else "was given without its server's URL"
         print(
             f"zeus-plugins: {client.server_url} is sent no token, as the token {belonging}; if it is that server's: "

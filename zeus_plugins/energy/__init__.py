@@ -5,10 +5,11 @@ Importing this package touches no driver and loads no deep-learning framework.
 
 from __future__ import annotations
 
-from zeus_plugins.energy.amd import AmdSmiMonitor
+from zeus_plugins.energy.amd import AmdSmiMonitor, AmdSmiPowerMonitor
 from zeus_plugins.energy.auto import DEFAULT_ESTIMATED_POWER_W, auto
 from zeus_plugins.energy.cluster import ClusterMonitor
 from zeus_plugins.energy.estimate import EstimateMonitor
+from zeus_plugins.energy.jetson import JetsonMonitor
 from zeus_plugins.energy.meter import EpochMeter
 from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement
 from zeus_plugins.energy.nvml import NvmlMonitor
@@ -20,11 +21,13 @@ from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, 
 __all__ = [
     "DEFAULT_ESTIMATED_POWER_W",
     "AmdSmiMonitor",
+    "AmdSmiPowerMonitor",
     "ClusterMonitor",
     "EnergyMonitor",
     "EnergyUnavailableError",
     "EpochMeter",
     "EstimateMonitor",
+    "JetsonMonitor",
     "Measurement",
     "NvmlMonitor",
     "NvmlPowerMonitor",

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zeus_plugins.energy.monitor import EnergyMonitor, Measurement
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, EnergyMonitor, Measurement
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 _WINDOW = "zeus_node"
-_MAX_SOURCE_LENGTH = 255
 
 logger = logging.getLogger("zeus_plugins.energy")
 
@@ -89,7 +88,7 @@ class ClusterMonitor:
         self._others_sources: tuple[str, ...] = ()
         self._others_j_at_begin: dict[str, float] = {}
         self._synchronized_s: float | None = None
-        self._is_measuring = False
+        self._is_measuring = self._has_warned = False
 
     @property
     def source(self) -> str:
@@ -152,7 +151,9 @@ class ClusterMonitor:
             self._monitor.begin_window(_WINDOW)
             self._is_measuring = True
         except Exception as error:  # The ranks wait for each other here, and a training is worth more than its energy.
-            logger.warning("this node's energy cannot be measured, its maximum power is taken instead: %s", error)
+            level = logging.DEBUG if self._has_warned else logging.WARNING
+            self._has_warned = True
+            logger.log(level, "this node's energy cannot be measured, its maximum power is taken instead: %s", error)
         if measured is None:
             power_w = self._node_gpus[self._rank].max_power
             return _Share(self._rank, None, f"estimate: {power_w:g} W for a node that failed to measure")
@@ -160,7 +161,7 @@ class ClusterMonitor:
 
     def _joined(self, own: tuple[str, ...]) -> str:
         sources = dict.fromkeys(own + self._others_sources)
-        return f"{len(self._node_gpus)} nodes: {', '.join(sources)}"[:_MAX_SOURCE_LENGTH]
+        return f"{len(self._node_gpus)} nodes: {', '.join(sources)}"[:MAX_SOURCE_LENGTH]
 
 
 def sum_of_nodes(nodes: Sequence[GpuConfig]) -> GpuConfig:

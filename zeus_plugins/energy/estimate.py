@@ -32,6 +32,8 @@ class EstimateMonitor:
         ZeusBSOConfigError: An argument is out of its range.
     """
 
+    measures_exactly = True  # There is no counter, whose steps a short window would miss.
+
     def __init__(
         self,
         power_w: float,

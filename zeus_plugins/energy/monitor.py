@@ -8,6 +8,8 @@ from typing import Generic, Protocol, TypeVar
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
+MAX_SOURCE_LENGTH = 255
+
 Reading = TypeVar("Reading")
 
 
@@ -24,6 +26,10 @@ class EnergyUnavailableError(ZeusBSOConfigError):
 
     def __str__(self) -> str:
         return f"{self.cause}. To estimate the energy as stated watts × time, use EstimateMonitor(power_w=...) instead."
+
+
+class NoPowerLimitError(EnergyUnavailableError):
+    """A device counts its energy and does not tell the most that it draws: somebody has to state that."""
 
 
 class NoGpuError(EnergyUnavailableError):
@@ -54,6 +60,9 @@ class EnergyMonitor(Protocol):
       handles and locks are therefore acquired by the first call that needs them, not by the constructor.
     * It never reports an energy that it did not obtain: what cannot be measured raises, or its source says so.
     * Windows are told apart by name, may overlap and nest, and measure independently of each other.
+
+    It may have an attribute ``measures_exactly`` that is true: then windows of any length are exact, as there is no
+    counter that moves in steps, and power limits are measured in as few steps as was asked for.
 
     Obligations of a caller: all calls come from one thread and, once the first window is open, from one process.
     A window ends when `end_window` is called: work that is still queued on a device then belongs to a later window.

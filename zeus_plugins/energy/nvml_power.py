@@ -4,53 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor
+from zeus_plugins.energy.integrated import SAMPLE_INTERVAL_S, IntegratedPower, IntegratedPowerMonitor
 from zeus_plugins.energy.monitor import Measurement
-from zeus_plugins.energy.nvml import Nvml, NvmlGpu, NvmlMonitor, describe_gpus, open_gpus
-from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.energy.nvml import NvmlMonitor
+from zeus_plugins.energy.nvml_gpus import Nvml, describe_gpus, open_gpus, with_stated_power
+from zeus_plugins.energy.nvml_notes import NvmlNotes
 from zeus_plugins.protocol import GpuConfig
 
-SAMPLE_INTERVAL_S = 0.1
 
-LATE_S = 1.0
-
-
-class IntegratedPower:
-    """An `EnergyCounter` made of power readings: the area below the straight lines between them (trapezoidal rule).
-
-    `late` counts the readings that came more than a second after the one before.
-    """
-
-    def __init__(self, gpu: NvmlGpu, clock: Callable[[], float]) -> None:
-        self.late = 0
-        self._gpu = gpu
-        self._clock = clock
-        self._energy_j = 0.0
-        self._latest: tuple[float, float] | None = None
-
-    def __str__(self) -> str:
-        return str(self._gpu)
-
-    @property
-    def max_power_w(self) -> float:
-        """The most that the device draws, in watts."""
-        return self._gpu.max_power_w
-
-    def energy_uj(self) -> int:
-        """Microjoules since the first reading, up to now: each call reads the power and adds what was used since."""
-        power_w = self._gpu.power_w()
-        now_s = self._clock()
-        if self._latest is not None:
-            then_s, power_then_w = self._latest
-            self._energy_j += (now_s - then_s) * (power_w + power_then_w) / 2
-            self.late += now_s - then_s > LATE_S
-        self._latest = (now_s, power_w)
-        return round(self._energy_j * MICRO)
-
-
-class NvmlPowerMonitor(CounterMonitor):
+class NvmlPowerMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` over the visible NVIDIA GPUs that reads their power every `interval_s` while a window is open.
 
     How wrong it may be: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, so a
@@ -62,6 +26,7 @@ class NvmlPowerMonitor(CounterMonitor):
     Args:
         device_indices: As in `NvmlMonitor`.
         interval_s: Seconds between two readings.
+        max_power_w: As in `NvmlMonitor`.
         nvml: What to call instead of the installed `pynvml`.
         clock: Monotonic seconds.
 
@@ -72,41 +37,27 @@ class NvmlPowerMonitor(CounterMonitor):
 
     def __init__(
         self,
-        device_indices: Sequence[int] | None = None,
+        device_indices: Sequence[int | str] | None = None,
         *,
         interval_s: float = SAMPLE_INTERVAL_S,
+        max_power_w: float | None = None,
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 < interval_s <= LATE_S:
-            raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
-        super().__init__(f"nvml power, integrated every {interval_s:g} s", clock, interval_s)
+        super().__init__("nvml power", clock, interval_s)
+        self._notes = NvmlNotes(())  # until the GPUs are found
         self._device_indices = None if device_indices is None else tuple(device_indices)
+        self._max_power_w = max_power_w
         self._nvml = nvml
-        self._late: dict[str, int] = {}
-        self._counters: list[IntegratedPower] = []
-
-    def begin_window(self, name: str) -> None:
-        """See `EnergyMonitor.begin_window`."""
-        super().begin_window(name)
-        self._late[name] = self._late_readings()
 
     def end_window(self, name: str) -> Measurement:
-        """See `EnergyMonitor.end_window`; the energy is the GPUs' integrated power, summed over the GPUs."""
-        measured = super().end_window(name)
-        if self._late_readings() == self._late.pop(name):
-            return measured
-        return replace(measured, source=f"{measured.source}, with gaps above {LATE_S:g} s")
-
-    def _late_readings(self) -> int:
-        return sum(counter.late for counter in self._counters)
+        """See `NvmlMonitor.end_window`."""
+        return self._notes.on(super().end_window(name))
 
     def _find(self) -> tuple[Sequence[IntegratedPower], Callable[[], GpuConfig]]:
-        gpus = open_gpus(self._nvml, self._device_indices)
-        for gpu in gpus:
-            gpu.power_w()  # It tells its power, or this raises.
-        self._counters = [IntegratedPower(gpu, self._clock) for gpu in gpus]
-        return self._counters, lambda: describe_gpus(gpus)
+        gpus = with_stated_power(open_gpus(self._nvml, self._device_indices), self._max_power_w)
+        self._notes = NvmlNotes(gpus)
+        return self._integrated(gpus), lambda: describe_gpus(gpus)
 
 
 AGREEMENT = 0.2
@@ -156,7 +107,7 @@ def compare_nvml(
     finally:
         by_power = integrated.end_window("check")
         by_counter = counted.end_window("check")
-    unusual = [each for each, usual in ((by_counter, counted), (by_power, integrated)) if each.source != usual.source]
+    unusual = [each for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
     return Comparison(
         time_s=by_counter.time_s,
         counter_j=by_counter.energy_j,

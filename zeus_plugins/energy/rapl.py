@@ -50,8 +50,8 @@ class RaplMonitor(CounterMonitor):
         self._root = root
         self._max_power_w = max_power_w
 
-    def _find(self) -> tuple[Sequence[_Zone], Callable[[], GpuConfig]]:
-        zones = _open_zones(self._root, self._max_power_w)
+    def _find(self) -> tuple[Sequence[Zone], Callable[[], GpuConfig]]:
+        zones = open_zones(self._root, self._max_power_w)
         return zones, lambda: GpuConfig(
             max_power=sum(zone.max_power_w for zone in zones),
             number_of_gpus=sum(zone.is_package for zone in zones),
@@ -60,7 +60,7 @@ class RaplMonitor(CounterMonitor):
 
 
 @dataclass
-class _Zone:
+class Zone:
     """One package, or its memory."""
 
     folder: Path
@@ -75,6 +75,7 @@ class _Zone:
 
     @property
     def is_package(self) -> bool:
+        """True for a package, false for memory."""
         return self.name.startswith("package")
 
     @property
@@ -106,7 +107,7 @@ class _Zone:
         return self._total_uj
 
 
-def _open_zones(root: Path, max_power_w: float | None) -> tuple[_Zone, ...]:
+def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     """Find what counts, and make sure that it can be read and counts at all."""
     named = [(folder, _text(folder / "name")) for folder in sorted(root.glob("intel-rapl:*"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
@@ -118,7 +119,7 @@ def _open_zones(root: Path, max_power_w: float | None) -> tuple[_Zone, ...]:
         # What is stated holds for all of them together; how it is spread matters only where counters stand still.
         share_w = None if max_power_w is None else max_power_w / len(packages) if (folder, name) in packages else 0.0
         try:
-            zone = _Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
+            zone = Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
             counts = _number(folder / "energy_uj") > 0
         except (OSError, ValueError) as error:
             raise _unreadable(folder, error) from error

@@ -18,6 +18,7 @@ class ReplayMonitor:
         gpus: The devices that the measurements were made on.
     """
 
+    measures_exactly = True
     source = "replay"  # each measurement keeps the source that it was listed with
 
     def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -28,6 +29,25 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
     if len(set(visible)) < len(visible):
         raise ZeusBSOConfigError(f"{CUDA_VISIBLE_DEVICES} is {setting!r}: name each GPU once")
     return visible
+
+
+def cuda_devices(torch: Any) -> tuple[str, ...] | None:
+    """The GPUs in CUDA's own order, by their UUIDs without a prefix.
+
+    CUDA has read the variables when it started, whatever they say now, and may count its fastest GPU first.
+
+    Args:
+        torch: PyTorch, or None where this process has not loaded it.
+
+    Returns:
+        None where CUDA has not started in this process (asking would start it), or does not tell (before PyTorch 2.4).
+    """
+    try:
+        if torch is None or not torch.cuda.is_initialized():
+            return None
+        return tuple(str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count()))
+    except (AttributeError, RuntimeError, AssertionError):  # an older PyTorch, or one without CUDA
+        return None
 
 
 def _listed(setting: str, count: int) -> tuple[int | str, ...]:

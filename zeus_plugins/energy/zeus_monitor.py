@@ -9,7 +9,8 @@ from typing import Any, Protocol, TypeGuard, cast
 
 from zeus_plugins.energy.counters import STANDSTILL_S
 from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement, OpenWindows
-from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
+from zeus_plugins.energy.nvml import NvmlMonitor
+from zeus_plugins.energy.nvml_gpus import Nvml
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
@@ -20,7 +21,8 @@ class WindowMonitor(Protocol):
     """Zeus's way to measure.
 
     What `end_window` returns has the seconds in `time`, and the joules in `total_energy` or, device by device, in the
-    mapping `gpu_energy`; where no GPU is measured, in `cpu_energy` and `dram_energy`.
+    mapping `gpu_energy`; where no GPU is measured, in `cpu_energy` and `dram_energy`, or in `soc_energy` (a system
+    on a chip: Jetson, Apple).
     """
 
     def begin_window(self, name: str, /) -> None:
@@ -130,8 +132,25 @@ def _energy_j(answer: object) -> float | None:
     gpu_j, *cpu_j = (_number(sum(part.values())) if isinstance(part, Mapping) and part else None for part in parts)
     if gpu_j is None and any(joules is not None for joules in cpu_j):
         return sum(joules or 0.0 for joules in cpu_j)
+    soc_j = _soc_energy_j(getattr(answer, "soc_energy", None))
+    if gpu_j is None and soc_j is not None:
+        return soc_j
     total_j = _number(getattr(answer, "total_energy", None))
     return gpu_j if total_j is None else total_j
+
+
+# The parts of a system on a chip that do not contain each other, millijoules: first Apple's, then Jetson's.
+_SOC_PARTS = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj", "cpu_energy_mj", "gpu_energy_mj")
+
+
+def _soc_energy_j(soc: object) -> float | None:
+    """The joules of a system on a chip: its total where it has one (Jetson), else the sum of its parts (Apple)."""
+    total_mj = _number(getattr(soc, "total_energy_mj", None))
+    if total_mj is not None:
+        return total_mj / 1000
+    parts_mj = [_number(getattr(soc, name, None)) for name in _SOC_PARTS]
+    known_mj = [each_mj for each_mj in parts_mj if each_mj is not None]
+    return sum(known_mj) / 1000 if known_mj else None
 
 
 def _number(value: object) -> float | None:

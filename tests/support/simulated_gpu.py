@@ -1,0 +1,88 @@
+"""A GPU whose counter moves every 100 ms and whose power reading is the mean of a second, on a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+
+IDLE_W, BUSY_W = 80.0, 600.0
+BURST_S = 0.2
+_GRAIN_S = 0.002
+_INSTANT = 186
+
+
+class SimulatedGpu(FakeNvml):
+    """The GPU with its driver, its clock and its load.
+
+    Attributes:
+        misreads: The factor by which power readings are wrong.
+        period_s: Seconds between two moves of the counter.
+    """
+
+    def __init__(self, misreads: float = 1.0, period_s: float = 0.1, **of_gpu: Any) -> None:
+        gpu = FakeGpu(uuid="GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", power_mw=0, default_mw=700_000, **of_gpu)
+        gpu.enforced_mw = 700_000
+        super().__init__([gpu])
+        self.gpu = gpu
+        self.misreads = misreads
+        self.period_s = period_s
+        self.now_s = 100.0
+        self.phase = "idle"
+        self._energy_mj = 7_000_000.0
+        self._latest_w: list[float] = [IDLE_W] * round(1 / _GRAIN_S)
+        self._tell()
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def sleep(self, time_s: float) -> None:
+        for _ in range(max(1, round(time_s / _GRAIN_S))):
+            power_w = self._power_w()
+            before = int(self.now_s / self.period_s + 1e-9)
+            self.now_s += _GRAIN_S
+            self._energy_mj += 1000 * power_w * _GRAIN_S
+            self._latest_w = [*self._latest_w[1:], power_w]
+            if int(self.now_s / self.period_s + 1e-9) > before and self.gpu.counter_mj is not None:
+                self.gpu.counter_mj = round(self._energy_mj)
+        self._tell()
+
+    def _power_w(self) -> float:
+        is_busy = self.phase == "load" or (self.phase == "bursts" and self.now_s % (2 * BURST_S) < BURST_S)
+        return BUSY_W if is_busy else IDLE_W
+
+    def _tell(self) -> None:
+        noise_mw = 300 * (int(self.now_s / 0.1) % 2)  # a sensor's
+        self.gpu.power_mw = round(1000 * self.misreads * sum(self._latest_w) / len(self._latest_w)) + noise_mw
+
+    def nvmlDeviceGetFieldValues(  # noqa: N802 - NVML's own name
+        self, handle: FakeGpu, fields: Sequence[tuple[int, int]]
+    ) -> list[SimpleNamespace]:
+        ((field, scope),) = fields
+        if field == _INSTANT and scope == 0:
+            instant_mw = round(1000 * self.misreads * self._power_w())
+            return [SimpleNamespace(nvmlReturn=0, value=SimpleNamespace(uiVal=instant_mw))]
+        return super().nvmlDeviceGetFieldValues(handle, fields)
+
+
+class SimulatedLoad:
+    """The load of a `SimulatedGpu`."""
+
+    def __init__(self, gpu: SimulatedGpu, problem: str | None = None) -> None:
+        self._gpu = gpu
+        self._problem = problem
+
+    def problem(self) -> str | None:
+        return self._problem
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        self._gpu.phase = phase
+        yield
+        self._gpu.phase = "idle"
+
+    def queued(self) -> tuple[float, float]:
+        return 0.01, 0.4
