@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from zeus_plugins.power_limit import PowerLimitProfiler, ReplayMachine, ReplayPoint, ZeusCost
+from zeus_plugins.power_limit import (
+    PowerLimitProfile,
+    PowerLimitProfiler,
+    PowerLimitSample,
+    ReplayMachine,
+    ReplayPoint,
+    ZeusCost,
+)
+from zeus_plugins.protocol import GpuConfig
 
 pytestmark = pytest.mark.traces
 
@@ -69,3 +77,25 @@ def test_the_cheapest_limit_of_the_trace_is_chosen(workload: tuple[str, str, str
         assert where.devices[0].limit_w() == profiler.chosen_limit_w
         profiler.close()
         assert where.devices[0].limit_w() == max_power_w
+
+
+@pytest.mark.parametrize("gpu", ["v100", "a40"])
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("workload", WORKLOADS, ids=lambda workload: f"{workload[0]}-{workload[1]}")
+def test_limits_that_are_no_longer_tried_are_none_of_the_cheapest(
+    workload: tuple[str, str, str], eta: float, gpu: str
+) -> None:
+    selector = ZeusCost(eta)
+    for batch_size, epochs in tables(workload, gpu).items():
+        gpus = GpuConfig(max_power=max(epochs), number_of_gpus=1, gpu_model=gpu)
+        samples = {
+            limit_w: PowerLimitSample(limit_w=limit_w, steps=1, time_s=time_s, energy_j=power_w * time_s)
+            for limit_w, (time_s, power_w) in epochs.items()
+        }
+        whole = PowerLimitProfile(gpus=gpus, samples=tuple(samples[limit_w] for limit_w in sorted(samples)))
+        tried = PowerLimitProfile(gpus=gpus)
+        for limit_w in sorted(samples, reverse=True):
+            tried = tried.with_sample(samples[limit_w])
+            if selector.has_risen(tried):
+                break
+        assert selector.select(tried) == selector.select(whole), batch_size

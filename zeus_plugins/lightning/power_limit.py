@@ -38,14 +38,18 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
             `Energy()`, `Time()` or `MaxSlowdown(factor)`.
         warmup_steps: Batches under a new limit before it is measured.
         profile_steps: Batches measured under each limit.
+        wait_steps: Batches before the first limit, in which the model is compiled and kernels are benchmarked. After
+            them it is waited until the GPUs' temperature is stable, two minutes at most.
+        warmup_s: Seconds under a new limit before it is measured, should `warmup_steps` take less.
+        profile_s: Seconds measured under each limit, should `profile_steps` take less.
         limits_w: Limits to measure, watts of each GPU. None: from the one in force downwards in steps of 25 W.
         profile_path: File that keeps what was measured, for the next training on such GPUs at the same batch size;
             ``{batch_size}`` in it stands for that size. It is not read where the server knows of the limits.
         energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best
             one that this machine offers.
         devices: The devices of this machine whose limits are set. None: the NVIDIA GPUs that train.
-        command: Sets a limit, such as ``sudo -n nvidia-smi -i {index} -pl {watts}``. None: the environment variable
-            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one the driver is asked directly.
+        command: Sets a limit, such as ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. None: the environment variable
+            ``ZEUS_POWER_LIMIT_COMMAND``, and without that one zeusd (``ZEUSD_SOCK_PATH``) or the driver is asked.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `fit` raises it for limits that the GPUs cannot have.

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from zeus_plugins.power_limit.command import COMMAND_VARIABLE, CommandDevice
 from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
-from zeus_plugins.power_limit.nvml import NvmlDevice, find_devices
+from zeus_plugins.power_limit.finding import find_devices
+from zeus_plugins.power_limit.nvml import NvmlDevice
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint

@@ -12,7 +12,8 @@ segmentation fault, `os._exit`)
 ====================================  ==========================================================
 
 What ends all processes of the job at the same instant (a container, a control group, a power cut) leaves the limits as
-they were then, until somebody sets them or the driver unloads.
+they were then. The next training of the same user knows it from the records (`records`) and puts the earlier limits
+back when it ends; so does ``zeus-plugins doctor --reset-power-limits``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from zeus_plugins.power_limit.devices import PowerLimitDevice
+from zeus_plugins.power_limit import records
+from zeus_plugins.power_limit.devices import PowerLimitDevice, set_and_check
 from zeus_plugins.training.signals import raise_at_sigterm
 
 _logger = logging.getLogger("zeus_plugins")
@@ -39,18 +41,24 @@ class LimitGuard:
     """
 
     def __init__(self, devices: Sequence[PowerLimitDevice]) -> None:
-        self._initial = [(device, device.limit_w()) for device in devices]
+        self._initial = [(device, _limit_to_come_back_to(device)) for device in devices]
         self._owner = os.getpid()
         self._undo_signals: Callable[[], None] | None = None
         self._restorer: subprocess.Popen[bytes] | None = None
 
     @property
     def initial_limits_w(self) -> tuple[float, ...]:
-        """The limits that were in force at first, watts."""
+        """The limits that were in force at first, or before a training that has left its own behind; watts."""
         return tuple(limit_w for _, limit_w in self._initial)
 
-    def arm(self) -> None:
-        """Make sure that the limits are put back even if `release` is not called. Call it before changing a limit."""
+    def arm(self, limit_w: float) -> None:
+        """Make sure that the limits are put back even if `release` is not called.
+
+        Args:
+            limit_w: The limit, watts, that is set on all devices after this call.
+        """
+        for device, initial_w in self._initial:
+            records.remember(_uuid(device), initial_w, limit_w)
         if self._undo_signals is not None:
             return
         self._undo_signals = raise_at_sigterm()
@@ -65,7 +73,8 @@ class LimitGuard:
             problem: Exception | None = None
             for _ in range(2):  # nobody comes after to try again
                 try:
-                    device.set_limit_w(limit_w)
+                    set_and_check(device, limit_w)
+                    records.forget(_uuid(device))
                     break
                 except Exception as error:
                     problem = error
@@ -88,6 +97,23 @@ class LimitGuard:
             self._restorer.kill()
             self._restorer.communicate()
             self._restorer = None
+
+
+def _uuid(device: PowerLimitDevice) -> str | None:
+    """The name of a device beyond this process; None for one that nobody meets again."""
+    return getattr(device, "uuid", None) if device.outlives_process else None
+
+
+def _limit_to_come_back_to(device: PowerLimitDevice) -> float:
+    """The limit in force, watts, or the one before a training that was killed together with who puts limits back."""
+    in_force_w, record = device.limit_w(), records.recall(_uuid(device))
+    if record is None or not record.holds(in_force_w):
+        return in_force_w
+    _logger.warning(
+        "the power limit of %g W of %s was left behind by a training that was killed: afterwards it gets %g W again",
+        *(in_force_w, device, record.original_w),
+    )
+    return record.original_w
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:

@@ -1,4 +1,4 @@
-"""Power limits of NVIDIA GPUs through NVML, and the GPUs of this machine with a way to set them.
+"""Power limits of NVIDIA GPUs through NVML.
 
 Reading a limit needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
 (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
@@ -6,15 +6,12 @@ Reading a limit needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Protocol, TypeVar, cast
 
-from zeus_plugins.energy import EnergyUnavailableError
-from zeus_plugins.energy.nvml import MILLI, Nvml, NvmlGpu, installed_nvml, open_gpus
-from zeus_plugins.power_limit.command import CommandDevice
-from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
-from zeus_plugins.training.environment import POWER_LIMIT_COMMAND
+from zeus_plugins.energy.nvml_gpus import DIE, MILLI, Nvml, installed_nvml
+from zeus_plugins.power_limit.devices import PowerLimitUnavailableError
 
 Answer = TypeVar("Answer")
 
@@ -23,9 +20,9 @@ class PowerNvml(Nvml, Protocol):
     """The part of `pynvml` that is used here; NVML documents the functions under these names. Limits are in mW."""
 
     def nvmlDeviceGetIndex(self, handle: Any) -> int: ...  # noqa: D102, N802  NVML's own name, here and below
-    def nvmlDeviceGetUUID(self, handle: Any) -> str | bytes: ...  # noqa: D102, N802
     def nvmlDeviceGetPowerManagementLimit(self, handle: Any) -> int: ...  # noqa: D102, N802
     def nvmlDeviceSetPowerManagementLimit(self, handle: Any, limit_mw: int) -> None: ...  # noqa: D102, N802
+    def nvmlDeviceGetPciInfo(self, handle: Any) -> Any: ...  # noqa: D102, N802
 
 
 class NvmlDevice:
@@ -74,6 +71,44 @@ class NvmlDevice:
             lambda nvml, handle: nvml.nvmlDeviceSetPowerManagementLimit(handle, limit_mw),
         )
 
+    def enforced_limit_w(self) -> float:
+        """The limit that the driver obeys, watts, all limiters considered; the one that was set where it is not told.
+
+        Raises:
+            PowerLimitUnavailableError: The device does not tell.
+        """
+        try:
+            in_force_mw = self._ask("limit in force", lambda nvml, handle: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        except PowerLimitUnavailableError:
+            return self.limit_w()
+        return in_force_mw / MILLI
+
+    def default_limit_w(self) -> float:
+        """The limit after a start of the driver, watts.
+
+        Raises:
+            PowerLimitUnavailableError: It does not tell.
+        """
+        default_mw = self._ask("default limit", lambda nvml, each: nvml.nvmlDeviceGetPowerManagementDefaultLimit(each))
+        return default_mw / MILLI
+
+    def pci_address(self) -> str:
+        """The address on the PCI bus, as ``domain:bus:device.function`` in hexadecimal digits.
+
+        Raises:
+            PowerLimitUnavailableError: It does not tell.
+        """
+        address = self._ask("PCI address", lambda nvml, handle: nvml.nvmlDeviceGetPciInfo(handle)).busId
+        return address.decode() if isinstance(address, bytes) else str(address)
+
+    def temperature_c(self) -> float:
+        """The temperature of the GPU's die, °C.
+
+        Raises:
+            PowerLimitUnavailableError: It does not tell.
+        """
+        return self._ask("temperature", lambda nvml, handle: nvml.nvmlDeviceGetTemperature(handle, DIE))
+
     def _ask(self, what: str, question: Callable[[PowerNvml, Any], Answer]) -> Answer:
         nvml, handle = self._opened
         try:
@@ -89,37 +124,3 @@ class NvmlDevice:
             return nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
         except nvml.NVMLError as error:
             raise PowerLimitUnavailableError(f"{self} cannot be opened: {error}") from error
-
-
-def find_devices(
-    device_indices: Sequence[int] | None = None, *, command: str | None = None, nvml: Nvml | None = None
-) -> tuple[PowerLimitDevice, ...]:
-    """The NVIDIA GPUs that train, each with a way to set its limit: by a command where one is configured, else by NVML.
-
-    Args:
-        device_indices: Which of the visible GPUs, counting from 0. None: all of them. Empty: the training uses none.
-        command: Sets a limit, as in `CommandDevice`. None: that of the environment variable
-            ``ZEUS_POWER_LIMIT_COMMAND``, if it is set.
-        nvml: What to call instead of the installed `pynvml`.
-
-    Raises:
-        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
-        ZeusBSOConfigError: The GPUs are of several models, one that was named does not exist, or the command is wrong.
-    """
-    command = command or POWER_LIMIT_COMMAND.text()
-    if device_indices is not None and not device_indices:
-        raise PowerLimitUnavailableError("the training runs on no NVIDIA GPU")
-    try:
-        devices = tuple(_device(gpu, nvml) for gpu in open_gpus(nvml, device_indices))
-    except EnergyUnavailableError as error:
-        raise PowerLimitUnavailableError(error.cause) from error
-    return tuple(CommandDevice(command, each) for each in devices) if command else devices
-
-
-def _device(gpu: NvmlGpu, nvml: Nvml | None) -> NvmlDevice:
-    known = cast("PowerNvml", gpu.nvml)
-    try:
-        uuid, index = known.nvmlDeviceGetUUID(gpu.handle), known.nvmlDeviceGetIndex(gpu.handle)
-    except known.NVMLError as error:
-        raise PowerLimitUnavailableError(f"{gpu} does not tell which one it is: {error}") from error
-    return NvmlDevice(uuid.decode() if isinstance(uuid, bytes) else uuid, index, str(gpu), nvml)

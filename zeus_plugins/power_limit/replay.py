@@ -99,6 +99,7 @@ class _MachineMonitor:
     """The `EnergyMonitor` of a `ReplayMachine`: measures what its trainings cost."""
 
     source = "replay"
+    measures_exactly = True  # however short a window is
 
     def __init__(self, machine: ReplayMachine, gpu_model: str) -> None:
         self._machine = machine

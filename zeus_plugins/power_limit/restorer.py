@@ -12,7 +12,8 @@ import select
 import signal
 import sys
 
-from zeus_plugins.power_limit.devices import PowerLimitDevice
+from zeus_plugins.power_limit import records
+from zeus_plugins.power_limit.devices import PowerLimitDevice, set_and_check
 
 _STDIN = 0
 
@@ -30,7 +31,8 @@ def main() -> int:
     failures = 0
     for device, limit_w in found:
         try:
-            device.set_limit_w(limit_w)
+            set_and_check(device, limit_w)
+            records.forget(getattr(device, "uuid", None))
         except Exception as error:
             failures += 1
             print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)

@@ -22,6 +22,8 @@ class OptimumSelector(Protocol):
         """The best of the profile's limits, of which there is one at least; watts of each GPU."""
         ...
 
+    # It may have a method `has_risen(profile)`, too: true when lower limits than those measured cannot be better.
+
 
 @dataclass(frozen=True)
 class Energy:
@@ -31,6 +33,10 @@ class Energy:
         """See `OptimumSelector.select`."""
         return _cheapest(profile, lambda sample: sample.energy_per_step_j)
 
+    def has_risen(self, profile: PowerLimitProfile) -> bool:
+        """True when the costs measured rise clearly towards lower limits."""
+        return _has_risen(profile, lambda sample: sample.energy_per_step_j)
+
 
 @dataclass(frozen=True)
 class Time:
@@ -39,6 +45,10 @@ class Time:
     def select(self, profile: PowerLimitProfile) -> float:
         """See `OptimumSelector.select`."""
         return _cheapest(profile, lambda sample: sample.time_per_step_s)
+
+    def has_risen(self, profile: PowerLimitProfile) -> bool:
+        """True when the times measured rise clearly towards lower limits."""
+        return _has_risen(profile, lambda sample: sample.time_per_step_s)
 
 
 @dataclass(frozen=True)
@@ -62,6 +72,10 @@ class ZeusCost:
         """See `OptimumSelector.select`."""
         # All limits train the same steps in an epoch, so the cheapest step is in the cheapest epoch.
         return _cheapest(profile, lambda sample: epoch_cost(sample, 1, profile.gpus.max_power, self.eta))
+
+    def has_risen(self, profile: PowerLimitProfile) -> bool:
+        """True when the costs measured rise clearly towards lower limits."""
+        return _has_risen(profile, lambda sample: epoch_cost(sample, 1, profile.gpus.max_power, self.eta))
 
 
 @dataclass(frozen=True)
@@ -89,6 +103,13 @@ class MaxSlowdown:
         bound_s = self.factor * profile.samples[-1].time_per_step_s
         return next(sample.limit_w for sample in profile.samples if sample.time_per_step_s <= bound_s)
 
+    def has_risen(self, profile: PowerLimitProfile) -> bool:
+        """True when the lowest two limits measured are both clearly too slow."""
+        if len(profile.samples) < 3:
+            return False
+        bound_s = RISE * self.factor * profile.samples[-1].time_per_step_s
+        return all(sample.time_per_step_s > bound_s for sample in profile.samples[:2])
+
 
 def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: float) -> float:
     """Cost of an epoch under a sample's power limit, joules.
@@ -106,6 +127,20 @@ def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: fl
     """
     step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j
     return steps * cost(energy_j=step_j, time_s=step_s, max_power_w=max_power_w, eta=eta)
+
+
+RISE = 1.1
+"""A cost has risen clearly when the lowest two limits cost so many times as much as the best, the lowest the most.
+
+On the traces of Zeus (NSDI '23) this never misses the cheapest limit (tests/test_power_limit_traces.py); 1.05 does.
+"""
+
+
+def _has_risen(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> bool:
+    if len(profile.samples) < 3:
+        return False
+    lowest, second, *_ = costs = [cost(sample) for sample in profile.samples]
+    return lowest > second > RISE * min(costs)
 
 
 def _cheapest(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> float:
