@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.master_training import MAX_POWER_W
-from zeus_plugins.master import Job, ZeusMaster
+from zeus_plugins.master import Job, MasterState, ZeusMaster
+from zeus_plugins.master.executors import Executor, Launch
 from zeus_plugins.protocol import GpuConfig
 
 ROOT = Path(__file__).parents[2]
@@ -76,3 +77,41 @@ result = {"energy": 30.0, "time": 0.5, "cost": 40.0, "num_epochs": 20, "reached"
 
 
 REACHES = WRITES_A_RESULT + "open(where, 'w').write(json.dumps(result))"
+
+
+WAITS = "import os, time\nprint('waits')\nwhile not os.path.exists(os.environ['GO']): time.sleep(0.05)\nprint('ends')"
+"""Ends once there is the file that GO names."""
+
+
+def launch_of(tmp_path: Path, program: str) -> Launch:
+    command = python_job(program).command_line(64, 0.5, 1)
+    return Launch(command, None, {"GO": str(tmp_path / "go")}, tmp_path / "rec01+try01.train.log")
+
+
+def adopted(executor: Executor, launch: Launch) -> str:
+    """The output of a run of `WAITS` that goes on, as one sees it who adopts it, and lets it end then."""
+    seen: list[str] = []
+
+    def show(text: str) -> None:
+        seen.append(text)
+        Path(launch.environ["GO"]).touch()
+
+    assert executor.adopt(launch, show)
+    return "".join(seen)
+
+
+def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:
+    """Play two recurrences, of which the second needs another try; the folder of their logs."""
+    job = python_job("import sys\nprint('size', sys.argv[1])\nif sys.argv[1] == '32': sys.exit(3)\n" + REACHES)
+    folder = tmp_path / "here"
+    master_of(tmp_path, Listed(64, 32, 128), executor=executor).run(job, 2, SIZES, None, 0.5, logdir=folder)
+    history = MasterState.read(folder).history
+    assert [(run.job_id, run.bs, run.outcome) for run in history] == [
+        ("rec01+try01", 64, "completed"),
+        ("rec02+try01", 32, "failed"),
+        ("rec02+try02", 128, "completed"),
+    ]
+    assert history[1].reason == "exit status 3; its last words: size 32"
+    assert (folder / "rec02+try02.train.log").read_text() == "size 128\n"
+    assert list(folder.glob("*.running")) == []
+    return folder

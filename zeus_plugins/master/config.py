@@ -51,9 +51,12 @@ class OptimizerTable(_Table):
 
 
 class ExecutorTable(_Table):
-    """``[executor]``: on this machine, or as jobs of a Slurm cluster by submitit's ``AutoExecutor`` (`parameters`)."""
+    """``[executor]``: on this machine, or as jobs of a Slurm, Ray or Kubernetes cluster.
 
-    kind: Literal["local", "slurm"] = "local"
+    The parameters are those of submitit's ``AutoExecutor``, or the arguments of `RayExecutor` or `KubeflowExecutor`.
+    """
+
+    kind: Literal["local", "slurm", "ray", "kubeflow"] = "local"
     parameters: dict[str, Any] = {}  # pydantic copies defaults
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSORuntimeError
 from zeus_plugins.master.history import Run, run_of_cost
 from zeus_plugins.master.job import Job
-from zeus_plugins.protocol import Ending, EndReason, JobRegistration, Origin, PolicyName, StopRule, TrialState
+from zeus_plugins.protocol import GP_VOI, ZEUS, Ending, EndReason, JobRegistration, Origin, StopRule, TrialState
 
 if TYPE_CHECKING:
     from bso_server.core.job import InMemoryJob
@@ -29,8 +29,8 @@ class PolicyOptimizer:
     stopped is the master's decision, which knows the bound on its cost.
 
     Args:
-        policy: Chooses the batch sizes, ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: `gp_voi`, or the one of the
-            state that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
+        policy: Chooses the batch sizes, such as ``"gp_voi"`` or ``"zeus"`` (docs/policy.md). None: `gp_voi`, or the one
+            of the state that is taken up. The other arguments but `seed` matter to policy `zeus` alone.
         num_pruning_rounds: Number of times that every batch size is tried before sizes are drawn.
         window_size: Number of latest observations per batch size that count. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
@@ -45,7 +45,7 @@ class PolicyOptimizer:
     def __init__(
         self,
         *,
-        policy: PolicyName | str | None = None,
+        policy: str | None = None,
         num_pruning_rounds: int = 2,
         window_size: int = 0,
         mab_prior_mean: float = 0.0,
@@ -55,16 +55,17 @@ class PolicyOptimizer:
     ) -> None:
         try:
             import bso_server.core.job
+            import bso_server.core.registry
         except ModuleNotFoundError as error:
             raise ZeusBSOConfigError(
                 f"the policies of the server need {error.name}, which is not installed: pip install "
                 "'zeus-plugins[server]'"
             ) from None
         self._core = bso_server.core.job
-        if policy is not None and policy not in list(PolicyName):
-            raise ZeusBSOConfigError(f"policy is {policy!r}: make it one of {', '.join(PolicyName)}")
-        self._asked_policy = None if policy is None else PolicyName(policy)
-        self._policy = self._asked_policy or PolicyName.GP_VOI
+        if policy is not None and (missing := bso_server.core.registry.find(policy).missing):
+            raise ZeusBSOConfigError(missing)
+        self._asked_policy = policy
+        self._policy = policy or GP_VOI
         self._options: dict[str, Any] = {
             "num_pruning_rounds": num_pruning_rounds,
             "window_size": window_size,
@@ -159,7 +160,7 @@ class PolicyOptimizer:
         Raises:
             ZeusBSOConfigError: Another policy was asked for than the job was begun with.
         """
-        begun_with = PolicyName(state.get("policy", PolicyName.ZEUS))
+        begun_with = state.get("policy", ZEUS)
         if self._asked_policy not in (None, begun_with):
             raise ZeusBSOConfigError(
                 f"the job was begun with policy {begun_with}, not {self._asked_policy}: its trials were chosen by "

@@ -1,0 +1,158 @@
+"""As much of a Kubernetes cluster with Kubeflow Trainer as its SDK asks: TrainJobs run as processes of this machine.
+
+What is sent must be a TrainJob as Kubeflow's own models read it, with nothing lost.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from kubeflow_trainer_api import models
+
+NAMESPACE = "trainings"
+CREATED = "2026-01-01T00:00:00Z"
+RUNTIME = {
+    "apiVersion": "trainer.kubeflow.org/v1alpha1",
+    "kind": "ClusterTrainingRuntime",
+    "metadata": {"name": "torch-distributed", "labels": {"trainer.kubeflow.org/framework": "torch"}},
+    "spec": {
+        "mlPolicy": {"numNodes": 1, "torch": {"numProcPerNode": "auto"}},
+        "template": {
+            "spec": {
+                "replicatedJobs": [
+                    {
+                        "name": "node",
+                        "template": {
+                            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+                            "spec": {
+                                "template": {"spec": {"containers": [{"name": "node", "image": "pytorch/pytorch"}]}}
+                            },
+                        },
+                    }
+                ]
+            }
+        },
+    },
+}
+TRAIN_JOBS = re.compile(rf"/apis/trainer.kubeflow.org/v1alpha1/namespaces/{NAMESPACE}/trainjobs(?:/([^/?]+))?$")
+
+
+class Cluster:
+    """The jobs that were sent, by name, and their processes; the number of requests while it was away.
+
+    It can do what it is asked by one method, and lose its answers.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.is_away = False
+        self.refused = 0
+        self.loses_answers_to: str | None = None
+
+    def create(self, job: dict[str, Any]) -> dict[str, Any]:
+        assert models.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+        name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+        environ = {**os.environ, **{each["name"]: each["value"] for each in trainer["env"]}}
+        job["metadata"] |= {"namespace": NAMESPACE, "creationTimestamp": CREATED}
+        self.jobs[name] = job
+        self.processes[name] = subprocess.Popen(trainer["command"], env=environ, start_new_session=True)
+        return job
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        if name not in self.jobs:
+            return None
+        status = self.processes[name].poll()
+        if status is not None:
+            condition = {"type": "Complete" if status == 0 else "Failed", "status": "True", "reason": "Over"}
+            self.jobs[name]["status"] = {"conditions": [{**condition, "message": "", "lastTransitionTime": CREATED}]}
+        return self.jobs[name]
+
+    def delete(self, name: str) -> dict[str, Any] | None:
+        job = self.jobs.pop(name, None)
+        if job is not None:
+            self.processes[name].terminate()
+        return job
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer to a request; None: there is no such thing."""
+        if path.endswith("/clustertrainingruntimes/torch-distributed"):
+            return RUNTIME
+        if path == f"/api/v1/namespaces/{NAMESPACE}/pods":
+            return {"apiVersion": "v1", "kind": "PodList", "metadata": {}, "items": []}
+        found = TRAIN_JOBS.match(path)
+        if found is None:
+            return None
+        match method, found[1]:
+            case "POST", None:
+                return self.create(body)
+            case "GET", None:
+                return {"items": [self.read(name) for name in self.jobs], "kind": "TrainJobList", "metadata": {}}
+            case "DELETE", name:
+                return self.delete(name)
+            case _, name:
+                return self.read(name)
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[Cluster, Path]]:
+    """A cluster, and the kubeconfig by which clients find it."""
+    served = Cluster()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("content-length") or 0)) or "{}")
+            found = None if served.is_away else served.answer(self.command, self.path.partition("?")[0], body)
+            status = 404 if found is None else 200
+            if served.loses_answers_to == self.command:
+                status = 504
+            if served.is_away:
+                status = 503
+                served.refused += 1
+            content = json.dumps(found or {"kind": "Status", "status": "Failure", "code": status}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_POST = do_DELETE = do_GET  # noqa: N815 - named by http.server
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        file = folder / "kubeconfig"
+        here = {"cluster": "here", "user": "me", "namespace": NAMESPACE}
+        file.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+                    "users": [{"name": "me", "user": {}}],
+                    "contexts": [{"name": "here", "context": here}],
+                    "current-context": "here",
+                }
+            )
+        )
+        try:
+            yield served, file
+        finally:
+            server.shutdown()
+            for process in served.processes.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
