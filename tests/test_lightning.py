@@ -44,7 +44,7 @@ from zeus_plugins.errors import (
     ZeusBSOTrainFailError,
 )
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import EndReason, PolicyName, TrialState
+from zeus_plugins.protocol import GP_VOI, ZEUS, EndReason, TrialState
 
 pytestmark = QUIET
 
@@ -444,13 +444,13 @@ def test_a_failed_trial_may_just_stop(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "reason"),
-    [(PolicyName.ZEUS, EndReason.COST_BOUND_CROSSED), (PolicyName.GP_VOI, EndReason.EPOCH_BOUND_REACHED)],
+    ("policy", "other_size", "reason"),
+    [(ZEUS, 24, EndReason.COST_BOUND_CROSSED), (GP_VOI, 96, EndReason.EPOCH_BOUND_REACHED)],
 )
 def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(
-    bench: Bench, policy: PolicyName, reason: EndReason
+    bench: Bench, policy: str, other_size: int, reason: EndReason
 ) -> None:
-    job = bench.job(0.9, max_epochs=4, policy=policy)
+    job = bench.job(0.9, batch_sizes=tuple(sorted((SERVERS_SIZE, other_size))), max_epochs=4, policy=policy)
     bench.complete_first_trial(job)  # 55 J: the bound is 110 J
     callback = bench.callback(job, energy_monitor=seconds_and_joules(1.0, 30.0), on_failure="stop")
     trainer = quiet_trainer(callback, max_epochs=4)
@@ -459,7 +459,7 @@ def test_a_trial_much_dearer_than_the_cheapest_is_stopped_early(
     assert callback.trial.verdict is not None
     assert callback.trial.verdict.reason is reason
     last = bench.view().trials[-1]
-    assert (last.batch_size, last.state, last.cost_j) == (NEXT_SIZE, TrialState.EARLY_STOPPED, 130.0)
+    assert (last.batch_size, last.state, last.cost_j) == (other_size, TrialState.EARLY_STOPPED, 130.0)
 
 
 def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> None:

@@ -372,7 +372,7 @@ def test_the_ranks_meet_before_the_start_and_before_each_report() -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
 
     def train(port: FakeTrainer) -> Any:
-        port.spans_nodes, port.local_rank = True, 0  # each rank is alone on its machine
+        port.machine = f"node {port.rank}"
         watts = 10.0 if port.rank == 0 else 5.0
         run = begun(
             server, port, energy_monitor=ReplayMonitor([Measurement(1.0, watts, f"node {port.rank}")] * 9, GPUS)

@@ -7,6 +7,8 @@ the callbacks for Lightning and for the Hugging Face Trainer. The errors that us
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from zeus_plugins.errors import (
     ZeusBSOBadOperationError,
     ZeusBSOConfigError,
@@ -17,8 +19,10 @@ from zeus_plugins.errors import (
     ZeusBSOTokenError,
     ZeusBSOTrainFailError,
 )
-from zeus_plugins.optimizer import BatchSizeOptimizer
 from zeus_plugins.protocol import JobSpec
+
+if TYPE_CHECKING:
+    from zeus_plugins.optimizer import BatchSizeOptimizer
 
 __all__ = [
     "BatchSizeOptimizer",
@@ -32,3 +36,12 @@ __all__ = [
     "ZeusBSOTokenError",
     "ZeusBSOTrainFailError",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the optimizer, with all that measures and reports, when somebody asks for it: a server does not."""
+    if name == "BatchSizeOptimizer":
+        from zeus_plugins.optimizer import BatchSizeOptimizer
+
+        return BatchSizeOptimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

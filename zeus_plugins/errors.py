@@ -94,4 +94,11 @@ class ZeusBSOBadOperationError(ZeusBSOError):
 
 
 class ZeusBSOTrainFailError(ZeusBSOError):
-    """The trial ended without reaching its target metric; the training should be launched again."""
+    """The trial ended without reaching its target metric; the training should be launched again.
+
+    Attributes:
+        exit_status: The status with which the interpreter ends if nobody catches the error: 75, for schedulers that
+            launch again by status (``EX_TEMPFAIL`` of sysexits.h), or 1 where launching again does not help.
+    """
+
+    exit_status = 75

@@ -32,9 +32,11 @@ from zeus_plugins import energy
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.dataloader.training import Training, synchronize
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
+from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitDevice, PowerLimitProfile, PowerLimitProfiler, ZeusCost, find_devices
 from zeus_plugins.training import environment
+from zeus_plugins.training.placement import placed, this_machine
 from zeus_plugins.training.port import decided_by_rank_zero
 
 T = TypeVar("T")
@@ -44,8 +46,8 @@ class ZeusDataLoader(DataLoader[T]):
     """A `torch.utils.data.DataLoader` for training, if `max_epochs` is given, or else for evaluation.
 
     Time and energy are those of the passes over the training and the evaluation data; what is done between them (saving
-    a checkpoint, say) is not counted. Only rank 0 measures and writes the result. It measures all visible devices of
-    its machine; for several machines, or for other devices, pass a monitor.
+    a checkpoint, say) is not counted. Only rank 0 measures and writes the result. It measures the devices of its
+    machine that the ranks have chosen, or all visible ones where some have not; for several machines, pass a monitor.
 
     Args:
         dataset: As in `DataLoader`.
@@ -98,7 +100,10 @@ class ZeusDataLoader(DataLoader[T]):
         if max_epochs is not None:
             if train_loader is not None:
                 raise ZeusBSOConfigError("a loader with max_epochs trains: leave out either max_epochs or train_loader")
-            self._training = Training(Settings.of(environ), batch_size, max_epochs, monitor, is_main=self._rank == 0)
+            self._place = placed(_LoaderRanks(self._rank, self._world_size))
+            self._training = Training(
+                Settings.of(environ), batch_size, max_epochs, monitor, is_main=self._rank == 0, gpus=self._place.gpus
+            )
             self._set_up_profiler(self._training, devices)
             ZeusDataLoader._latest = weakref.ref(self)
             return
@@ -177,28 +182,22 @@ class ZeusDataLoader(DataLoader[T]):
         steps = training.settings.profile_steps
         if steps is None or (devices is None and not torch.cuda.is_available()):
             return
-        # One process of each machine controls its GPUs.
-        controls = self._world_size == 1 or (environment.LOCAL_RANK.text() or "0") == "0"
+        controls, gpus = self._place.is_first, self._place.gpus
         # For later runs in the same directory of logs.
         path = training.settings.log_dir / f"bs{self._global_batch_size}.power.json" if self._rank == 0 else None
         training.profile_path = path
         training.profiler = PowerLimitProfiler(
-            (lambda: find_devices() if devices is None else devices) if controls else None,
+            (lambda: find_devices(gpus or None) if devices is None else devices) if controls else None,
             ZeusCost(training.settings.eta),
             warmup_steps=steps[0],
             profile_steps=steps[1],
-            monitor=(training.monitor or energy.auto()) if controls else None,
+            monitor=(training.monitor or energy.auto(device_indices=gpus or None)) if controls else None,
             profile=None if path is None else PowerLimitProfile.load_if_kept(path),
             batch_size=self._global_batch_size,
             observe=training.settings.is_observed,
-            all_gather=None if self._world_size == 1 else self._gathered,
+            all_gather=None if self._world_size == 1 else _gathered,
             synchronize=synchronize,
         )
-
-    def _gathered(self, thing: Any) -> list[Any]:
-        gathered: list[Any] = [None] * self._world_size
-        distributed.all_gather_object(gathered, thing)
-        return gathered
 
     def _of_training(self, what: str) -> Training:
         if self._training is None:
@@ -212,6 +211,30 @@ class ZeusDataLoader(DataLoader[T]):
             return answers[0]
 
         return decided_by_rank_zero(decide, rank=self._rank, world_size=self._world_size, broadcast=broadcast)
+
+
+def _gathered(thing: Any) -> list[Any]:
+    gathered: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(gathered, thing)
+    return gathered
+
+
+class _LoaderRanks:
+    """The processes of the training, for `placed`."""
+
+    gpu_indices: Sequence[int] = ()  # The loader does not know them.
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.local_rank = int(environment.LOCAL_RANK.text() or 0)
+        self.machine = this_machine()
+        known = cuda_devices(torch)
+        self.own_gpus: Sequence[str] = () if known is None else known[torch.cuda.current_device() :][:1]
+
+    def all_gather(self, thing: Any) -> list[Any]:
+        """Return what each rank passes."""
+        return _gathered(thing)
 
 
 def _ranks(mode: str | None, sampler: Any, *, is_training: bool) -> tuple[int, int]:

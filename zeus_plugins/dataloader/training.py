@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from zeus_plugins import energy
 from zeus_plugins.dataloader.settings import Settings
 from zeus_plugins.energy import EnergyMonitor, Measurement, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.bridged import BridgedMonitor
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOOperationOrderError
 from zeus_plugins.power_limit import PowerLimitProfiler
 from zeus_plugins.protocol import LEAST_TIME_S, cost
@@ -32,7 +34,7 @@ class _Account:
     max_power_w: float
     time_s: float = 0.0
     energy_j: float = 0.0
-    source: str | None = None
+    _sources: list[str] = field(default_factory=list)
     _cost_before_epoch_j: float = 0.0
     _last_epoch_j: float | None = None
 
@@ -45,12 +47,18 @@ class _Account:
         """Count a window."""
         self.time_s += measured.time_s
         self.energy_j += measured.energy_j
-        self.source = measured.source
+        if measured.source not in self._sources:
+            self._sources.append(measured.source)
 
     def end_epoch(self) -> None:
         """Count an epoch."""
         self._last_epoch_j = self.cost_j - self._cost_before_epoch_j
         self._cost_before_epoch_j = self.cost_j
+
+    @property
+    def source(self) -> str | None:
+        """Every way that the energy was obtained."""
+        return " + ".join(self._sources)[:MAX_SOURCE_LENGTH] or None
 
     @property
     def next_would_cross(self) -> bool:
@@ -63,8 +71,8 @@ class _Account:
 class Training:
     """The state of one training at a global batch size; the main rank, 0, measures and writes.
 
-    Without a monitor, it takes the best one of this machine. With a `profiler` it looks for the best power limit, and
-    the rank that has a `profile_path` keeps what is found there.
+    Without a monitor, it takes the best one of this machine, for these GPUs or all that are visible. With a `profiler`
+    it looks for the best power limit, and the rank that has a `profile_path` keeps what is found there.
     """
 
     def __init__(
@@ -75,6 +83,7 @@ class Training:
         monitor: EnergyMonitor | WindowMonitor | None,
         *,
         is_main: bool,
+        gpus: Sequence[int | str] = (),
     ) -> None:
         self.settings = settings
         self.profiler: PowerLimitProfiler | None = None
@@ -82,9 +91,11 @@ class Training:
         self._batch_size = batch_size
         self._max_epochs = max_epochs
         self.monitor: EnergyMonitor | None = None
+        self._bridged: BridgedMonitor | None = None
         self._account: _Account | None = None
         if is_main:
-            self.monitor = energy.auto() if monitor is None else as_energy_monitor(monitor)
+            self.monitor = energy.auto(device_indices=gpus or None) if monitor is None else as_energy_monitor(monitor)
+            self._bridged = BridgedMonitor(self.monitor)
             self._account = _Account(settings, self.monitor.gpus().max_power)
         self.epoch = 0
         self.reached = False
@@ -160,7 +171,7 @@ class Training:
     @contextmanager
     def measured(self, *, trains: bool = False) -> Iterator[None]:
         """Count what is done meanwhile; it `trains` in a pass over the training data."""
-        if self.monitor is None or self._account is None:
+        if self._bridged is None or self._account is None:
             yield
             return
         if self._is_measuring:
@@ -169,13 +180,13 @@ class Training:
             )
         self._is_measuring = True
         synchronize()
-        self.monitor.begin_window(_WINDOW)
+        self._bridged.begin_window(_WINDOW)
         try:
             yield
         finally:
             self._is_measuring = False
             synchronize()
-            spent = self.monitor.end_window(_WINDOW)
+            spent = self._bridged.end_window(_WINDOW)
             self._account.add(self._accounted(spent) if trains else spent)
 
     def _accounted(self, measured: Measurement) -> Measurement:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
-from zeus_plugins.protocol import PolicyName
+from zeus_plugins.protocol import OWN_POLICIES
 
 Batch = tuple[Tensor, Tensor]
 
@@ -83,7 +83,7 @@ class Classifier(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.03, momentum=0.9)
 
 
-def train(server_url: str, seed: int, policy: PolicyName) -> None:
+def train(server_url: str, seed: int, policy: str) -> None:
     """Train once; raises `ZeusBSOTrainFailError` when the trial ends without reaching the target."""
     # So small a network gains nothing from more threads, which fight over the cores of a small machine.
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--policy", type=PolicyName, choices=list(PolicyName), default=JOB.policy)
+    parser.add_argument("--policy", choices=OWN_POLICIES, default=JOB.policy)
     options = parser.parse_args(arguments)
     try:
         train(options.server_url, options.seed, options.policy)

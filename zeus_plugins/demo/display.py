@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from zeus_plugins.demo.outcome import Outcome
-from zeus_plugins.protocol import JobSpec, PolicyName, TrialState, TrialView
+from zeus_plugins.protocol import GP_VOI, ZEUS, JobSpec, TrialState, TrialView
 
 _OUTCOMES = {
     TrialState.RUNNING: "training …",
@@ -25,11 +25,11 @@ _OUTCOMES = {
 }
 
 _HOW_SIZES_ARE_CHOSEN = {
-    PolicyName.GP_VOI: (
+    GP_VOI: (
         "The server tries a size when that is expected to save later runs more than the try costs. Otherwise it takes "
         "the best size so far."
     ),
-    PolicyName.ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
+    ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
 }
 
 # Where the output is no terminal: a trial a line.
@@ -37,25 +37,20 @@ _WIDTH = 140
 
 
 class Display:
-    """Shows trials as they come in, a row of a table each; in a terminal also the one under way.
+    """Shows trials as they come in, a row of a table each; in a terminal also the one under way."""
 
-    If it is verbose, it shows the numbers behind each decision, too.
-    """
-
-    def __init__(
-        self, job: JobSpec, recurrences: int, *, verbose: bool = False, console: Console | None = None
-    ) -> None:
+    def __init__(self, job: JobSpec, recurrences: int, *, console: Console | None = None) -> None:
         self._job = job
         self._recurrences = recurrences
-        self._verbose = verbose
         self._console = console or Console(width=None if sys.stdout.isatty() else _WIDTH)
         self._live: Live | None = None
         self.shown_trials = 0
 
     @contextmanager
-    def live(self) -> Iterator[None]:
-        """Introduce the job and show the table."""
+    def live(self, dashboard_url: str) -> Iterator[None]:
+        """Introduce the job, say where the server shows it, and show the table."""
         self._introduce()
+        self._console.print(f"Watch it meanwhile: {dashboard_url}", end="\n\n", soft_wrap=True)
         self._console.print(_row(_COLUMNS, style="bold"))
         if not self._console.is_terminal:
             yield
@@ -109,6 +104,8 @@ class Display:
         say(f"Written: {outcome.directory / 'summary.json'}, {outcome.directory / 'costs.png'}", soft_wrap=True)
         show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"
         say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
+        serve = f"{_command('bso-server')} serve --database-url {outcome.database_url}"
+        say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
 
     def _introduce(self) -> None:
         job = self._job
@@ -130,7 +127,7 @@ class Display:
             _number(trial.time_s, 1),
             _number(trial.cost_j, 0),
             _OUTCOMES.get(trial.state, trial.state),
-            escape(trial.reason if self._verbose else trial.reason_in_words),
+            escape(trial.reason),
         ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeus_plugins.protocol import JobSpec, PolicyName
+from zeus_plugins.protocol import JobSpec
 
 JOB = JobSpec(
     job_id_prefix="digits",
@@ -11,16 +11,13 @@ JOB = JobSpec(
     default_batch_size=256,
     target_metric=0.97,
     max_epochs=60,
-    # Epochs of a twentieth of a second are at the mercy of whatever else the machine does: stopping by their cost would
-    # stop good sizes.
-    beta_knob=None,
     num_pruning_rounds=1,
     mab_num_explorations=2,
     mab_seed=1,
 )
 
 
-def job_by(policy: PolicyName) -> JobSpec:
+def job_by(policy: str) -> JobSpec:
     """The job, its batch sizes chosen by this policy."""
     return JOB.model_copy(update={"policy": policy})
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+import webbrowser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -17,7 +18,7 @@ from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
 from zeus_plugins.demo.outcome import Outcome, plot_costs
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
-from zeus_plugins.protocol import PolicyName, TrialView
+from zeus_plugins.protocol import TrialView
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
@@ -25,10 +26,11 @@ _SERVER_START_S = 60.0
 _MAX_TRIES = len(JOB.batch_sizes) + 1
 
 
-def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, verbose: bool = False) -> Outcome:
+def run(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> Outcome:
     """Let the job recur, each time until its training reaches the target, shown on the terminal.
 
-    The database, a summary and a plot are left in `directory`, where they replace those of an earlier demo.
+    The database, a summary and a plot are left in `directory`, where they replace those of an earlier demo. With
+    `opens`, a browser shows the server's dashboard meanwhile.
 
     Raises:
         ZeusBSORuntimeError: The server did not start, or a training broke.
@@ -37,8 +39,14 @@ def run(recurrences: int, directory: Path, policy: PolicyName = JOB.policy, *, v
     directory.mkdir(parents=True, exist_ok=True)
     launcher = Launcher("zeus_plugins.demo.digits")
     database_url, log = _fresh_database(directory), directory / "training.log"
-    display = Display(job_by(policy), recurrences, verbose=verbose)
-    with _server(database_url, directory / "server.log") as server_url, BsoClient(server_url) as client, display.live():
+    display = Display(job_by(policy), recurrences)
+    with (
+        _server(database_url, directory / "server.log") as server_url,
+        BsoClient(server_url) as client,
+        display.live(f"{server_url}/ui/"),
+    ):
+        if opens:
+            webbrowser.open(f"{server_url}/ui/")
         seed = 0
         for recurrence in range(1, recurrences + 1):
             for _try in range(_MAX_TRIES):

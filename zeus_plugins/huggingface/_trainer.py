@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.huggingface._deepspeed import engine_batch_sizes, resize_deepspeed
 from zeus_plugins.huggingface._relatives import batches_per_fetch, generation_unit, resize_generations
 from zeus_plugins.protocol import Fingerprint
@@ -30,6 +32,7 @@ from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
 from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.placement import this_machine
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -60,7 +63,7 @@ class HuggingFacePort:
         self.rank = args.process_index
         self.local_rank = args.local_process_index
         self.world_size = args.world_size
-        self.spans_nodes = args.world_size > processes_here(args)
+        self.machine = this_machine()
         # Tensor, context and sequence parallelism have several processes work on the same data.
         per_process = trainer._train_batch_size * args.gradient_accumulation_steps
         self._processes = trainer.get_total_train_batch_size(args) // per_process
@@ -77,6 +80,12 @@ class HuggingFacePort:
         if args.world_size > 1:
             return range(processes_here(args))
         return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
+
+    @property
+    def own_gpus(self) -> Sequence[str]:
+        """The UUID of the GPU that this process trains on, if CUDA tells it."""
+        device, known = self._args.device, cuda_devices(torch)
+        return () if device.type != "cuda" or known is None else known[device.index or 0 :][:1]
 
     @property
     def accumulation(self) -> int:
@@ -323,8 +332,8 @@ def afterwards(owner: Any, name: str, then: Callable[[Any], None], patches: Patc
 
 
 def processes_here(args: TrainingArguments) -> int:
-    """Processes of the training on this machine, as its launcher has said; without its word, all of them."""
-    return int(LOCAL_WORLD_SIZE.text() or args.world_size)
+    """Processes of the training on this machine: as its launcher says, else as many as CUDA shows GPUs, at most all."""
+    return int(LOCAL_WORLD_SIZE.text() or min(args.world_size, torch.cuda.device_count() or args.world_size))
 
 
 def _rebalancing_sampler(loader: Any) -> Any:

@@ -30,7 +30,9 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, the epoch's evaluations included. They come to the trainer's `state.log_history` and to all that
     `report_to` names. Process 0 logs; the first process of each machine measures its devices. A training that resumes
-    from a checkpoint continues its totals. Outside `train` the callback does nothing.
+    from a checkpoint continues its totals. Without a monitor of one's own, parts of an epoch's energy, power,
+    temperature, money and CO2 are logged beside them: docs/energy.md lists these metrics. Outside `train` the callback
+    does nothing.
 
     Give it to the trainer as one of its `callbacks`. A trainer that exists already takes it by `attach`.
 

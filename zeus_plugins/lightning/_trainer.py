@@ -12,16 +12,19 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch import distributed as dist
 
+from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.counting import SampleCount
 from zeus_plugins.training.defaults import TrainingFacts, script_name
 from zeus_plugins.training.loaders import BatchSplit, delivered_batch_size, resize_loader, scaled_together
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.placement import this_machine
 
 try:
     from lightning.fabric.utilities.data import sized_len
@@ -97,7 +100,7 @@ class LightningPort:
         # Of tensor parallelism several processes work on the same data.
         sharing = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {"num_replicas": trainer.world_size}
         self.devices = sharing["num_replicas"]
-        self.spans_nodes = trainer.num_nodes > 1
+        self.machine = this_machine()
         by_hand = module is not None and not module.automatic_optimization
         # Samples per batch of each train loader, and what counts them.
         self._targets: list[int] = []
@@ -110,6 +113,12 @@ class LightningPort:
         """The GPUs that train, as indices into the visible ones; none on another accelerator."""
         trainer = self._trainer
         return trainer.device_ids if trainer.strategy.root_device.type == "cuda" else ()
+
+    @property
+    def own_gpus(self) -> Sequence[str]:
+        """The UUID of the GPU that this process trains on, if CUDA tells it."""
+        device, known = self._trainer.strategy.root_device, cuda_devices(torch)
+        return () if device.type != "cuda" or known is None else known[device.index or 0 :][:1]
 
     @property
     def accumulation(self) -> int:

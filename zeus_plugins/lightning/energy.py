@@ -13,7 +13,8 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
 
     The metrics are ``zeus/epoch_time_s``, ``zeus/epoch_energy_j``, ``zeus/time_s`` and ``zeus/energy_j``, in seconds
     and joules, validation included. The first rank of each machine measures its devices, and rank 0 logs the sum. A
-    training that continues from a checkpoint continues its totals.
+    training that continues from a checkpoint continues its totals. Without a monitor of one's own, parts of an epoch's
+    energy, power, temperature, money and CO2 are logged beside them: docs/energy.md lists these metrics.
 
     Args:
         energy_monitor: Measures energy and time; one that measures as Zeus's `ZeusMonitor` does will do. None: the best

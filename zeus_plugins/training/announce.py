@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from zeus_plugins.client.port import EMBEDDED
-from zeus_plugins.protocol import EndingState, JobSpec, JobView, TrialState, reason_in_words
+from zeus_plugins.protocol import EndingState, JobSpec, JobView, TrialState
 from zeus_plugins.training.defaults import JobPlan, first_report_warning
 from zeus_plugins.training.outcomes import outcome_of
 from zeus_plugins.training.patches import Patches
@@ -33,7 +33,7 @@ def start_line(plan: JobPlan, trial: TrialInfo, *, own_size: int, server_url: st
     """
     size = trial.batch_size
     against = "your own" if size == own_size else f"in place of your {own_size}"
-    why = reason_in_words(trial.reason or "chosen by the server")
+    why = trial.reason or "chosen by the server"
     place = server_url.removeprefix(f"{EMBEDDED}//")
     line = f"zeus: job {trial.job_id}, {trial.name}: batch size {size} ({against}): {why}. Kept in {place}."
     guesses = plan.guesses
@@ -119,7 +119,7 @@ class Announcer:
             "zeus/job_id": trial.job_id,
             "zeus/batch_size": trial.batch_size,
             "zeus/policy": str(self._plan.job.policy),
-            "zeus/reason": reason_in_words(trial.reason or "chosen by the server"),
+            "zeus/reason": trial.reason or "chosen by the server",
         }
         port.log_hyperparameters(hyperparameters, patches)
         self._has_reported = trial.metric is not None

@@ -106,6 +106,9 @@ class PowerLimitFindings:
         *,
         warmup_steps: int = 10,
         profile_steps: int = 40,
+        wait_steps: int = 0,
+        warmup_s: float = 0.5,
+        profile_s: float = 2.0,
         limits_w: Sequence[float] | None = None,
         profile_path: str | os.PathLike[str] | None = None,
         energy_monitor: EnergyMonitor | WindowMonitor | None = None,
@@ -121,6 +124,9 @@ class PowerLimitFindings:
             energy_monitor,
             devices,
             command,
+            wait_steps,
+            warmup_s,
+            profile_s,
         )
         self._run: PowerRun | None = None
         # Hooks that the trainer does not call any more.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
+from zeus_plugins.energy.breakdown import Breakdown
+from zeus_plugins.training.placement import placed
 from zeus_plugins.training.port import Ranks, cluster_monitor, node_monitor
 
 
@@ -48,17 +50,23 @@ class EnergyRun:
 
         Args:
             ranks: The processes of the training, all of which make this call.
-            monitor: Measures the devices of one machine. None: the best one that it offers.
+            monitor: Measures the devices of one machine. None: the best one that it offers, and the parts of rank 0's
+                machine beside it.
             state: As `state` gave it when a checkpoint was written. None: go on from the totals.
         """
         if self._is_open:
             return
         self._is_open = True
-        self._cluster = cluster_monitor(ranks, monitor)
+        place = placed(ranks)
+        self._cluster = cluster_monitor(ranks, place, monitor)
         if self._cluster is not None:
             self._cluster.synchronize()
         if ranks.rank == 0:
-            meter = EpochMeter(self._cluster or node_monitor(ranks, monitor), self._totals if state is None else state)
+            meter = EpochMeter(
+                self._cluster or node_monitor(place, monitor),
+                self._totals if state is None else state,
+                breakdown=Breakdown(place.gpus) if monitor is None else None,
+            )
             meter.begin()
             self._meter, self._totals = meter, meter.totals
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
@@ -72,6 +73,12 @@ class Variable:
         return "(set)" if self.is_secret and text else text
 
 
+def environment_for(variables: Mapping[str, str], *, without: Collection[Variable] = ()) -> dict[str, str]:
+    """The environment for a process of ours: that of this one without some of its variables, and with others."""
+    hidden = {variable.name for variable in without}
+    return {name: value for name, value in os.environ.items() if name not in hidden} | dict(variables)
+
+
 # The server
 SERVER_URL = Variable(
     "ZEUS_SERVER_URL",
@@ -80,6 +87,7 @@ SERVER_URL = Variable(
     is_secret=True,  # it may hold a password
 )
 TOKEN = Variable("ZEUS_BSO_TOKEN", "the server's access token", is_secret=True)
+TOKEN_FILE = Variable("ZEUS_BSO_TOKEN_FILE", "the path of a file that holds the access token")
 TIMEOUT_S = Variable("ZEUS_BSO_TIMEOUT_S", "the patience for an answer of the server", "10", "seconds")
 STATE_DIRECTORY = Variable(
     "ZEUS_STATE_DIR",
@@ -118,17 +126,43 @@ ESTIMATED_POWER_W = Variable(
     "watts",
     may_be_empty=False,
 )
+PRICE_PER_KWH = Variable("ZEUS_PRICE_PER_KWH", "the price of a kilowatt-hour, in any currency", unit="per kWh")
+CO2_G_PER_KWH = Variable("ZEUS_CO2_G_PER_KWH", "the CO2 that the grid emits for a kilowatt-hour", unit="g per kWh")
 POWER_LIMIT_COMMAND = Variable(
-    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "the driver is asked directly"
+    "ZEUS_POWER_LIMIT_COMMAND", "the command that sets a GPU's power limit", "zeusd or the driver is asked"
 )
+ZEUSD_SOCK_PATH = Variable("ZEUSD_SOCK_PATH", "the socket of zeusd, the daemon that sets power limits")
+ZEUSD_TOKEN = Variable("ZEUSD_TOKEN", "zeusd's access token", is_secret=True)
 CUDA_VISIBLE_DEVICES = Variable("CUDA_VISIBLE_DEVICES", "the visible GPUs, by index, UUID or MIG id", "all")
 CUDA_DEVICE_ORDER = Variable("CUDA_DEVICE_ORDER", "the order of CUDA's indices", "`FASTEST_FIRST`")
 HIP_VISIBLE_DEVICES = Variable("HIP_VISIBLE_DEVICES", "the visible AMD GPUs", "`CUDA_VISIBLE_DEVICES`")
 ROCR_VISIBLE_DEVICES = Variable("ROCR_VISIBLE_DEVICES", "the AMD GPUs that the driver shows", "all")
 
 # Launchers of several processes
+GROUP_RANK = Variable("GROUP_RANK", "the number of torchrun's agent, of which each machine has one")
 LOCAL_RANK = Variable("LOCAL_RANK", "the process's number on its machine", "0")
 LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "the number of processes on the machine", "all of the training")
+
+
+def access_token(environ: Mapping[str, str] | None = None) -> str | None:
+    """The server's access token, by its value or from the file that holds it; None where neither is set.
+
+    Raises:
+        ZeusBSOConfigError: Both are set, or the file cannot be read or is empty.
+    """
+    value, path = TOKEN.text(environ), TOKEN_FILE.text(environ)
+    if not path:
+        return value
+    if value:
+        raise ZeusBSOConfigError(f"both {TOKEN} and {TOKEN_FILE} are set: unset one of them")
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise ZeusBSOConfigError(f"{TOKEN_FILE}: the file cannot be read: {error}") from None
+    if not token:
+        raise ZeusBSOConfigError(f"{TOKEN_FILE}: the file {path} is empty")
+    return token
+
 
 VARIABLES = tuple(each for each in globals().values() if isinstance(each, Variable))
 """All of them, in the order of their declaration."""

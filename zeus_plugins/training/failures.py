@@ -26,14 +26,17 @@ def train_fail_error(verdict: ReportResponse | None, advice: str | None = None) 
     """
     stopped = verdict is not None and verdict.stop_train
     reason = verdict.message if verdict is not None and stopped else "the training ended before the target was reached"
-    return ZeusBSOTrainFailError(f"{reason}; {advice or 'launch the training again to try the next batch size'}")
+    error = ZeusBSOTrainFailError(f"{reason}; {advice or 'launch the training again to try the next batch size'}")
+    if advice is not None:
+        error.exit_status = 1
+    return error
 
 
 def show_in_one_paragraph() -> None:
     """Have the interpreter print a `ZeusBSOTrainFailError` that nobody catches without its traceback.
 
-    It is an outcome, not a fault: the lines of a framework's teardown say nothing about it. All other errors are
-    printed as before.
+    It is an outcome, not a fault: the lines of a framework's teardown say nothing about it, and the exit status is the
+    error's own. All other errors are printed, and end the interpreter, as before.
     """
     if isinstance(sys.excepthook, _Paragraph):
         return
@@ -91,7 +94,11 @@ class _Paragraph:
         self._otherwise = otherwise
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if isinstance(error, ZeusBSOTrainFailError) and error.__cause__ is None and error.__context__ is None:
+        missed_target = error if isinstance(error, ZeusBSOTrainFailError) else None
+        if missed_target is not None and error.__cause__ is None and error.__context__ is None:
             print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
         else:
             self._otherwise(kind, error, traceback)  # type: ignore[operator]
+        if missed_target is not None:
+            # Raised by a hook, it sets the status and prints nothing.
+            raise SystemExit(missed_target.exit_status)

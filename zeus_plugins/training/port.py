@@ -11,38 +11,16 @@ from zeus_plugins.protocol import Fingerprint
 from zeus_plugins.training.defaults import TrainingFacts
 from zeus_plugins.training.loaders import BatchSplit
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.placement import Neighbours, Placement
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class Ranks(Neighbours, Protocol):
     """The processes of a training, as one of them sees them."""
-
-    @property
-    def rank(self) -> int:
-        """The rank of this process among all."""
-
-    @property
-    def local_rank(self) -> int:
-        """Its rank among those of its machine."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
-
-    @property
-    def spans_nodes(self) -> bool:
-        """Whether they run on several machines."""
-
-    @property
-    def gpu_indices(self) -> Sequence[int]:
-        """The GPUs of this machine that train, as indices into the visible ones; none on another accelerator."""
 
     def broadcast(self, thing: Any) -> Any:
         """Return what rank 0 passes; every rank makes this call."""
-
-    def all_gather(self, thing: Any) -> list[Any]:
-        """Return what each rank passes, in order of rank; every rank makes this call."""
 
 
 class TrainerPort(Ranks, Protocol):
@@ -153,14 +131,16 @@ def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int,
     return cast("T", answer)
 
 
-def node_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
+def node_monitor(place: Placement, monitor: EnergyMonitor | WindowMonitor | None) -> EnergyMonitor:
     """The monitor of this machine's devices: the user's, or the best one that there is."""
-    return as_energy_monitor(monitor or energy.auto(device_indices=ranks.gpu_indices))
+    return as_energy_monitor(monitor or energy.auto(device_indices=place.gpus))
 
 
-def cluster_monitor(ranks: Ranks, monitor: EnergyMonitor | WindowMonitor | None) -> ClusterMonitor | None:
+def cluster_monitor(
+    ranks: Ranks, place: Placement, monitor: EnergyMonitor | WindowMonitor | None
+) -> ClusterMonitor | None:
     """The monitor of a training on several machines, made by all ranks together; None for one machine."""
-    if not ranks.spans_nodes:
+    if place.machines == 1:
         return None
-    measure = (lambda: node_monitor(ranks, monitor)) if ranks.local_rank == 0 else None
+    measure = (lambda: node_monitor(place, monitor)) if place.is_first else None
     return ClusterMonitor(measure, rank=ranks.rank, all_gather=ranks.all_gather)

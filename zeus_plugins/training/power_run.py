@@ -14,12 +14,13 @@ from pydantic import ValidationError
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.devices import PowerLimitDevice
-from zeus_plugins.power_limit.nvml import find_devices
+from zeus_plugins.power_limit.finding import find_devices
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.power_limit.states import Window
 from zeus_plugins.protocol import PowerLimitChoice, PowerProfile
+from zeus_plugins.training.placement import placed
 from zeus_plugins.training.port import Ranks, node_monitor
 from zeus_plugins.training.trial import TrialInfo
 
@@ -55,11 +56,19 @@ class PowerOptions:
     energy_monitor: EnergyMonitor | WindowMonitor | None
     devices: Sequence[PowerLimitDevice] | None
     command: str | None
+    wait_steps: int = 0
+    warmup_s: float = 0.5
+    profile_s: float = 2.0
 
     def __post_init__(self) -> None:
         Window(self.warmup_steps, self.profile_steps)  # it is possible, or it raises
         if self.energy_monitor is not None:
             as_energy_monitor(self.energy_monitor)  # likewise
+        if self.wait_steps < 0 or self.warmup_s < 0 or self.profile_s < 0:
+            raise ZeusBSOConfigError(
+                f"wait_steps is {self.wait_steps}, warmup_s {self.warmup_s} and profile_s {self.profile_s}: none is "
+                "below 0"
+            )
         if self.limits_w is not None and not self.limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
 
@@ -81,13 +90,17 @@ class PowerOptions:
         Raises:
             ZeusBSOConfigError: The GPUs cannot be measured together.
         """
-        controls = ranks.local_rank == 0
+        place = placed(ranks)
+        controls = place.is_first
         return PowerLimitProfiler(
-            (lambda: self._devices(ranks)) if controls else None,
+            (lambda: self._devices(place.gpus)) if controls else None,
             self.selector,
             warmup_steps=self.warmup_steps,
             profile_steps=self.profile_steps,
-            monitor=node_monitor(ranks, self.energy_monitor) if controls else None,
+            wait_steps=self.wait_steps,
+            warmup_s=self.warmup_s,
+            profile_s=self.profile_s,
+            monitor=node_monitor(place, self.energy_monitor) if controls else None,
             limits_w=self.limits_w,
             profile=self._known(batch_size, known) if ranks.rank == 0 else None,
             batch_size=batch_size,
@@ -107,8 +120,8 @@ class PowerOptions:
         path = self._path(batch_size)
         return None if path is None else PowerLimitProfile.load_if_kept(path)
 
-    def _devices(self, ranks: Ranks) -> Sequence[PowerLimitDevice]:
-        return find_devices(ranks.gpu_indices, command=self.command) if self.devices is None else self.devices
+    def _devices(self, gpus: Sequence[int | str]) -> Sequence[PowerLimitDevice]:
+        return find_devices(gpus, command=self.command) if self.devices is None else self.devices
 
     def _path(self, batch_size: int | None) -> Path | None:
         if self.profile_path is None:

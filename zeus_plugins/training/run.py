@@ -45,6 +45,7 @@ from zeus_plugins.training.lr_scaling import lr_factor, scale_learning_rate
 from zeus_plugins.training.metrics import EpochCount
 from zeus_plugins.training.options import TrialOptions
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.placement import placed
 from zeus_plugins.training.port import TrainerPort, cluster_monitor, decided_by_rank_zero, node_monitor
 from zeus_plugins.training.schedules import ScheduleWatch
 from zeus_plugins.training.session import TrialSession
@@ -395,12 +396,13 @@ class TrialRun:
 
     def _enter(self, port: TrainerPort, begin: Callable[[TrialSession], bool]) -> None:
         """Have rank 0 get the trial, all ranks hear of it, and the trainer deliver its size."""
-        self._cluster = cluster_monitor(port, self._options.energy_monitor)
+        place = placed(port)
+        self._cluster = cluster_monitor(port, place, self._options.energy_monitor)
         plan = self._plan or JobPlan(job=self._job)
 
         def entered() -> tuple[TrialInfo, bool, JobPlan, OutboxHeader | None]:
             self._client = self._connect(self._options.server_url, self._options.token)
-            monitor = self._cluster or node_monitor(port, self._options.energy_monitor)
+            monitor = self._cluster or node_monitor(place, self._options.energy_monitor)
             self._session = TrialSession(plan, self._client, monitor, on_unreachable=self._options.on_unreachable)
             takes_reports = begin(self._session)
             return self._session.trial, takes_reports, self._session.plan, self._session.sender
@@ -412,8 +414,8 @@ class TrialRun:
             self._plan, self._wish.monitor, own_size=self._tuned_size, quiet=self._options.quiet
         )
         if self._takes_reports:
-            place = "" if self._client is None else self._client.server_url
-            self._announcer.begun(port, self._trial, place, self.patches)
+            url = "" if self._client is None else self._client.server_url
+            self._announcer.begun(port, self._trial, url, self.patches)
 
     def _ask(self, port: TrainerPort, session: TrialSession) -> bool:
         batch_size = session.ask(lambda job: self._check_registered(port, job))

@@ -16,6 +16,7 @@ from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.energy.bridged import BridgedMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
@@ -31,11 +32,11 @@ from zeus_plugins.protocol import (
     StopRule,
     TrialState,
 )
+from zeus_plugins.training.advice import LATEST_TRIALS, advice, warn_of_scopes
 from zeus_plugins.training.defaults import JobPlan
 from zeus_plugins.training.entry import OnUnreachable, TrialEntry
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
-from zeus_plugins.training.outlook import LATEST_TRIALS, advice
 from zeus_plugins.training.trial import TrialInfo
 
 _WINDOW = "zeus_bso_trial"
@@ -83,7 +84,7 @@ class TrialSession:
     ) -> None:
         self._client = client
         self._outbox = outbox or default_outbox(environ)
-        self._monitor = as_energy_monitor(monitor)
+        self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
         self._entry = TrialEntry(
             job, client, self._monitor, self._outbox, on_unreachable=on_unreachable, environ=environ
         )
@@ -188,8 +189,8 @@ class TrialSession:
         from the rule that the server sent last. Waiting for the server counts neither as time nor as energy of the
         training.
 
-        Where the monitor fails, the training goes on to its target or `max_epochs`; the trial ends as failed on the
-        server, which gets no figures of it any more.
+        What the monitor fails to measure and can measure again is estimated, and `energy_source` says so. Where it
+        goes on to fail, the training goes on to its target or `max_epochs`; the trial ends as failed on the server.
 
         Args:
             metric: The validation metric. A number in single precision counts as it is written: 0.9, not 0.89999998.
@@ -444,6 +445,7 @@ class TrialSession:
             _logger.debug("the server does not show the job: %s", error)
         else:
             self._update(advice=advice(self.job_view))
+            warn_of_scopes(self.job_view)
 
     def _diverged(self, metric: float, reporter: TrialReporter) -> ReportResponse:
         reporter.end(Ending(detail=f"the metric is {metric}: training diverged"))

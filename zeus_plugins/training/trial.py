@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field, ValidationError, model_validator
 
 from zeus_plugins.energy import Measurement
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH
 from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import (
     BatchSize,
@@ -23,7 +24,6 @@ from zeus_plugins.protocol import (
     WireMessage,
 )
 
-_MAX_SOURCE_LENGTH = 255
 _BY_SERVER = {"trial_number", "registration_id", "lease_epoch"}
 
 
@@ -133,6 +133,6 @@ class TrialInfo(WireMessage):
             update={
                 "time_s": self.time_s + measured.time_s,
                 "energy_j": self.energy_j + measured.energy_j,
-                "energy_source": " + ".join(sources)[:_MAX_SOURCE_LENGTH],
+                "energy_source": " + ".join(sources)[:MAX_SOURCE_LENGTH],
             }
         )

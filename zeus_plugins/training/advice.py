@@ -1,7 +1,10 @@
-"""The prospects of a job whose batch sizes have all missed the target."""
+"""The prospects of a job whose batch sizes have all missed the target, and trials that do not compare."""
 
 from __future__ import annotations
 
+import logging
+
+from zeus_plugins.energy.nvml_notes import scopes_in
 from zeus_plugins.protocol import JobView, TrialState
 
 LATEST_TRIALS = 100
@@ -9,6 +12,24 @@ LATEST_TRIALS = 100
 
 # Measured to the end that the server decided on, without the target.
 _MISSED = frozenset({TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
+
+
+_logger = logging.getLogger("zeus_plugins")
+
+
+def warn_of_scopes(job: JobView) -> None:
+    """Warn where the energy of some trials is that of GPUs, and that of others that of the modules around them.
+
+    Args:
+        job: As the server shows it, with its latest trials.
+    """
+    numbers = scopes_in(trial.energy_source or "" for trial in job.trials)
+    if all(numbers):
+        _logger.warning(
+            "of the latest trials of job %s, the energy of %d is that of the GPUs alone and that of %d is that of "
+            "their modules, with CPU and memory: their costs do not compare. Use one driver for all trials of a job",
+            *(job.job.job_id, *numbers),
+        )
 
 
 def advice(job: JobView) -> str | None:

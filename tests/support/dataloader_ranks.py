@@ -1,0 +1,61 @@
+"""One rank of a `ZeusDataLoader`'s training under a launcher that sets neither LOCAL_RANK nor LOCAL_WORLD_SIZE.
+
+Usage: ``python -m tests.support.dataloader_ranks FOLDER`` with torch's variables for a process group of two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from zeus_plugins.dataloader import ZeusDataLoader
+from zeus_plugins.power_limit import ReplayMachine, ReplayPoint
+
+STEPS = 20
+TABLE = {150.0: ReplayPoint(1.2, 150.0), 175.0: ReplayPoint(1.05, 150.0), 200.0: ReplayPoint(1.0, 200.0)}
+
+
+def main(folder: str) -> None:
+    """Train two epochs, and tell which limits this rank's device got and what was measured of them."""
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    distributed.init_process_group("gloo")
+    rank = distributed.get_rank()
+    machine = ReplayMachine(TABLE)
+    data = TensorDataset(torch.arange(2.0 * STEPS))
+    loader: ZeusDataLoader[Any] = ZeusDataLoader(
+        data,
+        batch_size=2,
+        max_epochs=2,
+        distributed="dp",
+        sampler=DistributedSampler(data),
+        monitor=machine.monitor,
+        devices=machine.devices,
+        environ={"ZEUS_TARGET_METRIC": "1", "ZEUS_LOG_DIR": folder, "ZEUS_PROFILE_PARAMS": "0,1"},
+    )
+    limits_w = set()
+    for _ in loader.epochs():
+        for _ in loader:
+            machine.train()
+            limits_w.add(machine.devices[0].limit_w())
+        loader.report_metric(0.0)
+    training = loader._training
+    profile = None if training is None or training.profiler is None else training.profiler.profile
+    told = {
+        "limits_w": sorted(limits_w),
+        "energy_j": {} if profile is None else {each.limit_w: each.energy_per_step_j for each in profile.samples},
+    }
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(told))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
