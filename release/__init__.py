@@ -1,0 +1,1 @@
+"""The parts of a release, and their checks: changelog, packages, licences, bill of materials."""
