@@ -1,0 +1,129 @@
+"""``python -m benchmarks.recurrences``: measure real recurring trainings, in pieces, and report what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.recurrences.harness import measure, show_parts
+from benchmarks.recurrences.parts import read_parts
+from benchmarks.recurrences.plan import QUICK, Extent, steps
+from benchmarks.recurrences.plots import plot
+from benchmarks.recurrences.power import READ, REPLAY, SET
+from benchmarks.recurrences.report import fleet_summary, machine, results_of
+from benchmarks.recurrences.state import State, read_records
+from benchmarks.recurrences.tables import text, write_tables
+from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
+from zeus_plugins.errors import ZeusBSOError
+
+LEFT_STATUS = 3
+"""Exit status while steps are left: run the same command again."""
+
+_STATE = Path(".proof")
+_MACHINE = "machine.json"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status is 0, `LEFT_STATUS`, or 1 with a line of reason."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends, too
+    try:
+        status: int = options.run(options)
+    except (BenchmarkError, ZeusBSOError, ValueError, OSError) as error:
+        print(f"benchmarks.recurrences: {error}", file=sys.stderr)
+        return 1
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recurrences",
+        description="Real recurring trainings: gp_voi and zeus against always the default size. See docs/proof.md.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="measure, or go on with a measurement")
+    run.add_argument("--device", choices=(CPU, GPU), default=CPU, help=f"whose tasks (default {CPU})")
+    run.add_argument("--tasks", nargs="+", default=[], metavar="NAME", help=f"of {', '.join(TASKS)} (default: all)")
+    run.add_argument("--quick", action="store_true", help="a few recurrences of each task, which show that all works")
+    for name, what in (
+        ("seeds", "jobs of each task and policy"),
+        ("recurrences", "of each job"),
+        ("repeats", "runs of each size, for each seed"),
+        ("pairs", "trainings with and without the callback, for each seed"),
+        ("first_seed", "the first seed, for machines that share a measurement"),
+    ):
+        standard = getattr(Extent(), name)
+        run.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} (default {standard})")
+    run.add_argument("--minutes", type=float, metavar="M", help="end after so many, and go on at the next call")
+    run.add_argument("--shrink", type=int, default=1, metavar="N", help="shrink the GPU's models, for tests")
+    limits = run.add_mutually_exclusive_group()
+    limits.add_argument(
+        "--read-power-limits",
+        action="store_true",
+        help="show the GPU's limits without permission, not a pretended GPU's",
+    )
+    limits.add_argument(
+        "--set-power-limits", action="store_true", help="set the GPU's power limits: only if it is yours"
+    )
+    run.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
+    run.set_defaults(run=_run)
+    collect = commands.add_parser("collect", help="tables, JSON, pictures and documents of what was measured")
+    collect.add_argument("--state", type=Path, nargs="+", default=[_STATE], metavar="DIR", help="one or several")
+    collect.add_argument("--results", type=Path, metavar="FILE", help="write the figures as JSON")
+    collect.add_argument("--from", dest="source", type=Path, metavar="FILE", help="take the figures of an earlier JSON")
+    collect.add_argument("--fleet", type=Path, metavar="FILE", help="figures of benchmarks.year, for the summary")
+    collect.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
+    collect.add_argument("--images", type=Path, metavar="DIR", help="folder in which to write the pictures, as SVG")
+    collect.set_defaults(run=_collect)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    given = {
+        name: value
+        for name in ("seeds", "recurrences", "repeats", "pairs", "first_seed")
+        if (value := getattr(options, name)) is not None
+    }
+    extent = replace(QUICK if options.quick else Extent(), **given)
+    tasks = tasks_for(options.device, options.tasks, shrink=options.shrink)
+    state = State(options.state)
+    (options.state / _MACHINE).write_text(json.dumps(machine()) + "\n", "utf-8")
+    if options.device == GPU:
+        mode = SET if options.set_power_limits else READ if options.read_power_limits else REPLAY
+        show_parts(state, shrink=options.shrink, power_limits=mode, say=_say)
+    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say)
+    if left:
+        _say(f"{left} steps are left: run the same command again")
+        return LEFT_STATUS
+    return 0
+
+
+def _collect(options: argparse.Namespace) -> int:
+    if options.source is not None:
+        results = json.loads(options.source.read_text("utf-8"))
+    else:
+        told = json.loads((options.state[0] / _MACHINE).read_text("utf-8"))
+        results = results_of(read_records(options.state), told) | {"parts": read_parts(options.state)}
+    if options.fleet is not None:
+        results["fleet"] = fleet_summary(json.loads(options.fleet.read_text("utf-8")))
+    if options.results is not None:
+        options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_tables(results, options.write)
+    if options.images is not None:
+        plot(results, options.images)
+    print(text(results))
+    return 0
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The data of the trainings: bundled with Python or scikit-learn, or generated; nothing is downloaded.
+
+Each recurrence gets fresh data, as in production: another sample, by its seed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits, make_friedman1
+from sklearn.model_selection import train_test_split
+from torch import Tensor
+
+BLOCK = 32
+"""Characters, or words, of one sample of text."""
+
+_TOPICS = 3
+_VOCABULARY = 800
+_UNKNOWN = 1
+_STRETCH = 4 * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Samples to train on, and others to validate with; inputs and targets have samples first."""
+
+    train: tuple[Tensor, Tensor]
+    validation: tuple[Tensor, Tensor]
+    classes: int = 0
+    vocabulary: int = 0
+
+
+def digits(seed: int) -> Data:
+    """scikit-learn's handwritten digits, shape (n, 1, 8, 8): 1,437 to train on, 360 to validate with."""
+    images, labels = load_digits(return_X_y=True)
+    pixels = (images / 16).astype(np.float32).reshape(-1, 1, 8, 8)
+    return _split(torch.from_numpy(pixels), torch.from_numpy(labels), seed, validation=0.2, classes=10)
+
+
+def friedman(seed: int, *, drifted: bool) -> Data:
+    """Friedman's function of ten features with noise; after a drift, four times the samples and twice the noise."""
+    samples, noise = (12_000, 2.0) if drifted else (3_000, 1.0)
+    features, values = make_friedman1(samples + 1000, noise=noise, random_state=seed)
+    inputs = torch.from_numpy(features.astype(np.float32))
+    scaled = torch.from_numpy(((values - 14.4) / 5.0).astype(np.float32))
+    return _split(inputs, scaled, seed, validation=1000 / (samples + 1000))
+
+
+def characters(seed: int, *, blocks: int = 2_000) -> Data:
+    """Blocks of characters of Python's own documentation, shape (n, `BLOCK`); the targets are the inputs.
+
+    Those to validate with are of stretches of the text that are not trained on.
+    """
+    text = "\n".join(topics[name] for name in sorted(topics))
+    letters = {character: place for place, character in enumerate(sorted(set(text)))}
+    codes = torch.tensor([letters[character] for character in text])
+    rng = np.random.default_rng(seed)
+    train = _blocks(codes, blocks, rng, is_train=True)
+    validation = _blocks(codes, 300, rng, is_train=False)
+    return Data((train, train), (validation, validation), vocabulary=len(letters))
+
+
+def excerpts(seed: int, *, samples: int = 1_200) -> Data:
+    """Excerpts of `BLOCK` words of Python's documentation, shape (n, `BLOCK`), and the number of their topic.
+
+    Those to validate with are of stretches of the texts that are not trained on.
+    """
+    names = sorted(topics, key=lambda name: (-len(topics[name]), name))[:_TOPICS]
+    texts = [re.findall(r"\w+|[^\w\s]", topics[name].lower()) for name in names]
+    counts = Counter(word for text in texts for word in text)
+    common = sorted(counts, key=lambda word: (-counts[word], word))[:_VOCABULARY]
+    codes = {word: place + 2 for place, word in enumerate(common)}
+    coded = [torch.tensor([codes.get(word, _UNKNOWN) for word in text]) for text in texts]
+    rng = np.random.default_rng(seed)
+    train, validation = (
+        (
+            torch.cat([_blocks(text, count // _TOPICS, rng, is_train=is_train) for text in coded]),
+            torch.arange(_TOPICS).repeat_interleave(count // _TOPICS),
+        )
+        for is_train, count in ((True, samples), (False, 600))
+    )
+    return Data(train, validation, classes=_TOPICS, vocabulary=len(codes) + 2)
+
+
+def images(seed: int, *, pixels: int, samples: int, classes: int = 10) -> Data:
+    """Generated images, shape (n, 3, pixels, pixels) of bytes: a pattern of waves for each class, in strong noise."""
+    waves = torch.Generator().manual_seed(0)  # the classes are the same in every recurrence
+    coarse = torch.randn(classes, 3, 8, 8, generator=waves)
+    patterns = torch.nn.functional.interpolate(coarse, size=(pixels, pixels), mode="bilinear")
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(classes, (samples,), generator=generator)
+    noisy = torch.empty((samples, 3, pixels, pixels), dtype=torch.uint8)
+    for first in range(0, samples, 512):  # a whole set of floats would take gigabytes
+        of = labels[first : first + 512]
+        shown = patterns[of] + 3 * torch.randn(len(of), 3, pixels, pixels, generator=generator)
+        noisy[first : first + 512] = (shown * 32 + 128).clamp(0, 255).to(torch.uint8)
+    return _split(noisy, labels, seed, validation=0.1, classes=classes)
+
+
+def sentences(seed: int, *, samples: int, length: int, vocabulary: int = 8_000, classes: int = 4) -> Data:
+    """Generated text, shape (n, length): words of a Markov chain that differs with the class.
+
+    A word is followed by one of eight, most often by the first of them, so that a language model has what to learn.
+    """
+    rng = np.random.default_rng(0)
+    followers = rng.integers(2, vocabulary, (classes, vocabulary, 8))
+    odds = np.cumsum([0.6, 0.2, 0.1, 0.04, 0.02, 0.02, 0.01, 0.01])
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, samples)
+    words = np.empty((samples, length), dtype=np.int64)
+    words[:, 0] = rng.integers(2, 200, samples)
+    for place in range(1, length):
+        choice = np.minimum(np.searchsorted(odds, rng.random(samples)), 7)
+        words[:, place] = followers[labels, words[:, place - 1], choice]
+    return _split(
+        torch.from_numpy(words), torch.from_numpy(labels), seed, validation=0.1, classes=classes, vocabulary=vocabulary
+    )
+
+
+def _split(
+    inputs: Tensor, targets: Tensor, seed: int, *, validation: float, classes: int = 0, vocabulary: int = 0
+) -> Data:
+    train, held_out = train_test_split(np.arange(len(inputs)), test_size=validation, random_state=seed)
+    return Data((inputs[train], targets[train]), (inputs[held_out], targets[held_out]), classes, vocabulary)
+
+
+def _blocks(codes: Tensor, count: int, rng: np.random.Generator, *, is_train: bool) -> Tensor:
+    """Pieces of a text, shape (count, `BLOCK`): of nine of ten stretches of it, or of the tenth."""
+    starts = np.arange(len(codes) - BLOCK + 1)
+    first, last = (place // _STRETCH % 10 == 9 for place in (starts, starts + BLOCK - 1))
+    fitting = starts[~first & ~last] if is_train else starts[first & last]
+    return torch.stack([codes[start : start + BLOCK] for start in rng.choice(fitting, count)])

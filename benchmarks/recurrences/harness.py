@@ -1,0 +1,160 @@
+"""Runs the steps of a measurement, each training in a fresh process, through a real server on SQLite."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from benchmarks.errors import BenchmarkError
+from benchmarks.processes import bso_server, serving
+from benchmarks.recurrences.parts import Bench, do_parts
+from benchmarks.recurrences.plan import Step
+from benchmarks.recurrences.runs import FAILED_STATUS, Order
+from benchmarks.recurrences.state import Record, State
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.demo.processes import Launcher
+from zeus_plugins.protocol import Ending, TrialId, TrialState
+
+MAX_TRIES = 12
+"""Trainings of one recurrence; if none of them has reached the target, the recurrence is given up."""
+
+
+class Trainings:
+    """Trains in fresh processes, forks of one that has imported the frameworks, and keeps what came of it.
+
+    Args:
+        state: Where it is kept, and the logs.
+        server_url: The server.
+    """
+
+    def __init__(self, state: State, server_url: str) -> None:
+        self._state, self._server_url = state, server_url
+        self._launcher = Launcher("benchmarks.recurrences.training")
+
+    def step(self, step: Step) -> None:
+        """Do what is left of a step: the trainings of a recurrence until one reaches the target, or the one training.
+
+        Raises:
+            BenchmarkError: A training broke.
+        """
+        while not is_done(step, tried := self._state.of(step.key)):
+            record = self.run(replace(step.order, seed=step.order.seed + len(tried)))
+            facts = {"stage": step.stage, "task": step.task, "seed": step.seed, "number": step.number, "who": step.who}
+            self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
+
+    def run(self, order: Order, *, may_break: bool = False) -> Record:
+        """Train once; the outcome, when it was, and the machine's load.
+
+        Raises:
+            BenchmarkError: The training broke, which it may if `may_break` says so.
+        """
+        return self.runs_at_once([order], may_break=may_break)[0]
+
+    def runs_at_once(self, orders: Sequence[Order], *, may_break: bool = False) -> list[Record]:
+        """Train in several processes at the same time; as `run`."""
+        log = self._state.directory / "training.log"
+        begun_at, begun_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        files = [self._state.directory / f"outcome-{place}.json" for place in range(len(orders))]
+        processes = []
+        for order, file in zip(orders, files, strict=True):
+            file.unlink(missing_ok=True)
+            arguments = ["--order", order.to_json(), "--server-url", self._server_url, "--output", str(file)]
+            processes.append(self._launcher.start(arguments, log))
+        try:
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                process.terminate()  # only an interruption leaves one running
+                process.join()
+        records = []
+        for process, file in zip(processes, files, strict=True):
+            outcome = json.loads(file.read_text("utf-8")) if file.exists() else {"state": "broken", "detail": ""}
+            broke = process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == "broken"
+            if broke and not may_break:
+                told = outcome["detail"] or f"exit status {process.exitcode}"
+                raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
+            file.unlink(missing_ok=True)
+            process_s = time.monotonic() - begun_s
+            records.append({**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]})
+        return records
+
+
+def is_done(step: Step, tried: Sequence[Record]) -> bool:
+    """True if nothing is left to do of a step."""
+    if step.stage != "recurrence":
+        return bool(tried)
+    return len(tried) >= MAX_TRIES or any(record["reached"] for record in tried)
+
+
+def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:
+    """Do the steps that are not done yet, for so many minutes at most.
+
+    No training is begun that would end later, if it takes as long as the longest one until then.
+
+    Returns:
+        The number of steps that are left.
+
+    Raises:
+        BenchmarkError: The server did not start, or a training broke.
+    """
+    deadline_s = None if minutes is None else time.monotonic() + 60 * minutes
+    left = [step for step in steps if not is_done(step, state.of(step.key))]
+    say(f"{len(steps) - len(left)} of {len(steps)} steps are done")
+    if not left:
+        return 0
+    with served(state.directory) as url:
+        withdraw_unfinished(url)
+        trainings = Trainings(state, url)
+        longest_s = 0.0
+        while left:
+            begun_s = time.monotonic()
+            if deadline_s is not None and begun_s + longest_s > deadline_s:
+                break
+            step = left.pop(0)
+            trainings.step(step)
+            longest_s = max(longest_s, time.monotonic() - begun_s)
+            last = state.of(step.key)[-1]
+            say(
+                f"{len(steps) - len(left)} of {len(steps)}: {step.key}: size {last['batch_size']}, {last['state']}, "
+                f"{last['cost_j']:.0f} J, load {last['load_1']:.1f}"
+            )
+    return len(left)
+
+
+@contextmanager
+def served(directory: Path) -> Iterator[str]:
+    """The URL of a server within the block, on the database of a state's directory."""
+    database_url = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}"
+    bso_server(database_url, directory, "db", "upgrade")
+    with serving("bso-server", "bso_server", ("serve",), database_url=database_url, directory=directory) as target:
+        yield f"http://{target.host}:{target.port}"
+
+
+def show_parts(state: State, *, shrink: int, power_limits: str, say: Callable[[str], None]) -> None:
+    """Do the parts of a GPU that have not been done yet; as `do_parts`."""
+    with served(state.directory) as url, BsoClient(url) as client:
+        trainings = Trainings(state, url)
+        bench = Bench(
+            train=lambda orders: trainings.runs_at_once(orders, may_break=True),
+            state_of=lambda job_id, number: client.show_job(job_id).trials[number - 1].state.name,
+            shrink=shrink,
+            power_limits=power_limits,
+        )
+        do_parts(bench, state.directory, say)
+
+
+def withdraw_unfinished(server_url: str) -> None:
+    """Withdraw the trials of trainings that were killed with an earlier harness: they say nothing on their sizes."""
+    with BsoClient(server_url) as client:
+        for summary in client.list_jobs().jobs:
+            for trial in client.show_job(summary.job_id).trials:
+                if trial.state is TrialState.RUNNING:
+                    of = TrialId(job_id=summary.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
+                    client.end_trial(of, Ending(outcome=TrialState.WITHDRAWN, detail="the measurement was killed"))

@@ -1,0 +1,134 @@
+"""The trainings with the Hugging Face Trainer; models are made from configurations, untrained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EvalPrediction,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from benchmarks.recurrences import data
+from benchmarks.recurrences.runs import Run
+from benchmarks.recurrences.tasks import GPU
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.training.trial import TrialInfo
+
+
+class _Samples(Dataset[dict[str, Tensor]]):
+    """Tensors as a Trainer takes them."""
+
+    def __init__(self, inputs: Tensor, labels: Tensor) -> None:
+        self._inputs, self._labels = inputs, labels
+
+    def __len__(self) -> int:
+        return len(self._inputs)
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        return {"input_ids": self._inputs[place], "labels": self._labels[place]}
+
+
+def train(run: Run) -> TrialInfo | None:
+    """Train once; the trial, or None without the callback."""
+    task, order = run.task, run.order
+    samples, model, lr = _making(run)
+    callbacks: list[TrainerCallback] = []
+    zeus = None
+    if run.job is not None:
+        zeus = ZeusBSOTrainerCallback(run.job, task.metric, **run.callback_arguments)
+        callbacks.append(zeus)
+    is_classifier = task.metric == "eval_accuracy"
+    on_gpu = task.device == GPU and torch.cuda.is_available()
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(run.folder),
+            num_train_epochs=order.epochs or task.max_epochs,
+            per_device_train_batch_size=run.batch_size,
+            per_device_eval_batch_size=128,
+            learning_rate=run.scaled(lr),
+            lr_scheduler_type="constant",
+            eval_strategy="epoch",
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not on_gpu,
+            bf16=task.device == GPU,
+            seed=order.seed,
+            dataloader_pin_memory=on_gpu,
+            prediction_loss_only=not is_classifier,
+        ),
+        train_dataset=_Samples(*samples.train),
+        eval_dataset=_Samples(*samples.validation),
+        compute_metrics=_accuracy if is_classifier else None,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+    return None if zeus is None else zeus.trial
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Share of the texts whose class is found."""
+    guesses: Any = prediction.predictions
+    return {"accuracy": float((guesses.argmax(axis=-1) == prediction.label_ids).mean())}
+
+
+def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
+    """Data, model and learning rate at the default size."""
+    seed, shrink = run.order.seed, run.task.shrink
+    if run.task.name == "characters":
+        blocks = data.characters(seed)
+        return blocks, _gpt2(blocks.vocabulary, width=32, layers=1, heads=2, length=data.BLOCK), 0.003
+    if run.task.name == "topics":
+        excerpts = data.excerpts(seed)
+        return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001
+    width, layers, heads = 768 // shrink**2 // 12 * 12 or 12, max(1, 12 // shrink**2), 12
+    if run.task.name == "bert-base":
+        texts = data.sentences(seed, samples=max(20_000 // shrink**3, 200), length=max(16, 128 // shrink))
+        return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001
+    texts = data.sentences(seed, samples=max(20_000 // shrink**3, 200), length=max(16, 256 // shrink))
+    # A language model's labels are its inputs, which it shifts by itself.
+    train, validation = texts.train[0], texts.validation[0]
+    words = data.Data((train, train), (validation, validation), vocabulary=texts.vocabulary)
+    return words, _gpt2(words.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003
+
+
+def _gpt2(vocabulary: int, *, width: int, layers: int, heads: int, length: int) -> GPT2LMHeadModel:
+    config = GPT2Config(
+        vocab_size=vocabulary,
+        n_positions=length,
+        n_embd=width,
+        n_layer=layers,
+        n_head=heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def _bert(texts: data.Data, *, width: int, layers: int, heads: int, length: int) -> BertForSequenceClassification:
+    config = BertConfig(
+        vocab_size=texts.vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=length,
+    )
+    config.num_labels = texts.classes
+    return BertForSequenceClassification(config)

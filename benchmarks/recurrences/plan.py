@@ -1,0 +1,141 @@
+"""The steps of a measurement, in their order: what shares a place on the machine's clock is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+from benchmarks.recurrences.runs import DEFAULT, Order
+from benchmarks.recurrences.tasks import Task
+from zeus_plugins.protocol import OWN_POLICIES
+
+T = TypeVar("T")
+
+Stage = Literal["recurrence", "size", "overhead"]
+
+CONTENDERS = (*OWN_POLICIES, DEFAULT)
+"""The policies, and their rival: always the default size."""
+
+OVERHEAD_EPOCHS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """The extent of a measurement.
+
+    Attributes:
+        seeds: Jobs of each task and contender, each with models and data of its own.
+        recurrences: Of each job.
+        repeats: Runs of each size, for each seed, by which the best size in hindsight is found.
+        pairs: Trainings with and without the callback, for each seed.
+        first_seed: The first of the seeds; machines that share a measurement take different ones.
+    """
+
+    seeds: int = 3
+    recurrences: int = 20
+    repeats: int = 2
+    pairs: int = 3
+    first_seed: int = 0
+
+
+QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
+"""Shows that all of it works; its figures say little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training, or for a recurrence as many as it takes to reach the target.
+
+    Attributes:
+        stage: ``recurrence``: a job recurs; ``size``: a run of one size; ``overhead``: with the callback, or without.
+        task: Name of the task.
+        seed: Counts the jobs of a task.
+        number: Of the recurrence, or of the repeat or pair of this seed, from 0.
+        who: The contender; the size; or ``with`` and ``without`` the callback.
+        order: The training. Further tries of a recurrence have other seeds of the model.
+    """
+
+    stage: Stage
+    task: str
+    seed: int
+    number: int
+    who: str
+    order: Order
+
+    @property
+    def key(self) -> str:
+        """Names the step in the state."""
+        drifted = " drifted" if self.order.drifted else ""
+        return f"{self.stage} {self.task} seed {self.seed} number {self.number} {self.who}{drifted}"
+
+
+def steps(tasks: Sequence[Task], extent: Extent) -> Iterator[Step]:
+    """All steps: seed by seed, recurrence by recurrence, and within these each task's contenders in turn.
+
+    Who comes first changes from recurrence to recurrence. Sizes, and trainings with and without the callback, follow
+    those recurrences, in turn, too.
+    """
+    for seed in range(extent.first_seed, extent.first_seed + extent.seeds):
+        for number in range(extent.recurrences):
+            for task in tasks:
+                yield from _recurrence(task, seed, number, extent)
+        for number in range(extent.repeats):
+            for task in tasks:
+                yield from _sizes(task, seed, number)
+        for number in range(extent.pairs):
+            for task in tasks:
+                yield from _pair(task, seed, number)
+
+
+def _recurrence(task: Task, seed: int, number: int, extent: Extent) -> Iterator[Step]:
+    for who in _in_turn(CONTENDERS, number):
+        order = Order(
+            task=task.name,
+            job_id=f"{task.name}-{who}-{seed}",
+            seed=_seed(seed, number),
+            policy=None if who == DEFAULT else who,
+            batch_size=task.default_batch_size if who == DEFAULT else None,
+            drifted=task.drifted_at(number, extent.recurrences),
+            policy_seed=seed,
+            shrink=task.shrink,
+        )
+        yield Step("recurrence", task.name, seed, number, who, order)
+
+
+def _sizes(task: Task, seed: int, number: int) -> Iterator[Step]:
+    for drifted in (False, True) if task.drifts else (False,):
+        for size in _in_turn(task.batch_sizes, number):
+            order = Order(
+                task=task.name,
+                job_id=f"{task.name}-size-{size}",
+                seed=_seed(seed, 1000 + number),
+                batch_size=size,
+                drifted=drifted,
+                shrink=task.shrink,
+            )
+            yield Step("size", task.name, seed, number, str(size), order)
+
+
+def _pair(task: Task, seed: int, number: int) -> Iterator[Step]:
+    for who in _in_turn(("with", "without"), number):
+        order = Order(
+            task=task.name,
+            job_id=f"{task.name}-overhead",
+            seed=_seed(seed, 2000 + number),
+            batch_size=task.default_batch_size,
+            with_callback=who == "with",
+            epochs=OVERHEAD_EPOCHS,
+            shrink=task.shrink,
+        )
+        yield Step("overhead", task.name, seed, number, who, order)
+
+
+def _in_turn(names: Sequence[T], number: int) -> list[T]:
+    """The same in the same cycle, the next one first at each number."""
+    shift = number % len(names)
+    return [*names[shift:], *names[:shift]]
+
+
+def _seed(seed: int, number: int) -> int:
+    return 100_000 * seed + 10 * number

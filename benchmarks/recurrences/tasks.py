@@ -1,0 +1,206 @@
+"""The recurring trainings that are measured, apart from the frameworks: reading them loads none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+from zeus_plugins.protocol import ZEUS, JobSpec
+from zeus_plugins.training.lr_scaling import LrScaling
+
+Device = Literal["cpu", "gpu"]
+CPU: Final = "cpu"
+GPU: Final = "gpu"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A training that recurs.
+
+    Attributes:
+        name: Of the task, in commands and in results.
+        title: What learns what, for tables.
+        framework: ``lightning`` or ``transformers``.
+        batch_sizes: Global batch sizes, ascending.
+        default_batch_size: The size without an optimizer.
+        metric: As the training logs it.
+        target: Its value at which a run is done.
+        higher_is_better: Whether the metric rises as the model improves.
+        max_epochs: A run that has not reached the target by then has failed.
+        lr_scaling: How the learning rate follows the batch size, in all runs alike.
+        device: What it is made for.
+        drifts: Whether its data change at half of the recurrences.
+        shrink: Divides the model's width and depth and the size of the data, for tests; 1: not at all.
+    """
+
+    name: str
+    title: str
+    framework: Literal["lightning", "transformers"]
+    batch_sizes: tuple[int, ...]
+    default_batch_size: int
+    metric: str
+    target: float
+    higher_is_better: bool
+    max_epochs: int
+    lr_scaling: LrScaling
+    device: Device = CPU
+    drifts: bool = False
+    shrink: int = 1
+
+    def job(self, job_id: str, *, policy: str | None = None, batch_size: int | None = None, seed: int = 0) -> JobSpec:
+        """The job that a policy chooses sizes for; or, with a batch size, one that has no other and stops nothing."""
+        fields: dict[str, Any] = {
+            "job_id_prefix": job_id,
+            "job_id": job_id,
+            "target_metric": self.target,
+            "higher_is_better_metric": self.higher_is_better,
+            "max_epochs": self.max_epochs,
+            "mab_seed": seed,
+        }
+        if batch_size is not None:
+            fields |= {"batch_sizes": (batch_size,), "default_batch_size": batch_size}
+            return JobSpec(**fields, policy=ZEUS, beta_knob=None, num_pruning_rounds=0)
+        fields |= {"batch_sizes": self.batch_sizes, "default_batch_size": self.default_batch_size}
+        return JobSpec(**fields, policy=policy)
+
+    def drifted_at(self, recurrence: int, recurrences: int) -> bool:
+        """True if the data of a recurrence, from 0, are those after the drift."""
+        return self.drifts and recurrence >= recurrences // 2
+
+
+_TWO_DECADES = (8, 16, 32, 64, 128, 256, 512, 1024)
+
+_CPU_TASKS = (
+    Task(
+        name="digits",
+        title="CNN on scikit-learn's digits (Lightning)",
+        framework="lightning",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=32,
+        metric="val_acc",
+        target=0.965,
+        higher_is_better=True,
+        max_epochs=40,
+        lr_scaling=LrScaling.LINEAR,
+    ),
+    Task(
+        name="tabular",
+        title="MLP on Friedman's function (Lightning)",
+        framework="lightning",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=32,
+        metric="val_r2",
+        target=0.9,
+        higher_is_better=True,
+        max_epochs=60,
+        lr_scaling=LrScaling.SQRT,
+    ),
+    Task(
+        name="characters",
+        title="tiny GPT-2 on Python's documentation, by characters (Hugging Face)",
+        framework="transformers",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=8,
+        metric="eval_loss",
+        target=2.4,
+        higher_is_better=False,
+        max_epochs=12,
+        lr_scaling=LrScaling.SQRT,
+    ),
+    Task(
+        name="topics",
+        title="small BERT finds the topic of excerpts of Python's documentation (Hugging Face)",
+        framework="transformers",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=8,
+        metric="eval_accuracy",
+        target=0.7,
+        higher_is_better=True,
+        max_epochs=15,
+        lr_scaling=LrScaling.SQRT,
+    ),
+    Task(
+        name="drift",
+        title="the MLP, on four times the data with more noise from half of the recurrences on (Lightning)",
+        framework="lightning",
+        batch_sizes=_TWO_DECADES,
+        default_batch_size=32,
+        metric="val_r2",
+        target=0.78,
+        higher_is_better=True,
+        max_epochs=30,
+        lr_scaling=LrScaling.SQRT,
+        drifts=True,
+    ),
+)
+
+_GPU_TASKS = (
+    Task(
+        name="resnet18",
+        title="ResNet-18 on generated images of 64 px (Lightning)",
+        framework="lightning",
+        batch_sizes=(32, 64, 128, 256, 512, 1024, 2048, 4096),
+        default_batch_size=128,
+        metric="val_acc",
+        target=0.9,
+        higher_is_better=True,
+        max_epochs=20,
+        lr_scaling=LrScaling.SQRT,
+        device=GPU,
+    ),
+    Task(
+        name="resnet50",
+        title="ResNet-50 on generated images of 224 px (Lightning)",
+        framework="lightning",
+        batch_sizes=(16, 32, 64, 128, 256, 512, 1024),
+        default_batch_size=64,
+        metric="val_acc",
+        target=0.9,
+        higher_is_better=True,
+        max_epochs=15,
+        lr_scaling=LrScaling.SQRT,
+        device=GPU,
+    ),
+    Task(
+        name="bert-base",
+        title="BERT-base on generated text (Hugging Face)",
+        framework="transformers",
+        batch_sizes=(8, 16, 32, 64, 128, 256, 512, 1024),
+        default_batch_size=32,
+        metric="eval_accuracy",
+        target=0.9,
+        higher_is_better=True,
+        max_epochs=10,
+        lr_scaling=LrScaling.SQRT,
+        device=GPU,
+    ),
+    Task(
+        name="gpt2-small",
+        title="GPT-2-small on generated text (Hugging Face)",
+        framework="transformers",
+        batch_sizes=(4, 8, 16, 32, 64, 128, 256, 512),
+        default_batch_size=16,
+        metric="eval_loss",
+        target=3.0,
+        higher_is_better=False,
+        max_epochs=10,
+        lr_scaling=LrScaling.SQRT,
+        device=GPU,
+    ),
+)
+
+TASKS = {task.name: task for task in (*_CPU_TASKS, *_GPU_TASKS)}
+"""All tasks by name."""
+
+
+def tasks_for(device: Device, names: Sequence[str] = (), *, shrink: int = 1) -> list[Task]:
+    """The tasks of a device, or those of them that are named.
+
+    Raises:
+        ValueError: A name is no task of this device.
+    """
+    known = {name: task for name, task in TASKS.items() if task.device == device}
+    if unknown := sorted(set(names) - known.keys()):
+        raise ValueError(f"no task for {device}: {', '.join(unknown)}; there are {', '.join(known)}")
+    return [replace(known[name], shrink=shrink) for name in names or known]

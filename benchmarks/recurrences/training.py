@@ -1,0 +1,93 @@
+"""One recurrence in a process of its own: what the fork server forks, with the frameworks imported.
+
+``main(["--order", JSON, "--server-url", URL, "--output", FILE])`` trains once and writes its outcome.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import seed_everything
+
+from benchmarks.recurrences import huggingface_tasks, lightning_tasks
+from benchmarks.recurrences.monitors import monitor_for
+from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Order, Outcome, Run
+from benchmarks.trainings import quiet
+from zeus_plugins.energy import EnergyMonitor
+from zeus_plugins.protocol import cost
+from zeus_plugins.training.trial import TrialInfo
+
+_FRAMEWORKS = {"lightning": lightning_tasks.train, "transformers": huggingface_tasks.train}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train once; the exit status is 0, or `FAILED_STATUS` when the target was missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--order", required=True, help="JSON, as Order.to_json makes it")
+    parser.add_argument("--server-url", required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="where the outcome is written")
+    options = parser.parse_args(arguments)
+    order = Order(**json.loads(options.order))
+    outcome = trained(order, options.server_url, monitor_for(order.training.device))
+    finished = options.output.with_suffix(".part")
+    finished.write_text(json.dumps(outcome.to_json()) + "\n", "utf-8")
+    finished.rename(options.output)
+    return 0 if outcome.reached else FAILED_STATUS
+
+
+def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
+    """Train once in this process; an error of the training is an outcome, too."""
+    # So small a network gains nothing from more threads, and its CPU time is what it would take on an idle machine.
+    torch.set_num_threads(1)
+    task = order.training
+    job = order.spec() if order.with_callback else None
+    if order.memory_fraction is not None and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(order.memory_fraction)
+    state, detail, notes = "bare", "", dict[str, Any]()
+    with quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
+        seed_everything(order.seed, verbose=False)
+        trial: TrialInfo | None = None
+        run = Run(order, task, job, server_url, monitor, Path(folder), notes)
+        wall_s, cpu_s = time.perf_counter(), time.process_time()
+        try:
+            trial = _FRAMEWORKS[task.framework](run)
+        except torch.OutOfMemoryError:
+            state = OUT_OF_MEMORY
+        except Exception as error:  # whatever ends a training is the outcome of the run
+            state, detail = "broken", "".join(traceback.format_exception(error)[-3:])
+        wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+    size = trial.batch_size if trial is not None else order.batch_size or task.default_batch_size
+    verdict = None if trial is None else trial.verdict
+    time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
+    reason = None if verdict is None else verdict.reason
+    return Outcome(
+        batch_size=size,
+        reached=verdict is not None and verdict.converged,
+        state=state if trial is None else str(reason or "ended without a verdict"),
+        trial_number=None if trial is None else trial.trial_number,
+        time_s=time_s,
+        energy_j=energy_j,
+        cost_j=cost(energy_j=energy_j, time_s=time_s, max_power_w=monitor.gpus().max_power, eta=0.5),
+        energy_source=None if trial is None else trial.energy_source,
+        epochs=None if trial is None else trial.epoch,
+        metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
+        fit_wall_s=wall_s,
+        fit_cpu_s=cpu_s,
+        notes=notes,
+        detail=detail,
+    )
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    raise SystemExit(main())
