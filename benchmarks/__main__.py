@@ -19,7 +19,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
     options = _parser().parse_args(arguments)
     try:
-        results = suite.run(_plan(options), database_url=options.database_url, peer=_peer(options))
+        results = suite.run(
+            _plan(options), database_url=options.database_url, peer=_peer(options), beside=options.beside
+        )
     except BenchmarkError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
@@ -61,6 +63,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that all works; judges no mark")
     parser.add_argument(
         "--database-url", help="SQLAlchemy URL of a database for the benchmark (default: a temporary SQLite file)"
+    )
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="measure this database beside SQLite, too, and workers on the first of them; may be given again",
     )
     parser.add_argument("--peer-url", help="measure this running server of the same wire contract too, e.g. a Zeus one")
     parser.add_argument("--peer-pid", type=_count, help="its process on this machine, for its CPU time and memory")

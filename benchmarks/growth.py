@@ -1,4 +1,4 @@
-"""Growth: what a suggest and a final report cost when one job has had 10, 100, 1,000, 5,000 trials."""
+"""Growth: what a suggest, a final report and a look at the page cost when one job has had 10 to 5,000 trials."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ class GrowthPoint:
         requests: How many requests of each kind were measured.
         suggest: Cost of ``GET /jobs/batch_size``.
         final_report: Cost of the ``POST /report`` that ends a trial.
+        page: Cost of ``GET /ui/jobs/{job_id}``, one after each block of the others.
+        page_bytes: Size of that, as it is sent.
     """
 
     trials: int
     requests: int
     suggest: Cost
     final_report: Cost
+    page: Cost
+    page_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,7 @@ class GrowthFigures:
 class _Blocks:
     suggest: list[Block] = field(default_factory=list)
     final_report: list[Block] = field(default_factory=list)
+    page: list[Block] = field(default_factory=list)
 
 
 class _GrowingJob:
@@ -97,10 +102,11 @@ class _GrowingJob:
             await self._run_trials([1] * together)
 
     async def measure(self, into: _Blocks) -> None:
-        """Run a few trials with one client, first all their suggests and then all their final reports."""
+        """Run a few trials with one client: all their suggests, all their final reports, a look at the page."""
         suggested, reported = await self._run_trials([BLOCK_REQUESTS])
         into.suggest.append(suggested)
         into.final_report.append(reported)
+        into.page.append(await self._driver.send([[self._job.page]]))
 
     async def _run_trials(self, per_client: Sequence[int]) -> tuple[Block, Block]:
         suggested = await self._driver.send([[self._job.suggest] * trials for trials in per_client])
@@ -164,6 +170,8 @@ async def _point(driver: Driver, job: _GrowingJob, reference_id: str, blocks: in
         requests=blocks * BLOCK_REQUESTS,
         suggest=_cost(measured.suggest, compared.suggest),
         final_report=_cost(measured.final_report, compared.final_report),
+        page=_cost(measured.page, compared.page),
+        page_bytes=max(len(looked.body) for block in measured.page for played in block.exchanges for looked in played),
     )
 
 

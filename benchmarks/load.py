@@ -17,7 +17,7 @@ from benchmarks import workload
 from benchmarks.driver import Block, Driver, RouteFigures, Tally, driving
 from benchmarks.processes import Target
 from benchmarks.workload import Job
-from zeus_plugins.protocol import TrialId
+from zeus_plugins.protocol import GP_VOI, TrialId
 
 REGISTER_NEW = "POST /jobs (new)"
 REGISTER_KNOWN = "POST /jobs (known)"
@@ -102,12 +102,15 @@ class Load(Protocol):
 class TrainingLoad:
     """Trainings, as a batch size optimization server sees them."""
 
+    policy: str | None = None
+
     def __init__(self, driver: Driver, shape: Shape, prefix: str) -> None:
         self.driver = driver
         self.tallies: dict[str, Tally] = defaultdict(Tally)
         self._epochs = shape.epochs
         self._jobs = [
-            Job(f"{prefix}-{n}", max_epochs=shape.epochs, pruning_rounds=PRUNING_ROUNDS) for n in range(shape.jobs)
+            Job(f"{prefix}-{n}", max_epochs=shape.epochs, pruning_rounds=PRUNING_ROUNDS, policy=self.policy)
+            for n in range(shape.jobs)
         ]
         self._job_of_client = [job for job in self._jobs for _ in range(shape.concurrency)]
 
@@ -143,6 +146,12 @@ class TrainingLoad:
         block = await self.driver.send(scripts)
         self.tallies[route].blocks.append(block)
         return block
+
+
+class GpVoiLoad(TrainingLoad):
+    """The same with jobs of policy `gp_voi`."""
+
+    policy = GP_VOI
 
 
 class EchoLoad:

@@ -19,7 +19,7 @@ from benchmarks.errors import BenchmarkError
 HEAD_END = b"\r\n\r\n"
 # uvicorn and every other server worth measuring announce the length; chunked answers are refused below.
 CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
-STATUS_WITHOUT_BODY = 204
+STATUSES_WITHOUT_BODY = (204, 304)
 
 
 class Exchange(NamedTuple):
@@ -36,16 +36,20 @@ class Exchange(NamedTuple):
     body: bytes
 
 
-def encode(method: str, target: str, body: Mapping[str, object] | None = None) -> bytes:
+def encode(
+    method: str, target: str, body: Mapping[str, object] | None = None, headers: Mapping[str, str] | None = None
+) -> bytes:
     """A whole HTTP/1.1 request.
 
     Args:
         method: HTTP method.
         target: Path and query, already quoted.
         body: Sent as JSON, if given.
+        headers: Further headers.
     """
     payload = b"" if body is None else json.dumps(body).encode()
     head = [f"{method} {target} HTTP/1.1", "Host: localhost", "Accept: application/json"]
+    head += [f"{name}: {value}" for name, value in (headers or {}).items()]
     if body is not None:
         head += ["Content-Type: application/json", f"Content-Length: {len(payload)}"]
     return "\r\n".join(head).encode() + HEAD_END + payload
@@ -150,7 +154,7 @@ def parse_answer(received: bytearray) -> tuple[int, bytes] | None:
     status = int(received[9:12])
     length = CONTENT_LENGTH.search(received, 0, head_end)
     if length is None:
-        if status == STATUS_WITHOUT_BODY:
+        if status in STATUSES_WITHOUT_BODY:
             return status, b""
         raise BenchmarkError(f"an answer without Content-Length: {bytes(received[:head_end])!r}")
     start = head_end + len(HEAD_END)

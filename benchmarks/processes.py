@@ -81,12 +81,14 @@ class Target:
         host: Its address.
         port: Its port.
         meter: What it uses.
+        start_s: Seconds from its start until it listened; 0 where somebody else has started it.
     """
 
     name: str
     host: str
     port: int
     meter: Meter
+    start_s: float = 0.0
 
 
 def bso_server(database_url: str, directory: Path, *arguments: str) -> str:
@@ -100,7 +102,7 @@ def bso_server(database_url: str, directory: Path, *arguments: str) -> str:
     """
     done = subprocess.run(  # noqa: S603 - the project's own program
         [sys.executable, "-m", "bso_server", *arguments],
-        env=_environment(database_url),
+        env=environment(database_url),
         cwd=directory,
         capture_output=True,
         text=True,
@@ -113,7 +115,13 @@ def bso_server(database_url: str, directory: Path, *arguments: str) -> str:
 
 @contextmanager
 def serving(
-    name: str, module: str, arguments: Sequence[str], *, database_url: str, directory: Path
+    name: str,
+    module: str,
+    arguments: Sequence[str],
+    *,
+    database_url: str,
+    directory: Path,
+    settings: Mapping[str, str] | None = None,
 ) -> Iterator[Target]:
     """A server that runs within the block: ``python -m module arguments --port …``.
 
@@ -123,6 +131,7 @@ def serving(
         arguments: Its arguments, without the port.
         database_url: Its database.
         directory: Where it runs and where its log goes.
+        settings: More environment variables of the server.
 
     Raises:
         BenchmarkError: It did not start.
@@ -130,14 +139,18 @@ def serving(
     port = _free_port()
     log = directory / f"{port}.log"
     command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
-    with _process(command, env=_environment(database_url), directory=directory, log=log) as process:
+    begin = time.perf_counter()
+    with _process(
+        command, env=environment(database_url) | dict(settings or {}), directory=directory, log=log
+    ) as process:
         _await_listening(process, port, log)
+        start_s = time.perf_counter() - begin
         meter = Meter(process.pid)
         _await_quiet(meter)
-        yield Target(name, HOST, port, meter)
+        yield Target(name, HOST, port, meter, start_s)
 
 
-def _environment(database_url: str) -> dict[str, str]:
+def environment(database_url: str) -> dict[str, str]:
     """The environment without the user's own server settings. A URL may hold a password, which arguments would show."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("ZEUS_BSO_")}
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -179,7 +192,7 @@ def _await_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> 
             if process.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join(log.read_text().splitlines()[-20:])
                 raise BenchmarkError(f"the server did not start; the end of its log:\n{tail}") from None
-            time.sleep(0.05)
+            time.sleep(0.01)
         else:
             return
 

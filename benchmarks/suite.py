@@ -10,16 +10,19 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.growth import GrowthFigures, run_growth
-from benchmarks.load import Contestant, EchoLoad, LoadFigures, Shape, TrainingLoad, run_load
+from benchmarks.load import Contestant, EchoLoad, GpVoiLoad, LoadFigures, Shape, TrainingLoad, run_load
 from benchmarks.overhead import FRAMEWORKS, OverheadFigures, OverheadPlan, Train, run_overhead
+from benchmarks.pages import PageFigures, run_pages
 from benchmarks.processes import Target, bso_server, serving
+from benchmarks.starts import StartFigures, run_starts
+from benchmarks.watching import WatchFigures, run_watching
 from zeus_plugins.errors import ZeusBSOError
 
 SERVER = "bso-server"
@@ -34,6 +37,7 @@ PACKAGES = (
 
 LOAD_LIMIT_S = 40.0
 ONE_CLIENT_LIMIT_S = 20.0
+SUGGEST_EPOCHS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,9 @@ class Plan:
         growth_blocks: Blocks of 10 requests per size.
         growth_limit_s: When to stop growing.
         overhead: How to measure what the callbacks cost a training; None: not at all.
+        starts: How often servers are started.
+        watched_blocks: Blocks of requests by which watching is measured.
+        jobs: Jobs in the list that is looked at.
     """
 
     shape: Shape
@@ -53,6 +60,9 @@ class Plan:
     growth_blocks: int
     growth_limit_s: float
     overhead: OverheadPlan | None
+    starts: int
+    watched_blocks: int
+    jobs: int
 
 
 FULL = Plan(
@@ -61,6 +71,9 @@ FULL = Plan(
     growth_blocks=4,
     growth_limit_s=60.0,
     overhead=OverheadPlan(epochs=220, steps=400, limit_s=120.0),
+    starts=5,
+    watched_blocks=10,
+    jobs=200,
 )
 QUICK = Plan(
     shape=Shape(jobs=2, concurrency=2, epochs=5, rounds=2),
@@ -68,6 +81,9 @@ QUICK = Plan(
     growth_blocks=1,
     growth_limit_s=30.0,
     overhead=OverheadPlan(epochs=5, steps=10, limit_s=10.0),
+    starts=1,
+    watched_blocks=1,
+    jobs=60,
 )
 
 
@@ -89,10 +105,15 @@ class Results:
         plan: What was asked.
         load: The server and the bare route under the whole load.
         one_client: The same with one client.
+        gp_voi: The server with short trials of jobs of policy `gp_voi`, as many clients as under load.
         peer: Another server under the whole load and with one client.
         growth: Costs as one job grows.
         workers: One and two workers under the whole load.
         drivers: SQLite in threads and over aiosqlite under the whole load.
+        databases: SQLite and the other databases that were named, under the whole load.
+        starts: How long a server takes to start.
+        watching: What watching costs a request.
+        pages: The cost of looking at the dashboard.
         overhead: What the callback costs a training, per framework.
     """
 
@@ -102,10 +123,15 @@ class Results:
     plan: Plan
     load: tuple[LoadFigures, ...]
     one_client: tuple[LoadFigures, ...]
+    gp_voi: LoadFigures
     peer: tuple[LoadFigures, ...] | Skipped
     growth: GrowthFigures | Skipped
     workers: tuple[LoadFigures, ...] | Skipped
     drivers: tuple[LoadFigures, ...] | Skipped
+    databases: tuple[LoadFigures, ...] | Skipped
+    starts: StartFigures
+    watching: WatchFigures
+    pages: PageFigures
     overhead: dict[str, OverheadFigures | Skipped]
 
     def to_json(self) -> dict[str, object]:
@@ -113,13 +139,16 @@ class Results:
         return asdict(self)
 
 
-def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = None) -> Results:
+def run(
+    plan: Plan, *, database_url: str | None = None, peer: Target | None = None, beside: Sequence[str] = ()
+) -> Results:
     """Start the servers, measure, and stop them.
 
     Args:
         plan: What to measure.
         database_url: SQLAlchemy URL of a database for the benchmark; a SQLite file in a temporary directory when None.
         peer: Another server of the wire contract, already running.
+        beside: SQLAlchemy URLs of databases to measure beside SQLite.
 
     Raises:
         BenchmarkError: A server did not start, or did not do what was asked of it.
@@ -128,8 +157,11 @@ def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = No
     with tempfile.TemporaryDirectory(prefix="bso-bench-") as temporary:
         directory = Path(temporary)
         url = database_url or f"sqlite:///{directory / 'bso.sqlite3'}"
-        bso_server(url, directory, "db", "upgrade")
-        load, one_client, growth = _our_server(plan, url, directory)
+        for each in (url, *beside):
+            bso_server(each, directory, "db", "upgrade")
+        starts = run_starts(directory, times=plan.starts)
+        watching = run_watching(blocks=plan.watched_blocks)
+        load, one_client, gp_voi, growth = _our_server(plan, url, directory)
         return Results(
             started_at=started_at,
             machine=_machine(),
@@ -137,17 +169,22 @@ def run(plan: Plan, *, database_url: str | None = None, peer: Target | None = No
             plan=plan,
             load=load,
             one_client=one_client,
+            gp_voi=gp_voi,
             peer=_peer(plan.shape, peer),
             growth=growth,
-            workers=_workers(plan.shape, url, directory),
+            workers=_workers(plan.shape, next(filter(_takes_workers, (url, *beside)), url), directory),
             drivers=_drivers(plan.shape, url, directory),
+            databases=_databases(plan.shape, beside, directory),
+            starts=starts,
+            watching=watching,
+            pages=_pages(plan, directory),
             overhead=_overhead(plan.overhead, url, directory),
         )
 
 
 def _our_server(
     plan: Plan, url: str, directory: Path
-) -> tuple[tuple[LoadFigures, ...], tuple[LoadFigures, ...], GrowthFigures | Skipped]:
+) -> tuple[tuple[LoadFigures, ...], tuple[LoadFigures, ...], LoadFigures, GrowthFigures | Skipped]:
     with (
         serving(SERVER, "bso_server", ("serve",), database_url=url, directory=directory) as server,
         serving(BARE, "benchmarks.bare", (), database_url=url, directory=directory) as bare,
@@ -155,7 +192,9 @@ def _our_server(
         contestants = [Contestant(server, TrainingLoad), Contestant(bare, EchoLoad)]
         load = _load("under load", contestants, plan.shape, LOAD_LIMIT_S)
         one_client = _load("one client", contestants, _with_one_client(plan.shape), ONE_CLIENT_LIMIT_S)
-        return load, one_client, _growth(plan, server)
+        short = replace(plan.shape, epochs=min(plan.shape.epochs, SUGGEST_EPOCHS))
+        (gp_voi,) = _load("policy gp_voi", [Contestant(server, GpVoiLoad)], short, LOAD_LIMIT_S)
+        return load, one_client, gp_voi, _growth(plan, server)
 
 
 def _load(what: str, contestants: Sequence[Contestant], shape: Shape, limit_s: float) -> tuple[LoadFigures, ...]:
@@ -183,6 +222,11 @@ def _growth(plan: Plan, server: Target) -> GrowthFigures | Skipped:
     )
 
 
+def _pages(plan: Plan, directory: Path) -> PageFigures:
+    _say(f"pages: the list of {plan.jobs} jobs, and polls")
+    return run_pages(directory, jobs=plan.jobs)
+
+
 def _peer(shape: Shape, peer: Target | None) -> tuple[LoadFigures, ...] | Skipped:
     """A peer is somebody else's: what it cannot do must not cost us our own figures."""
     if peer is None:
@@ -200,8 +244,8 @@ def _peer(shape: Shape, peer: Target | None) -> tuple[LoadFigures, ...] | Skippe
 def _workers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...] | Skipped:
     if "--workers" not in bso_server(url, directory, "serve", "--help"):
         return Skipped("bso-server serve has no --workers")
-    if _backend(url) == "sqlite":
-        return Skipped("SQLite has one writer at a time: give a PostgreSQL --database-url")
+    if not _takes_workers(url):
+        return Skipped("SQLite has one writer at a time: name a PostgreSQL database by --beside or --database-url")
     with (
         serving("1 worker", "bso_server", ("serve", "--workers", "1"), database_url=url, directory=directory) as one,
         serving("2 workers", "bso_server", ("serve", "--workers", "2"), database_url=url, directory=directory) as two,
@@ -220,6 +264,19 @@ def _drivers(shape: Shape, url: str, directory: Path) -> tuple[LoadFigures, ...]
             server = serving(name, "bso_server", ("serve",), database_url=own, directory=directory)
             contestants.append(Contestant(servers.enter_context(server), TrainingLoad))
         return _load("SQLite", contestants, shape, LOAD_LIMIT_S)
+
+
+def _databases(shape: Shape, beside: Sequence[str], directory: Path) -> tuple[LoadFigures, ...] | Skipped:
+    if not beside:
+        return Skipped("no other database was named by --beside")
+    with ExitStack() as servers:
+        contestants = []
+        own = f"sqlite:///{directory / 'beside.sqlite3'}"
+        bso_server(own, directory, "db", "upgrade")
+        for url in (own, *beside):
+            server = serving(_backend(url), "bso_server", ("serve",), database_url=url, directory=directory)
+            contestants.append(Contestant(servers.enter_context(server), TrainingLoad))
+        return _load("databases", contestants, shape, LOAD_LIMIT_S)
 
 
 def _overhead(plan: OverheadPlan | None, url: str, directory: Path) -> dict[str, OverheadFigures | Skipped]:
@@ -243,6 +300,10 @@ def _overhead_of(
 
 def _backend(url: str) -> str:
     return url.split(":", 1)[0].split("+", 1)[0]
+
+
+def _takes_workers(url: str) -> bool:
+    return _backend(url) != "sqlite"
 
 
 def _new_prefix() -> str:

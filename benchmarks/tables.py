@@ -5,20 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.growth import Cost, GrowthFigures
+from benchmarks.growth import BLOCK_REQUESTS, Cost, GrowthFigures
 from benchmarks.load import LoadFigures
 from benchmarks.marks import Mark
 from benchmarks.overhead import OverheadFigures, Ratio
+from benchmarks.pages import PageFigures
+from benchmarks.starts import StartFigures
 from benchmarks.suite import Results, Skipped
+from benchmarks.watching import WatchFigures
 
 LOAD_COLUMNS = (
     *("server", "clients", "request", "n", "answers", "req/s"),
-    *("server CPU ms", "generator CPU ms", "p50 ms", "p95 ms", "p99 ms"),
+    *("server CPU ms", "least", "generator CPU ms", "p50 ms", "p95 ms", "p99 ms"),
 )
 GROWTH_COLUMNS = ("trials", "request", "n", "server CPU ms", "/ at 10", "p50 ms", "/ at 10")
 OVERHEAD_COLUMNS = ("framework", "epochs", "steps", "epoch without ms", "epoch with ms", "report ms", "ratio", "of CPU")
 NUMBER = re.compile(r"[\d.]+|–")
-MARK_COLUMNS = ("mark", "limit", "measured", "outcome")
+MARK_COLUMNS = ("mark", "goal", "measured", "result")
 
 
 def text(results: Results, marks: Sequence[Mark]) -> str:
@@ -37,6 +40,8 @@ def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
     yield from _load_table(results.load)
     yield f"One client: {shape.epochs} epochs, {results.one_client[0].rounds} of {shape.rounds} rounds"
     yield from _load_table(results.one_client)
+    yield "Policy gp_voi: trials of a few epochs, with as many clients as under load"
+    yield from _load_table((results.gp_voi,))
     yield "Peer: under load, then one client"
     yield from _load_table(results.peer)
     yield "Growth of one job, one client"
@@ -46,6 +51,14 @@ def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
     yield "SQLite in threads (sqlite://) and over aiosqlite (sqlite+aiosqlite://) under load"
     yield from _load_table(results.drivers)
     yield from _driver_ratio(results.drivers)
+    yield "SQLite and other databases under load"
+    yield from _load_table(results.databases)
+    yield f"The quickest of {results.starts.times} starts"
+    yield from _start_lines(results.starts)
+    yield "Ids, metrics and traces, without HTTP"
+    yield from _watching_lines(results.watching)
+    yield f"The dashboard with {results.pages.jobs} jobs, ms of server CPU"
+    yield from _page_lines(results.pages)
     yield "Epochs of a training without and with the callback"
     yield from _overhead_table(results.overhead)
     yield "Marks"
@@ -65,7 +78,7 @@ def _load_table(servers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
             str(route.requests),
             " ".join(f"{n}×{status}" for status, n in route.answers.items()),
             f"{route.requests_per_s:.0f}",
-            _number(route.server_cpu_ms),
+            *map(_number, (route.server_cpu_ms, route.least_cpu_ms)),
             *map(_number, (route.generator_cpu_ms, route.p50_ms, route.p95_ms, route.p99_ms)),
         )
         for server in servers
@@ -86,17 +99,49 @@ def _driver_ratio(drivers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
         yield ""
 
 
+def _start_lines(starts: StartFigures) -> Iterator[str]:
+    yield f"  server: {_number(starts.server_s)} s until it listens, {_number(starts.server_cpu_s)} s of CPU time"
+    yield (
+        f"  in a training's process: {_number(starts.embedded_s)} s of CPU time for the first request, "
+        f"{_number(starts.embedded_imports_s)} s for the imports before it"
+    )
+    yield ""
+
+
+def _watching_lines(watching: WatchFigures) -> Iterator[str]:
+    yield (
+        f"  ms of CPU a report: metrics {_number(watching.alone_ms)} in one process, {_number(watching.several_ms)} in "
+        f"one of several; traces {_number(watching.traced_ms)}"
+    )
+    yield ""
+
+
+def _page_lines(pages: PageFigures) -> Iterator[str]:
+    yield f"  the first page of all: {_number(pages.first_ms)}"
+    yield f"  a list of jobs that nobody has looked at: {_number(pages.overview_ms)}, again: {_number(pages.again_ms)}"
+    yield (
+        f"  a poll that finds no change: {_number(pages.poll_ms)} of a job, {_number(pages.overview_poll_ms)} of the "
+        f"list; the bare route: {_number(pages.bare_ms)}"
+    )
+    yield ""
+
+
 def _growth_table(growth: GrowthFigures | Skipped) -> Iterator[str]:
     if isinstance(growth, Skipped):
         yield f"  skipped: {growth.skipped}"
         yield ""
         return
     rows = [
-        (str(point.trials), kind, str(point.requests), *_cost_cells(cost))
+        (str(point.trials), kind, str(times), *_cost_cells(cost))
         for point in growth.points
-        for kind, cost in (("suggest", point.suggest), ("final report", point.final_report))
+        for kind, times, cost in (
+            ("suggest", point.requests, point.suggest),
+            ("final report", point.requests, point.final_report),
+            ("page", point.requests // BLOCK_REQUESTS, point.page),
+        )
     ]
     yield from _table(GROWTH_COLUMNS, rows)
+    yield f"  size of the last page as sent: {growth.points[-1].page_bytes / 1024:.1f} KiB"
     if growth.note is not None:
         yield f"  {growth.note}"
     yield ""

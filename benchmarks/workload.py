@@ -25,9 +25,10 @@ class Job:
         job_id: Its id.
         max_epochs: Epochs of its longest trial.
         pruning_rounds: How often every batch size is explored.
+        policy: Its policy; None where the server chooses, as for Zeus's clients.
     """
 
-    def __init__(self, job_id: str, *, max_epochs: int, pruning_rounds: int) -> None:
+    def __init__(self, job_id: str, *, max_epochs: int, pruning_rounds: int, policy: str | None = None) -> None:
         self.job_id = job_id
         self.registration = encode(
             "POST",
@@ -43,9 +44,12 @@ class Job:
                 "max_power": 300.0,
                 "number_of_gpus": 1,
                 "gpu_model": "benchmark",
+                # Every trial runs its epochs, whatever its policy thinks of it.
+                **({} if policy is None else {"policy": policy, "beta_knob": None}),
             },
         )
         self.suggest = encode("GET", f"{Paths.BATCH_SIZE}?job_id={job_id}")
+        self.page = encode("GET", f"/ui/jobs/{job_id}", headers={"Accept-Encoding": "gzip"})
         self.delete = encode("DELETE", f"{Paths.JOBS}?job_id={job_id}")
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import fleet_load
 from benchmarks.driver import driving, percentile
 from benchmarks.errors import BenchmarkError
 from benchmarks.marks import overhead_mark
@@ -74,6 +75,8 @@ def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path)
             assert 0 < route["p50_ms"] <= route["p95_ms"] <= route["p99_ms"]
             assert route["requests_per_s"] > 0
             assert (route["server_cpu_ms"] is not None) == sys.platform.startswith("linux")
+            if route["server_cpu_ms"] is not None:
+                assert 0 < route["least_cpu_ms"] <= route["server_cpu_ms"]
 
     assert results["growth"]["note"] is None
     assert [(point["trials"], point["requests"]) for point in results["growth"]["points"]] == [(10, 10), (40, 10)]
@@ -86,11 +89,23 @@ def test_a_quick_run_sends_what_was_asked_and_writes_all_figures(tmp_path: Path)
     assert ("aiosqlite / in threads" in run.stdout) == sys.platform.startswith("linux")
     assert list(results["overhead"]) == ["Lightning", "Hugging Face"]
     for overhead in results["overhead"].values():
-        # Of five epochs, the first and the last do not count, and the last that counts has no epoch after it.
-        assert (overhead["epochs"], overhead["steps"]) == (2, 10)
+        # Of five epochs, the first and the last do not count, and the last that counts has no epoch after it. Trainings
+        # end early on a machine that is too slow for five.
+        assert (overhead["epochs"] in (1, 2), overhead["steps"]) == (True, 10)
         assert min(overhead["without_ms"], overhead["with_ms"], overhead["report_ms"]) > 0
         assert overhead["wall"]["error"] >= 0
-    limits = ["≤ 0.2", "≥ 0.5", "≤ 1.2", "≤ 1.2", "≥ 1.5", "≤ 1.01", "≤ 1.01"]
+    assert answers(results["gp_voi"]) == asked(JOBS, CLIENTS)
+    assert "--beside" in results["databases"]["skipped"]
+    assert results["watching"]["blocks"] == 1
+    starts = results["starts"]
+    assert starts["times"] == 1
+    assert min(starts["server_s"], starts["embedded_s"], starts["embedded_imports_s"]) > 0
+    assert results["pages"]["jobs"] == 60
+    under_load = ["≤ 1.7", "≥ 0.55", "≤ 10", "≤ 10", "≤ 3", "≤ 3.5"]
+    pages = ["≤ 30", "≤ 150", "≤ 50", "≤ 3", "≤ 3"]
+    starting, watching, overhead = ["≤ 0.8", "≤ 0.3"], ["≤ 0.02", "≤ 0.02"], ["≤ 1.01", "≤ 1.01"]
+    growth = ["≤ 1.2", "≤ 1.2", *pages[:2]]
+    limits = [*under_load, *growth, "≤ 1.3", *pages[2:], "≥ 1", *starting, *watching, *overhead]
     assert [mark["limit"] for mark in results["marks"]] == limits
     assert all(mark["what"] in run.stdout and mark["outcome"] in run.stdout for mark in results["marks"])
     assert all(mark["outcome"].startswith("not judged") for mark in results["marks"])
@@ -175,3 +190,23 @@ def test_the_overhead_is_judged_where_it_is_known(median: float, error: float, e
     ratio = Ratio(median, error)
     mark = overhead_mark("Lightning", OverheadFigures(epochs, 400, 100.0, 101.0, 1.0, wall=ratio, cpu=ratio))
     assert (mark.measured, mark.outcome) == (median, outcome)
+
+
+@pytest.mark.slow
+def test_a_fleet_reports_and_beats_at_its_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    pace = "--trainings 20 --per-job 4 --epochs 3 --epoch-s 2 --heartbeat-s 1 --seconds 6"
+    assert fleet_load.main([*pace.split(), "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
+    kinds = {kind["request"]: kind for kind in figures["figures"]["kinds"]}
+    # Each beats six times in six seconds and reports three times, once of these for the last time.
+    assert kinds["PATCH /trials/heartbeat"]["answers"] == {"200": 120}
+    assert kinds["POST /report (epoch)"]["due"] == 40
+    assert {name: kind["answers"] for name, kind in kinds.items() if "heartbeat" not in name} == {
+        "POST /report (epoch)": {"200": 40},
+        "POST /report (final)": {"200": 20},
+        "POST /jobs (known)": {"200": 20},
+        "GET /jobs/batch_size": {"200": 20},
+    }
+    assert (figures["database"]["trials"], figures["database"]["epochs"]) == (40, 40)
+    assert "0 without success" in capsys.readouterr().out
