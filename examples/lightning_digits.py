@@ -1,6 +1,7 @@
 """A Lightning training that learns, recurrence by recurrence, which batch size is cheapest.
 
-Usage: ``python examples/lightning_digits.py [--recurrences N] [--devices N] [--server-url URL] [--job-id ID]``
+Usage: ``python examples/lightning_digits.py [--recurrences N] [--accelerator cpu|gpu] [--devices N] [--nodes N]
+[--data digits|mnist] [--target ACCURACY] [--on-failure stop|raise] [--server-url URL] [--job-id ID]``
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import subprocess
 import sys
 
 import torch
+from images import TARGETS, add_arguments, load
 from lightning.pytorch import LightningModule, Trainer
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader
 
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback
@@ -23,11 +24,11 @@ MAX_EPOCHS = 20
 
 
 class Classifier(LightningModule):
-    """A small network for images of 8 × 8 pixels."""
+    """A small network for images, which are rows of pixels."""
 
-    def __init__(self) -> None:
+    def __init__(self, pixels: int) -> None:
         super().__init__()
-        self.network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.network = nn.Sequential(nn.Linear(pixels, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Cross-entropy."""
@@ -44,30 +45,24 @@ class Classifier(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.003)
 
 
-def loaders() -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
-    """Four fifths of the digits for training; the batch size in here is replaced."""
-    images, labels = load_digits(return_X_y=True)
-    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
-    train, validation = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
-    return DataLoader(train, batch_size=64, shuffle=True), DataLoader(validation, batch_size=256)
-
-
 def train(options: argparse.Namespace) -> None:
     """Train once, as one recurrence of the job."""
+    train_set, validation_set = load(options)
     job = JobSpec(
         job_id=options.job_id,
         job_id_prefix="digits",
         batch_sizes=(16, 32, 64, 128),
         default_batch_size=64,
-        target_metric=0.93,
+        target_metric=options.target or TARGETS[options.data],
         max_epochs=MAX_EPOCHS,
     )
     callback = ZeusBSOCallback(
-        job, monitor="val_acc", server_url=options.server_url, lr_scaling="sqrt", on_failure="stop"
+        job, monitor="val_acc", server_url=options.server_url, lr_scaling="sqrt", on_failure=options.on_failure
     )
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=options.accelerator,
         devices=options.devices,
+        num_nodes=options.nodes,
         max_epochs=MAX_EPOCHS,
         callbacks=[callback],
         logger=False,
@@ -75,7 +70,9 @@ def train(options: argparse.Namespace) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(), *loaders())
+    # The batch size in here is replaced.
+    train_loader = DataLoader(train_set, batch_size=64, shuffle=True)
+    trainer.fit(Classifier(len(train_set[0][0])), train_loader, DataLoader(validation_set, batch_size=256))
     if trainer.is_global_zero:
         trial = callback.trial
         verdict = "ended early" if trial.verdict is None else trial.verdict.message
@@ -86,13 +83,26 @@ def main() -> None:
     """Train once, or launch this script again and again."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recurrences", type=int, default=0, metavar="N", help="launch this script N times")
-    parser.add_argument("--devices", type=int, default=1, help="processes that train together")
+    parser.add_argument("--accelerator", default="cpu", choices=("cpu", "gpu"), help="what trains (default: cpu)")
+    parser.add_argument("--devices", type=int, default=1, help="processes that train together on a machine")
+    parser.add_argument("--nodes", type=int, default=1, help="machines, of which torchrun starts this script on each")
+    parser.add_argument("--target", type=float, help="accuracy that is wanted (default: 0.93, of MNIST 0.97)")
+    parser.add_argument(
+        "--on-failure",
+        default="stop",
+        choices=("stop", "raise"),
+        help="raise: end with exit status 75 when the target is missed, for schedulers that launch again by it",
+    )
     parser.add_argument("--server-url", default=os.environ.get("ZEUS_SERVER_URL", "http://127.0.0.1:8000"))
     parser.add_argument("--job-id", default="digits-lightning")
+    add_arguments(parser)
     options = parser.parse_args()
     if not options.recurrences:
         train(options)
-    once = ["--devices", str(options.devices), "--server-url", options.server_url, "--job-id", options.job_id]
+    once = ["--accelerator", options.accelerator, "--devices", str(options.devices)]
+    once += ["--data", options.data, "--data-folder", str(options.data_folder)]
+    once += [] if options.target is None else ["--target", str(options.target)]
+    once += ["--server-url", options.server_url, "--job-id", options.job_id]
     for _ in range(options.recurrences):
         subprocess.run([sys.executable, __file__, *once], check=True)  # noqa: S603 - this very script
 

@@ -1,6 +1,6 @@
 """A training loop without a framework that learns, recurrence by recurrence, which batch size is cheapest.
 
-Usage: ``python examples/plain_pytorch.py [--recurrences N] [--server-url URL] [--job-id ID]``
+Usage: ``python examples/plain_pytorch.py [--recurrences N] [--data digits|mnist] [--server-url URL] [--job-id ID]``
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import argparse
 import math
 
 import torch
-from sklearn.datasets import load_digits
+from images import TARGETS, add_arguments, load
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset, random_split
+from torch.utils.data import DataLoader
 
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.errors import ZeusBSOTrainFailError
@@ -19,21 +19,19 @@ from zeus_plugins.errors import ZeusBSOTrainFailError
 RATE = 0.003  # for the default batch size
 
 
-def train(server_url: str | None, job_id: str) -> None:
+def train(options: argparse.Namespace) -> None:
     """Train once, as one recurrence of the job."""
     job = JobSpec(
-        job_id=job_id,
+        job_id=options.job_id,
         job_id_prefix="digits",
         batch_sizes=(16, 32, 64, 128),
         default_batch_size=64,
-        target_metric=0.93,
+        target_metric=TARGETS[options.data],
         max_epochs=20,
     )
-    images, labels = load_digits(return_X_y=True)
-    dataset = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
-    train_set, validation_set = random_split(dataset, [0.8, 0.2], torch.Generator().manual_seed(0))
-    network = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    with BatchSizeOptimizer(monitor=None, server_url=server_url, job=job) as optimizer:
+    train_set, validation_set = load(options)
+    network = nn.Sequential(nn.Linear(len(train_set[0][0]), 64), nn.ReLU(), nn.Linear(64, 10))
+    with BatchSizeOptimizer(monitor=None, server_url=options.server_url, job=job) as optimizer:
         batch_size = optimizer.get_batch_size()
         loader = DataLoader(train_set, batch_size=batch_size, shuffle=True)
         adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / job.default_batch_size))
@@ -71,9 +69,10 @@ def main() -> None:
     parser.add_argument("--recurrences", type=int, default=1, metavar="N", help="train N times")
     parser.add_argument("--server-url", help="default: ZEUS_SERVER_URL, or else a server in this process")
     parser.add_argument("--job-id", default="digits-plain")
+    add_arguments(parser)
     options = parser.parse_args()
     for _ in range(options.recurrences):
-        train(options.server_url, options.job_id)
+        train(options)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,184 @@
+"""Sentiment in texts that change: the optimizer notices it, and finds the batch size that is cheapest now.
+
+Each recurrence trains on a slice of its own, with made-up texts of numbered words. The first slices hold short posts,
+in which large batches are cheapest; from slice ``--change`` on they hold long reviews, of which a large batch takes as
+many passes and saves nothing. Costs count the CPU seconds of the training, so that other work on the machine hardly
+shows in them. The server runs in this process, on a file of its own.
+
+Usage: ``python examples/sentiment_drift.py [--recurrences N] [--change N] [--policy POLICY] [--plot FILE]``
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.energy import EstimateMonitor
+from zeus_plugins.errors import ZeusBSOTrainFailError
+from zeus_plugins.protocol import TrialState, TrialView
+
+SENTIMENT_WORDS = 300  # for praise, and as many for blame
+OTHER_WORDS = 1000
+RATE = 0.003  # for a batch of 64 texts
+SIZES = (32, 64, 128, 256, 512, 1024)
+DEFAULT = 64
+TARGET = 0.84
+MAX_EPOCHS = 25
+WATTS = 65.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Texts of one kind: their number of words, and the shares that speak for and against the text's label."""
+
+    name: str
+    words: int
+    own: float
+    other: float
+
+
+POSTS = Kind("short posts", 12, 0.30, 0.06)
+REVIEWS = Kind("long reviews", 300, 0.095, 0.055)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts as numbers of words, one row each, and their labels."""
+
+    words: Tensor
+    labels: Tensor
+
+
+def made_up(kind: Kind, count: int, seed: int) -> Texts:
+    """Texts of a kind; of one in fifty the label is wrong."""
+    dice = np.random.default_rng(seed)
+    labels = dice.integers(0, 2, count)
+    which, share = dice.integers(0, SENTIMENT_WORDS, (count, kind.words)), dice.random((count, kind.words))
+    own, other = which + SENTIMENT_WORDS * labels[:, None], which + SENTIMENT_WORDS * (1 - labels[:, None])
+    neutral = 2 * SENTIMENT_WORDS + dice.integers(0, OTHER_WORDS, (count, kind.words))
+    words = np.where(share < kind.own, own, np.where(share < kind.own + kind.other, other, neutral))
+    told = np.where(dice.random(count) < 0.02, 1 - labels, labels)
+    return Texts(torch.tensor(words), torch.tensor(told))
+
+
+def epochs(batch_size: int, kind: Kind, number: int) -> Iterator[float]:
+    """Train on a slice of texts; the accuracy after each epoch."""
+    train, validation = made_up(kind, 4000, seed=2 * number), made_up(kind, 1000, seed=2 * number + 1)
+    torch.manual_seed(number)
+    vocabulary = 2 * SENTIMENT_WORDS + OTHER_WORDS
+    network = nn.Sequential(nn.EmbeddingBag(vocabulary, 64, mode="mean"), nn.Linear(64, 2))
+    adam = torch.optim.Adam(network.parameters(), lr=RATE * math.sqrt(batch_size / 64))
+    while True:
+        order = torch.randperm(len(train.labels))
+        for rows in order[: len(order) // batch_size * batch_size].split(batch_size):
+            adam.zero_grad()
+            nn.functional.cross_entropy(network(train.words[rows]), train.labels[rows]).backward()
+            adam.step()
+        with torch.no_grad():
+            said = network(validation.words).argmax(dim=1)
+        yield (said == validation.labels).float().mean().item()
+
+
+def train(job: JobSpec, server_url: str, kind: Kind, number: int) -> tuple[int, bool]:
+    """Train once, as one recurrence of the job; its batch size, and whether the target was reached."""
+    monitor = EstimateMonitor(WATTS, clock=time.process_time)
+    with BatchSizeOptimizer(monitor, server_url, job) as optimizer:
+        batch_size = optimizer.get_batch_size()
+        accuracies = epochs(batch_size, kind, number)
+        optimizer.on_train_begin()
+        try:
+            while not optimizer.training_finished:
+                optimizer.on_evaluate(next(accuracies))
+        except ZeusBSOTrainFailError:
+            return batch_size, False
+    return batch_size, True
+
+
+def mean_cost_j(batch_size: int, kind: Kind) -> float:
+    """The mean of what two trainings take at this size, without an optimizer, in joules; infinite if one fails."""
+    costs = []
+    for number in (1001, 1002):
+        began = time.process_time()
+        reached = any(accuracy >= TARGET for accuracy in islice(epochs(batch_size, kind, number), MAX_EPOCHS))
+        costs.append(WATTS * (time.process_time() - began) if reached else math.inf)
+    return sum(costs) / len(costs)
+
+
+def main() -> None:
+    """Let the job recur, tell each run, and draw them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recurrences", type=int, default=40, metavar="N", help="trainings (default %(default)s)")
+    parser.add_argument("--change", type=int, default=16, metavar="N", help="the first one on long reviews")
+    parser.add_argument("--policy", default="gp_voi", help="how batch sizes are chosen (default %(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw costs beside the default's and the best size's")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    next(epochs(DEFAULT, POSTS, 0))  # The first epoch of a process also pays for what PyTorch loads.
+    job = JobSpec(
+        job_id="sentiment-drift",
+        job_id_prefix="sentiment",
+        batch_sizes=SIZES,
+        default_batch_size=DEFAULT,
+        target_metric=TARGET,
+        max_epochs=MAX_EPOCHS,
+        policy=options.policy,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        server_url = f"embedded://{folder}/bso.sqlite3"
+        for number in range(1, options.recurrences + 1):
+            kind = REVIEWS if number >= options.change else POSTS
+            batch_size, reached = train(job, server_url, kind, number)
+            print(f"slice {number}, {kind.name}: {batch_size}{'' if reached else ', target missed'}", flush=True)
+        with client_from_environment(server_url) as client:
+            trials = client.show_job(job.job_id).trials
+    for trial in trials:
+        print(f"{trial.trial_number:3} {trial.batch_size:5} {trial.cost_j:8.2f} J  {trial.reason}")
+    if options.plot:
+        plot(trials, options.change, options.plot)
+
+
+def plot(trials: Sequence[TrialView], change: int, file: Path) -> None:
+    """Draw the cost of each run, and beside it what the default and the cheapest size take on such slices."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for kind, first, last in ((POSTS, 1, change - 1), (REVIEWS, change, len(trials))):
+        costs = {size: mean_cost_j(size, kind) for size in SIZES}
+        best = min(costs, key=lambda size: costs[size])
+        for size, word, colour, above in (
+            (DEFAULT, "the default", "grey", 3),
+            (best, "the cheapest", "tab:green", -11),
+        ):
+            axes.hlines(costs[size], first - 0.5, last + 0.5, colors=colour, linestyles="dashed")
+            place = (first - 0.3, costs[size])
+            axes.annotate(f"{word}, {size}", place, (0, above), textcoords="offset points", color=colour)
+    for trial in trials:
+        reached = trial.state is TrialState.COMPLETED
+        axes.scatter(
+            trial.trial_number, trial.cost_j, c="tab:blue" if reached else "tab:red", marker="o" if reached else "X"
+        )
+        place = (trial.trial_number, trial.cost_j)
+        axes.annotate(
+            f"{trial.batch_size}", place, (0, 6), textcoords="offset points", ha="center", fontsize=7, rotation=60
+        )
+    axes.axvline(change - 0.5, color="black", linewidth=0.8)
+    axes.set(xlabel=f"run; from {change} on, texts are long reviews", ylabel="cost of the run (J)", yscale="log")
+    axes.set_yticks(ticks := [3, 5, 10, 20, 30, 50, 100], [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    figure.savefig(file, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
