@@ -7,25 +7,28 @@ import inspect
 import io
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bso_server import cli as server_cli
-from bso_server.settings import Settings, variable_of
+from docs import generated
 from tests.support.lightning_bench import QUIET
 from zeus_plugins import JobSpec
-from zeus_plugins import cli as client_cli
+from zeus_plugins.cli import energy
+from zeus_plugins.errors import ZeusBSOTrainFailError
+from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
 
 pytestmark = QUIET
 
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples" / "README.md"]
-REFERENCE = (ROOT / "docs" / "reference.md").read_text()
-PARSERS = {"bso-server": server_cli._parser, "zeus-plugins": client_cli._parser}
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples" / "README.md"]
+REFERENCE = (DOCS / "reference.md").read_text()
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -50,9 +53,12 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), link
 
 
-def test_every_page_can_be_found_from_the_readme() -> None:
-    linked = README.read_text() + (ROOT / "CONTRIBUTING.md").read_text()
-    assert [page.name for page in (ROOT / "docs").glob("*.md") if f"(docs/{page.name}" not in linked] == []
+def test_every_page_is_in_one_group_of_the_site() -> None:
+    toctrees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [line for tree in toctrees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [page.stem for page in DOCS.glob("*.md") if page.name != "index.md"]
+    assert sorted(listed) == sorted(pages), "docs/index.md lists each page of docs/ once, below the group it belongs to"
+    assert "(docs/index.md" in README.read_text()
 
 
 @pytest.mark.parametrize(("page", "least"), [("matrix.md", 50), ("reliability.md", 30)])
@@ -61,11 +67,19 @@ def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
     names = set(
         re.findall(r"^ *(?:async )?def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE)
     )
-    spans = INLINE.findall((ROOT / "docs" / page).read_text())
+    spans = INLINE.findall((DOCS / page).read_text())
     patterns = [span.replace("…", r"\w+") for span in spans if span.startswith("test_")]
     assert len(patterns) > least
     assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)] == []
     assert [span for span in spans if span.startswith("tests/") and not (ROOT / span).exists()] == []
+
+
+def test_every_module_has_its_place_in_the_house() -> None:
+    named = set(re.findall(r"\w+", (DOCS / "architecture.md").read_text() + (DOCS / "policy.md").read_text()))
+    modules = [path for package in ("zeus_plugins", "bso_server", "release") for path in (ROOT / package).rglob("*.py")]
+    own = [path for path in modules if not path.name.startswith("__") and path.parent.name != "versions"]
+    missing = sorted(str(path.relative_to(ROOT)) for path in own if path.stem not in named)
+    assert not missing, "docs/architecture.md names each module (docs/policy.md those of gp_voi)"
 
 
 def test_the_readme_is_short() -> None:
@@ -81,7 +95,7 @@ def commands() -> Iterator[tuple[str, bool]]:
         for language, block in FENCED.findall(text):
             if language in {"sh", "bash"}:
                 for line in block.replace("\\\n", " ").splitlines():
-                    if found := re.search(r"(?:^|\s)((?:bso-server|zeus-plugins) [^#;]*)", line):
+                    if found := re.search(r"(?:^|[\s/])((?:bso-server|zeus-plugins) [^#;]*)", line):
                         yield found[1].strip(), not re.search(r"[\[|$<…]", found[1])
         for span in INLINE.findall(FENCED.sub("", text)):
             if re.match(r"(bso-server|zeus-plugins) ", span):
@@ -93,7 +107,7 @@ def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -
     name, *arguments = shlex.split(command)
     if "--" in arguments:
         arguments = [*arguments[: arguments.index("--")], "--", "true"]
-    parser = PARSERS[name]()
+    parser = generated.PARSERS[name]()
     if is_whole:
         parser.parse_args(arguments)
     options = re.findall(r"(?<!\S)\[?\|?(--[a-z][a-z-]*)", command) + re.findall(r"\|(--[a-z][a-z-]*)", command)
@@ -107,6 +121,37 @@ def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -
         parser.parse_args([*words, "--help"])
     assert ended.value.code == 0
     assert [option for option in options if option not in shown.getvalue()] == []
+
+
+def shell_lines() -> Iterator[tuple[str, str]]:
+    """Each line that a page lets a reader type into a shell, with the page."""
+    for page in PAGES:
+        for language, block in FENCED.findall(page.read_text()):
+            if language in {"sh", "bash"}:
+                yield from ((page.name, line) for line in block.replace("\\\n", " ").splitlines())
+
+
+def test_what_the_documentation_makes_and_runs_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    spans = [span for page in PAGES for span in INLINE.findall(FENCED.sub("", page.read_text()))]
+    lines = [line.strip() for _, line in shell_lines()] + spans
+    targets = {found[1] for line in lines if (found := re.match(r"make ([a-z.][a-z-]*)", line))}
+    assert len(targets) > 5
+    assert [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)] == []
+    scripts = [found for line in lines if (found := re.search(r"python (examples/\S+\.py)(.*)", line))]
+    assert len(scripts) > 5
+    for script in scripts:
+        text = (ROOT / script[1]).read_text()
+        assert [
+            option for option in re.findall(r"--[a-z-]+", script[2].split("#")[0]) if f'"{option}"' not in text
+        ] == []
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in shell_lines()}))
+def test_the_shell_of_a_page_parses(page: str) -> None:
+    text = "\n".join(line for name, line in shell_lines() if name == page)
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607 - any bash will do
+    assert checked.stderr == ""
 
 
 def table_below(heading: str, text: str = REFERENCE) -> list[tuple[str, str]]:
@@ -146,14 +191,32 @@ def test_the_reference_has_the_arguments_of_the_callbacks(package: str, heading:
     ]
 
 
-def test_the_servers_page_has_all_settings() -> None:
-    shown = dict(table_below("Settings", (ROOT / "docs" / "server.md").read_text()))
-    assert list(shown) == [variable_of(name) for name in Settings.model_fields]
-    for name, field in Settings.model_fields.items():
-        default = field.get_default()
-        if default is not None and field.default_factory is None:
-            expected = f"{default:g}" if isinstance(default, float) else str(default)
-            assert shown[variable_of(name)] == expected, name
+@pytest.mark.parametrize("page", generated.PAGES)
+def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
+    assert (DOCS / page).read_text() == generated.PAGES[page](), "make reference writes it anew"
+
+
+@pytest.mark.parametrize(
+    ("heading", "values"),
+    [("States of a trial", TrialState), ("Reasons of", EndReason), ("Origins of", Origin), ("Stages of", Stage)],
+)
+def test_the_page_of_states_has_them_all(heading: str, values: type[StrEnum]) -> None:
+    (section,) = [one for one in (DOCS / "states.md").read_text().split("\n## ") if one.startswith(heading)]
+    named = [line.split("|")[1].strip(" `") for line in section.splitlines() if line.startswith("| ")]
+    assert sorted(named[1:]) == sorted(values)
+
+
+def test_the_page_of_exit_statuses_has_those_of_the_code() -> None:
+    code = "\n".join(
+        path.read_text() for name in ("zeus_plugins", "bso_server") for path in (ROOT / name / "cli").glob("*.py")
+    )
+    own = (energy._FAILED, energy._NOT_EXECUTABLE, energy._NOT_FOUND, ZeusBSOTrainFailError.exit_status)
+    statuses = {"2", *re.findall(r"return (\d+)$", code, re.MULTILINE), *map(str, own)}
+    shown = {
+        cell.strip() for line in (DOCS / "exit-status.md").read_text().splitlines() for cell in re.split(r"[|,]", line)
+    }
+    assert len(statuses) > 5
+    assert sorted(statuses - shown) == []
 
 
 def example(package: str) -> str:

@@ -1,0 +1,55 @@
+"""The documentation site: `make docs` builds it into `build/docs`; the pages are plain Markdown, also on a forge."""
+
+import re
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any
+
+from pygments.lexers.special import TextLexer
+from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
+
+project = "zeus-plugins"
+version = release = version_of(project)
+html_title = f"{project} {version}"
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# Docstrings name what they speak of between single backticks.
+default_role = "py:obj"
+
+# Links to headings are those of a forge: `page.md#the-heading`.
+myst_heading_anchors = 4
+# Folders of the repository are links on a forge, and their names alone on the site.
+nitpick_ignore_regex = [("myst", r"\.\./.*")]
+
+html_theme = "furo"
+# Nothing is loaded from elsewhere: the site opens from a folder, without a network.
+html_copy_source = False
+html_show_sphinx = False
+
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_member_order = "bysource"
+
+
+LOADED = re.compile(
+    r"""<(?:script|link|img|iframe|source|video|audio|embed|object)\b[^>]*?\b(?:src|srcset|href|data)=["'](?:https?:)?//[^>]*>"""
+    r"""|(?:url\(|@import\s)\s*["']?(?:https?:)?//[^)"';]*"""
+)
+
+
+def check_that_nothing_is_loaded_from_elsewhere(app: Sphinx, error: Exception | None) -> None:
+    """Raise an error if a page asks a network for a script, a style, a font or a picture."""
+    if error is not None:
+        return
+    files = [path for path in Path(app.outdir).rglob("*") if path.suffix in {".html", ".css"}]
+    found = [f"{path.name}: {asked}" for path in files for asked in LOADED.findall(path.read_text(encoding="utf-8"))]
+    if found:
+        raise ExtensionError("the site must open without a network, and loads " + "; ".join(sorted(set(found))))
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Show diagrams, which forges draw, as their text: what draws them in a browser would be loaded from elsewhere."""
+    app.add_lexer("mermaid", TextLexer)
+    app.connect("build-finished", check_that_nothing_is_loaded_from_elsewhere)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,274 @@
+"""The reference pages that follow from the code: settings, commands and routes; ``make reference`` writes them anew."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from litestar import Litestar
+from litestar.routes import HTTPRoute
+
+from bso_server import cli as server_cli
+from bso_server.api.openapi import completed
+from bso_server.app import create_app
+from bso_server.core.access import Scope
+from bso_server.settings import Settings, variable_of
+from zeus_plugins import cli as client_cli
+from zeus_plugins import protocol
+
+DOCS = Path(__file__).parent
+PARSERS = {"bso-server": server_cli._parser, "zeus-plugins": client_cli._parser}
+METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
+
+Schema = Mapping[str, Any]
+
+
+def attribute_texts(documented: type) -> dict[str, str]:
+    """The texts of the section ``Attributes`` in a class's docstring, by name."""
+    _, _, section = (inspect.getdoc(documented) or "").partition("Attributes:\n")
+    found = re.findall(r"^    (\w+): (.+(?:\n {6,}.+)*)", section.split("\n\n")[0], re.MULTILINE)
+    return {name: re.sub(r"\s+", " ", text).replace("``", "`") for name, text in found}
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    lines = [list(head), ["---"] * len(list(head)), *(list(row) for row in rows)]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+# Settings
+
+
+def settings_page() -> str:
+    """Each setting with its values, its default and its meaning."""
+    texts, properties = attribute_texts(Settings), Settings.model_json_schema()["properties"]
+    rows = []
+    for name, field in Settings.model_fields.items():
+        default = field.get_default()
+        if field.default_factory is not None:
+            shown = "a SQLite file in your data directory"
+        else:
+            shown = "none" if default is None else f"`{default:g}`" if isinstance(default, float) else f"`{default}`"
+        taken = values(properties[name]).removesuffix(" or null")
+        rows.append((f"`{variable_of(name)}`", taken, shown, texts[name].removesuffix(".")))
+    return f"""# Settings of the server
+
+Settings come from arguments of `bso-server`, then the environment, then `.env` in the working directory.
+`bso-server config show` prints each with its source; a value that does not fit ends the server at its start with the
+name of its variable. The variables of the training side stand in [environment.md](environment.md).
+
+Each may also be given as the path of a file that holds its value, by its name with `_FILE` behind it, as platforms
+hand out secrets: `ZEUS_BSO_DATABASE_URL_FILE=/run/secrets/database_url`. In one place, a setting and the name of its
+file are an error; between places, the same order holds: an argument comes before a file, and a file that the
+environment names before the setting in `.env`. A file that is absent or empty is an error, too. Line feeds at its end
+do not count.
+
+{table(("setting", "values", "default", "meaning"), rows)}
+"""
+
+
+def values(schema: Schema) -> str:
+    """The values that a JSON schema takes, in words."""
+    if reference := schema.get("$ref"):
+        name = reference.rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        bounds = {key: value for key, value in schema.items() if key not in {"anyOf", "oneOf"}}
+        return " or ".join(values({**bounds, **one} if one.get("type") != "null" else one) for one in alternatives)
+    if choices := schema.get("enum"):
+        return ", ".join(f"`{choice}`" for choice in choices)
+    kind = schema.get("type", "any JSON")
+    if kind == "array":
+        return f"list of {values(schema['items'])}" if "items" in schema else "list"
+    if kind == "object" and isinstance(entries := schema.get("additionalProperties"), Mapping):
+        return f"object of {values(entries)}"
+    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{word} {schema[key]:g}" for key, word in words.items() if abs(schema.get(key, 2**31)) < 2**31 - 1]
+    if "maxLength" in schema:
+        bounds.append(f"at most {schema['maxLength']} characters")
+    name = {"null": "null", "integer": "integer", "number": "number", "string": "text"}.get(kind, kind)
+    return " ".join([name, ", ".join(bounds)]).strip()
+
+
+# Commands
+
+
+def leaves(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    """The parsers of all commands that do something, in order."""
+    below = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not below:
+        yield parser
+    for action in below:
+        for child in action.choices.values():
+            yield from leaves(child)
+
+
+def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """The short help of each command below, by its whole name."""
+    found: dict[str, str] = {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {action.choices[one.dest].prog: one.help or "" for one in action._choices_actions}
+            for child in action.choices.values():
+                found |= helps(child)
+    return found
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
+    """Each argument of a command with its help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS:
+            continue
+        value = "" if action.nargs == 0 else parser._get_formatter()._format_args(action, (action.dest.upper()))
+        if choices := action.choices:
+            value = value if action.metavar else "|".join(map(str, choices))
+        name = ", ".join(f"`{option} {value}`".replace(" `", "`") for option in action.option_strings)
+        yield name or f"`{value}`", parser._get_formatter()._expand_help(action) if action.help else ""
+
+
+def commands_page() -> str:
+    """Each command with its arguments, as its ``--help`` tells them."""
+    parts = []
+    for program, make in PARSERS.items():
+        parser = make()
+        short = helps(parser)
+        parts.append(f"## `{program}`\n\n{parser.description} `{program} --version` prints the version.")
+        for leaf in leaves(parser):
+            said = leaf.description or short[leaf.prog]
+            text = " ".join((said[0].upper() + said[1:]).split()).removesuffix(".") + "."
+            arguments = table(("argument", "meaning"), options_of(leaf)) if any(options_of(leaf)) else "No arguments."
+            parts.append(f"### `{leaf.prog}`\n\n{text}\n\n{arguments}")
+    return (
+        "# Commands\n\nEach command prints this by `--help`. What a command's exit status means stands in "
+        "[exit-status.md](exit-status.md).\n\n" + "\n\n".join(parts) + "\n"
+    )
+
+
+# Routes
+
+
+def routes_page() -> str:
+    """Each route with its parameters, answers and messages, by the OpenAPI document."""
+    app = create_app(Settings(_env_file=None, database_url="sqlite:///bso.sqlite3"))
+    document = completed(app.openapi_schema.to_schema())
+    needs = {(method, path): need for path, method, need in scopes(app)}
+    parts, rows, errors = [], [], {}
+    for path, operations in document["paths"].items():
+        for verb, operation in operations.items():
+            method = verb.upper()
+            title = f"{method} {path}"
+            anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+            rows.append((f"[`{title}`](#{anchor})", operation["summary"], needs[method, path]))
+            parts.append(f"### `{title}`\n\n{route(operation, needs[method, path], errors)}")
+    hidden = sorted(
+        (f"`{method} {path}`", need) for (method, path), need in needs.items() if path not in document["paths"]
+    )
+    schemas = {name: schema for name, schema in document["components"]["schemas"].items() if "properties" in schema}
+    kinds = {name: schema for name, schema in document["components"]["schemas"].items() if "enum" in schema}
+    messages = "\n\n".join(f"### {name}\n\n{message(name, schema)}" for name, schema in sorted(schemas.items()))
+    choices = "\n\n".join(f"### {name}\n\n{values(schema)}." for name, schema in sorted(kinds.items()))
+    return f"""# Routes of the server
+
+The server describes itself at `GET /schema/openapi.json` (OpenAPI {document["openapi"]}); this page is made of that.
+A scope is what a [token](server.md#tokens-and-tls) must have; each holds those before it: `read`, `report`, `admin`.
+Fields that a route does not know are ignored; NaN and infinities are refused. The five routes of Zeus 0.16 are those
+of `/jobs`, `/jobs/batch_size`, `/report` and `PATCH /trials`.
+
+{table(("route", "does", "scope"), rows)}
+
+## Errors
+
+Errors are problem details (RFC 9457), [ErrorBody](#errorbody); 503 and 429 carry `Retry-After`.
+
+{table(("status", "means"), sorted((f"`{status}`", text) for status, text in errors.items()))}
+
+## Each route
+
+{chr(10).join(part + chr(10) for part in parts)}
+## Pages and the schema
+
+These are for browsers, or describe the server, and are no part of the OpenAPI document;
+[dashboard.md](dashboard.md) tells of the pages.
+
+{table(("route", "scope"), hidden)}
+
+## Messages
+
+{messages}
+
+## Values
+
+{choices}
+"""
+
+
+def scopes(app: Litestar) -> Iterator[tuple[str, str, str]]:
+    """Path, method and needed scope of each route, as `bso_server.api.auth` reads them."""
+    for found in app.routes:
+        path = re.sub(r"\{(\w+):\w+\}", r"{\1}", found.path)
+        handlers = found.route_handlers if isinstance(found, HTTPRoute) else [found.route_handler]
+        for handler in handlers:
+            methods = getattr(handler, "http_methods", {"POST"} if path == "/report" else {"GET"})
+            for method in [one for one in METHODS if one in methods]:
+                need = handler.opt.get("needs", Scope.READ if method == "GET" else Scope.ADMIN)
+                yield path, method, "none" if need is None else f"`{need.value}`"
+
+
+def route(operation: Schema, need: str, errors: dict[str, str]) -> str:
+    """One route; its errors are added to ``errors``, by status."""
+    lines = [f"{operation['description']} Scope: {need}."]
+    if parameters := operation.get("parameters"):
+        rows = [
+            (
+                f"`{one['name']}`",
+                one["in"] + ("" if one["required"] else ", optional"),
+                values(one["schema"]),
+                one.get("description", ""),
+            )
+            for one in parameters
+        ]
+        lines.append(table(("parameter", "in", "values", "meaning"), rows))
+    if body := operation.get("requestBody"):
+        lines.append(f"Body: {content(body)}.")
+    good = {status: answer for status, answer in operation["responses"].items() if status.startswith("2")}
+    errors |= {status: one["description"] for status, one in operation["responses"].items() if status not in good}
+    refused = ", ".join(f"`{status}`" for status in sorted(operation["responses"]) if status not in good)
+    answers = "; ".join(f"`{status}` {content(answer)}" for status, answer in sorted(good.items()))
+    lines.append(f"Answers: {answers}." + (f" Errors: {refused}." if refused else ""))
+    return "\n\n".join(lines)
+
+
+def content(holder: Schema) -> str:
+    """The body of a request or of an answer."""
+    if not holder.get("content"):
+        return "nothing"
+    ((kind, described),) = holder["content"].items()
+    return values(described["schema"]) if kind == "application/json" else f"`{kind}`"
+
+
+def message(name: str, schema: Schema) -> str:
+    """The fields of a message, with what the docstring of its class says of them."""
+    documented = getattr(protocol, name, None)
+    texts = attribute_texts(documented) if documented else {}
+    rows = []
+    for field, described in schema["properties"].items():
+        optional = "" if field in schema.get("required", ()) else ", optional"
+        rows.append((f"`{field}`", values(described) + optional, texts.get(field, described.get("description", ""))))
+    return table(("field", "values", "meaning"), rows)
+
+
+PAGES = {"settings.md": settings_page, "cli.md": commands_page, "http.md": routes_page}
+
+
+def main() -> None:
+    """Write the pages."""
+    for name, make in PAGES.items():
+        (DOCS / name).write_text(make())
+
+
+if __name__ == "__main__":
+    main()
