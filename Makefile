@@ -6,7 +6,7 @@ EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: .venv demo test test-rest test-all test-long lint bench clean
+.PHONY: .venv demo screenshots test test-rest test-all test-long lint bench proof reference docs licences release-check clean
 
 .venv: $(STAMP)
 
@@ -21,6 +21,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/zeus-plugins demo
+
+# The pictures of the dashboard in the documentation, of a demo's database; they need a browser.
+screenshots: demo
+	@$(BIN)/python -m tests.support.screenshots .demo/bso.sqlite3 docs/images
 
 # Processes of the tests read what the first of them has compiled, pytest's own files among it.
 test test-rest test-all test-long: export PYTHONDONTWRITEBYTECODE :=
@@ -52,6 +56,31 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
+
+# Real recurring trainings; QUICK=1 shows in minutes that all works. What was measured stays, and the next call goes on.
+PROOF := .proof/$(if $(QUICK),quick,all)
+proof: $(STAMP)
+	@$(BIN)/python -m benchmarks.recurrences run $(if $(QUICK),--quick) --state $(PROOF)
+	@$(BIN)/python -m benchmarks.recurrences collect --state $(PROOF) --results $(PROOF)/results.json --images $(PROOF)
+
+# The pages of the documentation that follow from the code: settings, commands, routes.
+reference: $(STAMP)
+	@$(BIN)/python -m docs.generated
+
+# The documentation as a site that opens without a network: build/docs/index.html.
+docs: $(STAMP)
+	@$(BIN)/python -m sphinx --builder html --fail-on-warning --fresh-env --quiet docs build/docs
+	@echo "Open build/docs/index.html"
+
+# The page of the licences of all dependencies, as pip finds them by now.
+licences:
+	@$(PYTHON) -m release licences
+
+# Both packages and the bill of materials, and their installation with each extra by each of these interpreters.
+RELEASE_PYTHONS ?= $(PYTHON)
+release-check:
+	@$(PYTHON) -m release build
+	@$(PYTHON) -m release check $(foreach python,$(RELEASE_PYTHONS),--python $(python)) $(RELEASE_OPTIONS)
 
 clean:
 	rm -rf $(VENV) .zeus-peer .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
