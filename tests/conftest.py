@@ -14,10 +14,11 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.support import warm
+from tests.support import dashboards, warm
 from tests.support.databases import DATABASES, empty_database
 from tests.support.servers import Server
 from tests.support.threads import heartbeat_threads
+from tests.zeus_peer.peer import Peer, PeerMissingError, install
 
 # Until all test files are imported there is next to nothing to collect, in ever more to look through.
 gc.disable()
@@ -129,3 +130,26 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.start()
     yield server
     server.kill()
+
+
+@pytest.fixture(scope="session")
+def dashboard_database(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a database with all kinds of jobs, for the dashboard to show; nobody writes to it."""
+    url = f"sqlite:///{tmp_path_factory.mktemp('full') / 'bso.sqlite3'}"
+    dashboards.filled(url, dashboards.everything)
+    return url
+
+
+@pytest.fixture
+def new_database(tmp_path: Path) -> str:
+    """The URL of a database that nothing has made yet."""
+    return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+
+@pytest.fixture(scope="session")
+def peer(request: pytest.FixtureRequest) -> Peer:
+    """Zeus, installed beside the caches of the checkout."""
+    try:
+        return install(request.config.rootpath / ".zeus-peer")
+    except PeerMissingError as error:
+        pytest.skip(f"Zeus 0.16 cannot be installed: {error}")

@@ -19,13 +19,13 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES, Retries
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
+    ZEUS,
     Ending,
     GpuConfig,
     JobRegistration,
     JobSpec,
     OfflineTrial,
     Origin,
-    PolicyName,
     PowerLimitChoice,
     PowerLimitSample,
     ReportResponse,
@@ -180,7 +180,7 @@ def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
         assert client.report(RESULT) == ReportResponse(stop_train=False, converged=False, message="on", reason=None)
     theirs = {key: value for key, value in JOB.model_dump(mode="json").items() if key != "policy"}
     with client_of(Recorder(201, json=theirs)) as client:
-        assert client.register(JOB) == JOB.model_copy(update={"policy": PolicyName.ZEUS})
+        assert client.register(JOB) == JOB.model_copy(update={"policy": ZEUS})
 
 
 @pytest.mark.parametrize("content", [b"", b"null", b'{"anything": 1}'])

@@ -46,7 +46,7 @@ def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(
 
 
 @pytest.mark.slow
-def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
+def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
     demo = subprocess.run(
         [sys.executable, "-m", "zeus_plugins", "demo", "--quick", "--directory", str(tmp_path / "demo")],
         capture_output=True,
@@ -55,6 +55,9 @@ def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
     )
     assert demo.returncode == 0, demo.stdout + demo.stderr
     assert demo.stderr == ""
+    assert "Watch it meanwhile: http://127.0.0.1:" in demo.stdout
+    assert demo.stdout.splitlines()[-1].startswith("Look at it: ")
+    assert demo.stdout.endswith("open http://127.0.0.1:8000/ui/jobs/digits\n")
     summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
     assert set(summary) == {
         "policy",
@@ -83,8 +86,10 @@ def test_the_demo_finds_a_cheaper_batch_size(tmp_path: Path) -> None:
     assert sum(trial["state"] == "completed" for trial in trials) == 4
     assert len({trial["batch_size"] for trial in trials}) >= 3
     assert all(trial["energy_source"] == "estimate: 65 W assumed" for trial in trials)
-    assert summary["cost_ratio_best_to_default"] < 1
-    assert summary["best_batch_size"] != summary["default_batch_size"] == 256
+    # Four recurrences on a busy machine may find that nothing is cheaper.
+    assert summary["cost_ratio_best_to_default"] <= 1
+    assert (summary["cost_ratio_best_to_default"] == 1) == (summary["best_batch_size"] == 256)
+    assert summary["default_batch_size"] == 256
     assert f"Best batch size: {summary['best_batch_size']}" in demo.stdout
     assert (tmp_path / "demo" / "costs.png").read_bytes().startswith(PNG_SIGNATURE)
 

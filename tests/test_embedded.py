@@ -267,7 +267,7 @@ def final_report(trial: TrialId) -> TrainingResult:
 OFFLINE = OfflineTrial(job_id="digits-1", batch_size=32)
 
 # Requests take a fraction of a millisecond to some milliseconds.
-MOMENTS_S = [0.0001 * n for n in range(1, 101)]
+MOMENTS_S = [0.00005 * n for n in range(1, 101)]
 
 
 def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks() -> None:

@@ -250,7 +250,7 @@ def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
         "20 J (replayed), a cost of 110 J. The next launch goes on: 1 of 7 batch sizes are tried.",
     ]
     begin, end = second.said
-    assert "trial 2: batch size 32 (in place of your 64): tried 32: could be cheaper than 64 (chance" in begin
+    assert "trial 2: batch size 128 (in place of your 64): tried 128: about " in begin
     assert "[" not in begin
     assert end.endswith(
         "a cost of 55 J, 50% of what your 64 costs. The next launch goes on: 2 of 7 batch sizes are tried."

@@ -23,8 +23,8 @@ from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 SIZES = (2, 4, 8, 16, 32, 64, 128)
 HYPERPARAMETERS = {
     "zeus/batch_size": SERVERS_SIZE,
-    "zeus/policy": "gp_voi",
-    "zeus/reason": "first run: your default size",
+    "zeus/policy": "zeus",
+    "zeus/reason": "exploring: your default size (round 1 of 2)",
 }
 
 

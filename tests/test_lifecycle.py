@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bso_server.core.history import Arm, History
+from bso_server.core.history import Arm
 from bso_server.core.job import LeasePolicy
+from bso_server.core.replay import replay
 from bso_server.errors import (
     InvalidReportError,
     KeyConflictError,
@@ -25,9 +26,9 @@ from bso_server.storage.transaction import Transaction
 from tests.support.properties import examples
 from tests.support.service import HOUR_S, START, Server, beat_of, live, serve
 from zeus_plugins.protocol import (
+    OWN_POLICIES,
     EndReason,
     OfflineTrial,
-    PolicyName,
     ReportResponse,
     StopRule,
     TrialId,
@@ -462,9 +463,10 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     job = transaction.job(job_id)
     assert job is not None
     trials = transaction.all_trials(job_id)
-    replayed = History.of(job.registration, trials, job.survivors)
+    replayed = replay(job.registration, trials, job.survivors)
     remembered, _ = load_history(transaction, job)
     assert remembered.arms == replayed.arms
+    assert remembered.memory == replayed.memory
     assert remembered.cheapest == replayed.cheapest
     assert remembered.bandit_entered_at == replayed.bandit_entered_at
     assert remembered.in_flight == replayed.in_flight
@@ -480,11 +482,11 @@ def assert_caches_equal_a_replay(transaction: Transaction, job_id: str) -> None:
     seed=st.integers(0, 2**32),
     window_size=st.sampled_from([0, 1, 3]),
     rounds=st.sampled_from([0, 1, 2]),
-    policy=st.sampled_from(PolicyName),
+    policy=st.sampled_from(OWN_POLICIES),
 )
 @settings(max_examples=examples(20), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_caches_equal_a_replay_of_the_trials(
-    database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
+    database_url: str, seed: int, window_size: int, rounds: int, policy: str
 ) -> None:
     async def use(server: Server) -> None:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret

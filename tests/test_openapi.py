@@ -47,6 +47,7 @@ ROUTES = [
     ("PUT", "/api/jobs/{job_id}/share"),
     ("DELETE", "/api/jobs/{job_id}/share"),
     ("GET", "/api/jobs/{job_id}/arms"),
+    ("GET", "/api/jobs/{job_id}/explanation"),
     ("GET", "/api/jobs/{job_id}/power_profiles"),
     ("GET", "/api/jobs/{job_id}/events"),
     ("GET", "/api/jobs/{job_id}/export"),
@@ -54,9 +55,10 @@ ROUTES = [
     ("GET", "/health/live"),
     ("GET", "/health/ready"),
     ("GET", "/version"),
+    ("GET", "/metrics"),
 ]
 # Nothing about these requests can be wrong.
-WITHOUT_PARAMETERS = {"/health/live", "/health/ready", "/version"}
+WITHOUT_PARAMETERS = {"/health/live", "/health/ready", "/version", "/metrics"}
 CHECKS = [
     not_a_server_error,
     status_code_conformance,

@@ -159,6 +159,7 @@ class TestTokens:
             ("PATCH", "/trials", {"report", "admin"}),
             ("PATCH", "/trials/heartbeat", {"report", "admin"}),
             ("PUT", "/trials/power_profile", {"report", "admin"}),
+            ("GET", "/api/jobs/none/explanation", {"read", "report", "admin"}),
             ("GET", "/api/jobs/none/power_profiles", {"read", "report", "admin"}),
             ("DELETE", "/jobs?job_id=none", {"admin"}),
             ("POST", "/api/import", {"admin"}),
@@ -194,7 +195,8 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
             for method in handler.http_methods - {"OPTIONS"}:
                 needed[needed_scope(handler)].add(f"{method} {route.path}")
 
-    assert needed[None] == {"GET /health/live", "GET /health/ready", "GET /version"}
+    pages = {"GET /", "GET /ui/static/{name:str}", "POST /ui/login", "POST /ui/logout"}
+    assert needed[None] == {"GET /health/live", "GET /health/ready", "GET /version", *pages}
     assert needed["report"] == {
         "POST /jobs",
         "GET /jobs/batch_size",

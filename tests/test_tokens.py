@@ -511,7 +511,7 @@ class TestCommands:
         assert shown["revoked_at"] is None
         assert (shown["jobs"], shown["shares_jobs"]) == (0, False)
         assert (shown["rotated_at"], shown["previous_secret_until"]) == (None, None)
-        assert token.split("_")[2] not in listed.stdout
+        assert token.split("_", 2)[2] not in listed.stdout
         assert len(shown) == 9
 
         assert bso_server("token", "revoke", shown["token_id"], *source).returncode == 0

@@ -45,8 +45,8 @@ def expected(bench: Bench) -> dict[str, Any]:
         "note": "kept",
         "zeus/job_id": bench.job_id,
         "zeus/batch_size": SERVERS_SIZE,
-        "zeus/policy": "gp_voi",
-        "zeus/reason": "first run: your default size",
+        "zeus/policy": "zeus",
+        "zeus/reason": "exploring: your default size (round 1 of 2)",
     }
 
 

@@ -33,9 +33,9 @@ from tests.support.servers import Server as ServerProcess
 from tests.support.service import HOUR_S, Server, exported, live, pieces_of, serve
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.protocol import (
+    OWN_POLICIES,
     Heartbeat,
     JobRegistration,
-    PolicyName,
     TrainingResult,
     TrialDispatch,
     TrialId,
@@ -172,6 +172,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("half a bound", lambda job: job["trials"][0].update(epoch_bound=9), "trials.0.epoch_bound_reason"),
     ("a first report alone", lambda job: job["trials"][3].update(first_epoch=1), "trials.3.first_epoch"),
     ("a late first report", lambda job: job["trials"][0].update(first_epoch=9), "trials.0.first_epoch"),
+    ("deviations of none", lambda job: job["trials"][3].update(cost_deviations_j2=1), "trials.3.cost_deviations_j2"),
     ("one report, two epochs", lambda job: job["trials"][0].update(report_count=1, epochs=[]), "trials.0.first_epoch"),
     ("trials that are no list", lambda job: job.update(trials={}), "trials"),
     ("no trials", lambda job: job.pop("trials"), "trials"),
@@ -302,11 +303,11 @@ def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
     seed=st.integers(0, 2**32),
     window_size=st.sampled_from([0, 1, 3]),
     rounds=st.sampled_from([0, 1, 2]),
-    policy=st.sampled_from(PolicyName),
+    policy=st.sampled_from(OWN_POLICIES),
 )
 @settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_a_job_lived_through_its_copy_decides_alike(
-    database_url: str, seed: int, window_size: int, rounds: int, policy: PolicyName
+    database_url: str, seed: int, window_size: int, rounds: int, policy: str
 ) -> None:
     async def use(server: Server) -> None:
         await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret

@@ -48,11 +48,11 @@ def parsed(module: str) -> ast.Module:
 
 
 @cache
-def imports(module: str) -> frozenset[str]:
-    """Dotted names of everything that the module imports at run time, wherever in it."""
+def imports(module: str, *, at_run_time: bool = True) -> frozenset[str]:
+    """Dotted names of everything that the module imports, wherever in it; not of what it only has types from."""
     tree = ast.parse((ROOT / module).read_text())
     for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
-        if isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+        if at_run_time and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
             block.body = []
     names: set[str] = set()
     for node in ast.walk(tree):
@@ -76,14 +76,15 @@ def own(names: Set[str]) -> set[str]:
 
 def test_the_reader_of_imports_sees_through_indentation() -> None:
     assert "bso_server.storage.migrations" in imports("bso_server/storage/store.py")
-    assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
+    assert "pynvml" in imports("zeus_plugins/energy/nvml_gpus.py")
 
 
 @every("zeus_plugins/**/*.py")
 def test_the_training_side_does_not_import_the_server(module: str) -> None:
     names = offenders(imports(module), {"bso_server"})
     is_the_server = module == "zeus_plugins/client/local.py"
-    takes_its_policy = module == "zeus_plugins/master/policy.py" and names == offenders(names, POLICY)
+    decides = {"zeus_plugins/master/policy.py", "zeus_plugins/testing/policies.py"}
+    takes_its_policy = module in decides and names == offenders(names, POLICY)
     assert is_the_server or takes_its_policy or not names
     assert not offenders(imports(module), {"litestar", "sqlalchemy"})
 
@@ -119,8 +120,10 @@ def test_the_core_is_pure(module: str) -> None:
 
 ROOMS = {
     "storage": {"core", "errors"},
-    "service": {"core", "errors", "storage"},
-    "api": {"core", "errors", "service"},
+    "service": {"core", "errors", "simulate.messages", "storage"},
+    "ui": {"core", "errors", "service"},
+    "api": {"core", "errors", "service", "ui"},
+    "metrics": {"core", "errors", "service"},
     "simulate": {"core", "errors"},
 }
 
@@ -144,10 +147,31 @@ def test_only_the_outermost_modules_know_http(module: str) -> None:
     assert knows or not offenders(imports(module), {"litestar"})
 
 
+@every("bso_server/**/*.py")
+def test_only_the_dashboard_knows_templates(module: str) -> None:
+    knows = module.startswith("bso_server/ui/")
+    assert knows or not offenders(imports(module), {"jinja2", "markupsafe"})
+    # A server inside of a training shows no pages.
+    shows = knows or module in {"bso_server/api/dashboard.py", "bso_server/cli/jobs.py"}
+    assert shows or not offenders(imports(module), {"bso_server.ui"})
+
+
+@every("bso_server/**/*.py")
+def test_only_the_metrics_know_who_collects_them(module: str) -> None:
+    libraries = {"prometheus_client", "opentelemetry"}
+    knows = module.startswith("bso_server/metrics/")
+    assert knows or not offenders(imports(module), libraries)
+    # A server inside of a training is watched by nobody.
+    watches = knows or module in {"bso_server/app.py", "bso_server/cli/serve.py"}
+    assert watches or not offenders(imports(module), {"bso_server.metrics"})
+
+
 @every("bso_server/api/*.py")
 def test_handlers_leave_errors_to_one_table(module: str) -> None:
     tries = any(isinstance(node, ast.Try) for node in ast.walk(parsed(module)))
-    assert not tries or module in {"bso_server/api/bodies.py", "bso_server/api/errors.py"}
+    # A token that is refused by the form is answered with the form.
+    answers = {"bodies.py", "dashboard.py", "errors.py"}
+    assert not tries or module.removeprefix("bso_server/api/") in answers
 
 
 @every("zeus_plugins/power_limit/s*.py")
@@ -205,3 +229,26 @@ def test_no_test_file_imports_another() -> None:
     shared = {name for name in modules("tests/*.py") if name.startswith(("tests/test_", "tests/conftest"))}
     private = {name.removesuffix(".py").replace("/", ".") for name in shared}
     assert {module: found for module in tests if (found := offenders(imports(module), private))} == {}
+
+
+def test_no_module_needs_one_that_needs_it() -> None:
+    files = [*modules("zeus_plugins/**/*.py"), *modules("bso_server/**/*.py")]
+    module_of = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+
+    def needed_by(file: str) -> set[str]:
+        names = {name for name in imports(file, at_run_time=False) if name in module_of}
+        # Whoever takes a module from a package needs that module, and not what the package's own file gathers.
+        return {module_of[name] for name in names if not any(other.rpartition(".")[0] == name for other in names)}
+
+    needed = {file: needed_by(file) for file in files}
+    in_circles = []
+    for file in files:
+        reached, left = set[str](), list(needed[file])
+        while left:
+            each = left.pop()
+            if each not in reached:
+                reached.add(each)
+                left.extend(needed[each])
+        if file in reached:
+            in_circles.append(file)
+    assert not in_circles

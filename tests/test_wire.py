@@ -173,7 +173,7 @@ class TestTrials:
     def test_a_dispatch_says_why(self, http: httpx.Client, job_id: str) -> None:
         body = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
         assert body["origin"] == "exploration"
-        assert body["reason"] == "exploring: your default size [round 1 of 1]"
+        assert body["reason"] == "exploring: your default size (round 1 of 1)"
 
     def test_unknown_jobs(self, http: httpx.Client) -> None:
         assert_refused(http.get("/jobs/batch_size", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
@@ -317,7 +317,7 @@ class TestChoosing:
         assert begin(http, job_id)["batch_size"] == 8
         meanwhile = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
         assert (meanwhile["batch_size"], meanwhile["origin"]) == (16, "concurrent")
-        assert "[500 J in trial 1]" in meanwhile["reason"]
+        assert "the cheapest so far, 500 J in trial 1" in meanwhile["reason"]
 
     def test_without_survivors_the_error_says_what_to_change(self, http: httpx.Client, spec: dict[str, Any]) -> None:
         http.post("/jobs", json=spec)

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bso_server.core.history import History
 from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
+from bso_server.core.replay import replay
 from bso_server.service.loading import load_history
 from bso_server.storage.queries import epochs_between
 from bso_server.storage.rows import StoredJob
@@ -86,8 +86,9 @@ def _check_events(job: StoredJob, trials: Iterable[TrialRecord]) -> None:
 def _check_cache(transaction: Transaction, job: StoredJob, trials: Iterable[TrialRecord]) -> None:
     """What decisions rest on is what a replay of all trials yields."""
     kept, _ = load_history(transaction, job)
-    replayed = History.of(job.registration, trials, job.survivors)
+    replayed = replay(job.registration, trials, job.survivors)
     assert kept.arms == replayed.arms
+    assert kept.memory == replayed.memory
     assert kept.cheapest == replayed.cheapest
     assert kept.bandit_entered_at == replayed.bandit_entered_at
     if job.survivors is None:

@@ -6,11 +6,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.history import History, after_report
 from bso_server.core.job import check_transition
 from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import bounded, judge, needs_bound, suggest
-from zeus_plugins.protocol import JobRegistration, Origin, TrialState, Verdict
+from bso_server.core.replay import replay
+from zeus_plugins.protocol import GP_VOI, JobRegistration, Origin, TrialState, Verdict
 
 
 def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> JobRegistration:
@@ -43,7 +45,12 @@ class Life:
 
     @property
     def history(self) -> History:
-        return History.of(self.job, self.trials, self.survivors)
+        return replay(self.job, self.trials, self.survivors)
+
+    def belief(self, batch_size: int) -> Belief:
+        """The belief of policy `gp_voi` about a size."""
+        belief: Belief = self.history.memory[self.job.batch_sizes.index(batch_size)]
+        return belief
 
     def dispatch(self, batch_size: int, origin: Origin = Origin.EXPLORATION) -> TrialRecord:
         """Start a trial, whatever the policy thinks of it."""
@@ -96,3 +103,20 @@ class Life:
         if verdict.stop:
             self.move(trial, verdict.state, cost_j)
         return verdict
+
+
+def new_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int = 64, **fields: object) -> Life:
+    """A job of policy `gp_voi`."""
+    return Life(make_job(batch_sizes, default, **{"max_epochs": 50, "policy": GP_VOI, **fields}))
+
+
+def run(
+    life: Life, trial: TrialRecord, needed: float, epoch_j: float = 10.0, startup: float = 1.0, step: float = 1.0
+) -> TrialRecord:
+    """Let a trial run that needs so many epochs, each of this cost, the first of `startup` times that."""
+    number, epoch = trial.trial_number, 0.0
+    while True:
+        epoch = round(epoch + step, 6)
+        cost_j = epoch_j * (epoch + (startup - 1) * step)
+        if life.report(life.trials[number - 1], cost_j, epoch=epoch, metric=float(epoch >= needed)).stop:
+            return life.trials[number - 1]

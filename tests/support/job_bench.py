@@ -11,7 +11,7 @@ from tests.support.servers import Server
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
-from zeus_plugins.protocol import GpuConfig, JobView, TrialView
+from zeus_plugins.protocol import ZEUS, GpuConfig, JobView, TrialView
 from zeus_plugins.training.session import TrialSession
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
@@ -66,6 +66,7 @@ class JobBench:
 
     def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
         defaults = {"batch_sizes": (NEXT_SIZE, SERVERS_SIZE), "default_batch_size": SERVERS_SIZE, "max_epochs": 1}
+        defaults["policy"] = ZEUS  # the order in which it begins does not depend on what anything costs
         return JobSpec(job_id=self.job_id, job_id_prefix="digits", target_metric=target, **(defaults | spec))
 
     def callback_options(self, options: dict[str, Any]) -> dict[str, Any]:

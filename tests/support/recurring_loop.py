@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeus_plugins import JobSpec
-from zeus_plugins.protocol import GpuConfig, PolicyName
+from zeus_plugins.protocol import ZEUS, GpuConfig
 
 GPUS = GpuConfig(max_power=100, number_of_gpus=1, gpu_model="V100")
 JOB = JobSpec(
@@ -16,5 +16,5 @@ JOB = JobSpec(
     num_pruning_rounds=1,
     mab_num_explorations=1,
     mab_seed=7,
-    policy=PolicyName.ZEUS,
+    policy=ZEUS,
 )

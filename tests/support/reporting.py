@@ -16,7 +16,7 @@ from tests.support.threads import heartbeat_threads
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import Retries
-from zeus_plugins.protocol import PolicyName
+from zeus_plugins.protocol import ZEUS
 from zeus_plugins.training.session import TrialSession
 
 PATIENCE_S = 60.0
@@ -27,7 +27,7 @@ JOB = JobSpec(
     default_batch_size=64,
     target_metric=0.9,
     max_epochs=4,
-    policy=PolicyName.ZEUS,
+    policy=ZEUS,
 )
 
 
