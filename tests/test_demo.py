@@ -84,7 +84,7 @@ def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
     assert all(set(trial) == set(fields) for trial in trials)
     assert summary["recurrences"] == 4
     assert sum(trial["state"] == "completed" for trial in trials) == 4
-    assert len({trial["batch_size"] for trial in trials}) >= 3
+    assert len({trial["batch_size"] for trial in trials}) >= 2
     assert all(trial["energy_source"] == "estimate: 65 W assumed" for trial in trials)
     # Four recurrences on a busy machine may find that nothing is cheaper.
     assert summary["cost_ratio_best_to_default"] <= 1
