@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from tests.support.jobs import THREE_SIZES, job
-from tests.support.servers import SERVER_START_S, Server, bso_server
+from tests.support.servers import Server, bso_server, wait_for_workers
 
 PATIENCE_S = 120.0
 
@@ -42,13 +41,6 @@ def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     finally:
         for server in both:
             server.stop()
-
-
-def wait_for_workers(server: Server, number: int) -> None:
-    deadline = time.monotonic() + SERVER_START_S
-    while server.log.read_text().count("Application startup complete") < number:
-        assert time.monotonic() < deadline, server.log.read_text()
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from bso_server.metrics.requests import RequestWatch
 from bso_server.metrics.tracing import Tracing
 from tests.support.databases import POSTGRESQL, empty_database
 from tests.support.jobs import job
-from tests.support.servers import Server
+from tests.support.servers import Server, wait_for_workers
 from tests.support.tokens import RESULT, bearer
 from tests.support.watching import value, values_in, watched
 from tests.support.wire import begin, report
@@ -254,6 +254,7 @@ def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: 
         server = Server(url, tmp_path / "server.log")
         server.start("--workers", "2", "--migrate")
         try:
+            wait_for_workers(server, 2)
             with httpx.Client(base_url=server.url) as http:
                 job_id = http.post("/jobs", json=job()).json()["job_id"]
                 trial = begin(http, job_id)

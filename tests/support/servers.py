@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import io
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import time
 import traceback
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from pathlib import Path
 
 import httpx
@@ -18,7 +20,10 @@ import httpx
 from bso_server.cli import main
 from tests.support import warm
 
-SERVER_START_S = 60.0
+SERVER_START_S = 120.0
+# Each process of the tests has a thousand of them for itself, and begins anywhere among these, as runs beside it do.
+_OWN_PORTS = range(*(10_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 20 + n) for n in (0, 1)))
+_PORTS = islice(cycle(_OWN_PORTS), secrets.randbelow(len(_OWN_PORTS)), None)
 # What a server imports.
 NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_impl", "uvloop", "alembic.command")
 
@@ -61,10 +66,16 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that this process has named to nobody lately.
+
+    It lies below those that the system gives away itself, to outgoing connections and to who listens on port 0: one of
+    these could have it before the server that it is for, or while that is being started again.
+    """
+    for port in _PORTS:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("the ports are without end")
 
 
 def wait_until_up(process: warm.Process, url: str, log: Path) -> None:
@@ -78,6 +89,14 @@ def wait_until_up(process: warm.Process, url: str, log: Path) -> None:
             time.sleep(0.02)
         else:
             return
+
+
+def wait_for_workers(server: Server, number: int) -> None:
+    """Wait until so many processes of a server take requests; `Server.start` waits for the first."""
+    deadline = time.monotonic() + SERVER_START_S
+    while server.log.read_text().count("Application startup complete") < number:
+        assert time.monotonic() < deadline, server.log.read_text()
+        time.sleep(0.05)
 
 
 def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
