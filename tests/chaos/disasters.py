@@ -157,11 +157,13 @@ class Scene:
             os.kill(worker, signal.SIGCONT)
 
     def fill_disk(self) -> None:
-        """Take all the room on the database's disk, for a while."""
+        """Take all the room on the database's disk, for a while, and at first until the server has noticed it."""
         assert self._disk is not None
         ballast = fill(self._disk)
         time.sleep(self._rng.uniform(0, LONGEST_PAUSE_S))
-        self.struck["disk"] += self._says_that_its_disk_is_full()
+        # What its files have already, they can use again.
+        self._wait(self._says_that_its_disk_is_full, "the disk is not full for the server")
+        self.struck["disk"] += 1
         ballast.unlink()
 
     def kill_server(self) -> None:
@@ -174,7 +176,7 @@ class Scene:
         """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
 
         async def reap() -> int:
-            store = Store(open_database(self._server.database_url))
+            store = Store(open_database(self._server.database_url, patience_s=60.0), patience_s=60.0)
             try:
                 return await BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + HOURS_LATER)).reap()
             finally:
@@ -183,18 +185,18 @@ class Scene:
         self.struck["lease"] += asyncio.run(reap())
 
     def cut_connections(self) -> None:
-        """End some of the server's connections to its database, from the database's side."""
+        """End one or more of the server's connections to its database, from the database's side."""
 
         async def cut() -> None:
             engine = create_async_engine(self._server.database_url, isolation_level="AUTOCOMMIT")
             try:
                 async with engine.connect() as connection:
-                    for number in (await connection.execute(text(_CONNECTIONS[self._backend]))).scalars().all():
-                        if self._rng.random() < 0.7:
-                            # It may have ended meanwhile.
-                            with suppress(DBAPIError):
-                                await connection.execute(text(_END[self._backend].format(number)))
-                                self.struck["connection"] += 1
+                    numbers = (await connection.execute(text(_CONNECTIONS[self._backend]))).scalars().all()
+                    for number in self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers))):
+                        # It may have ended meanwhile.
+                        with suppress(DBAPIError):
+                            await connection.execute(text(_END[self._backend].format(number)))
+                            self.struck["connection"] += 1
             finally:
                 await engine.dispose()
 
