@@ -83,4 +83,4 @@ release-check:
 	@$(PYTHON) -m release check $(foreach python,$(RELEASE_PYTHONS),--python $(python)) $(RELEASE_OPTIONS)
 
 clean:
-	rm -rf $(VENV) .zeus-peer .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .zeus-peer .zeus-peer.lock .demo build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -89,6 +89,24 @@ def install(directory: Path) -> Peer:
     Raises:
         PeerMissingError: It cannot be had here.
     """
+    with _alone(directory.with_suffix(".lock")):
+        return _installed(directory)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait for tests in other processes that install it, which may want it at the same time."""
+    if os.name != "posix":
+        yield
+        return
+    import fcntl
+
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _installed(directory: Path) -> Peer:
     python = directory / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     requirements = _HERE / "requirements.txt"
     # Written last, so that what was broken off is begun anew; other requirements or another Python make it anew too.
