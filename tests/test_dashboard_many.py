@@ -41,7 +41,7 @@ def file(tmp_path_factory: pytest.TempPathFactory, costs_j: list[float]) -> Path
     file = tmp_path_factory.mktemp("many") / "bso.sqlite3"
 
     async def fill() -> None:
-        store = Store(open_database(f"sqlite:///{file}"))
+        store = Store(open_database(f"sqlite:///{file}", patience_s=60.0), patience_s=60.0)
         await store.migrate()
         server = Server(store, job_id="job")
         await server.service.register(server.job)

@@ -310,7 +310,7 @@ class TestSessions:
             raise ZeroDivisionError
 
         async def use(store: Store) -> None:
-            usual = ["3s", "1200ms", "13s"] if database_url.startswith("postgresql") else ["3.0", "1", "13"]
+            usual = ["30s", "12s", "40s"] if database_url.startswith("postgresql") else ["30.0", "12", "40"]
             assert await store.read(limits) == usual
             for _ in range(3):
                 raised = await store.patient().write(limits)
@@ -320,7 +320,7 @@ class TestSessions:
                     await store.patient().write(fails)
                 assert await store.read(limits) == await store.write(limits) == usual
 
-        on(database_url, use, patience_s=3.0)
+        on(database_url, use, patience_s=30.0)
 
     def test_end_a_statement_that_takes_too_long(self, database_url: str) -> None:
         sleep = SLEEP[make_url(database_url).get_backend_name()]
@@ -417,13 +417,13 @@ def test_a_request_waits_once_for_all_its_transactions() -> None:
 
     async def run() -> None:
         begin_request()
-        wait(0.01)
-        with waiting(0.01) as deadline:
+        wait(0.5)
+        with waiting(0.5) as deadline:
             assert deadline.left_s == 0
         with waiting(LONG_S) as deadline:
-            assert 0 < deadline.left_s < LONG_S - 0.01
+            assert 0 < deadline.left_s < LONG_S - 0.5
         begin_request()
-        with waiting(0.01) as deadline:
+        with waiting(0.5) as deadline:
             assert deadline.left_s > 0
 
     asyncio.run(run())

@@ -117,7 +117,7 @@ def test_a_thread_follows_wraps_in_a_long_window(tmp_path: Path, monkeypatch: py
         following.write_text(str((int(counter.read_text()) + 8_333_334) % 10_000_000))
         following.replace(counter)
         read.clear()
-        assert read.wait(20.0)
+        assert read.wait(60.0)
     assert monitor.end_window("training").energy_j == pytest.approx(25.000002)
 
 

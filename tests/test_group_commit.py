@@ -185,7 +185,7 @@ def test_an_item_whose_time_is_over_is_answered_and_not_processed() -> None:
     async def run() -> None:
         doubler = Doubler()
         doubler.gate.clear()
-        groups = group_commit(doubler, patience_s=0.05)
+        groups = group_commit(doubler, patience_s=0.5)
         answers = asyncio.create_task(outcomes(groups, 1))
         await turn(5)
         late = await outcomes(groups, 2, 3)

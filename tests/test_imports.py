@@ -298,7 +298,8 @@ def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server:
             time.sleep(0.02)
         thread.join()
         assert answers[0].status_code == 201, answers[0].text
-        assert reported > 30
+        # More than the one that waits for the import where a server reads it at once.
+        assert reported > 5
         with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
             assert sum(map(len, answer.iter_raw())) > 9_000_000
         # Read at once, it took ten times as much as its text.

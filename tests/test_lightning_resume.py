@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning"),
 ]
 
-LIMIT_S = 120
+LIMIT_S = 240
 JOB_ID = "digits-nightly"
 STEPS_OF_48 = 4
 

@@ -21,7 +21,7 @@ from zeus_plugins.master.kubeflow_jobs import KubeflowExecutor
 # Importing the clients of Kubernetes takes a while.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning:kubeflow.*")]
 
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 
 
 @pytest.fixture

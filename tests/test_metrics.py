@@ -296,6 +296,10 @@ def totals_of_a_job(**fields: Any) -> JobTotals:
 class TestReading:
     """The totals are read beside the scrapes."""
 
+    @pytest.fixture(autouse=True)
+    def _waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(database, "_WAIT_S", LONG_S)
+
     @staticmethod
     def metrics(read: Callable[[], Awaitable[dict[str, JobTotals]]], **options: Any) -> tuple[DatabaseMetrics, Counter]:
         errors = Counter("errors", "Errors.", registry=None)

@@ -192,7 +192,7 @@ def test_closing_closes_the_connection_that_the_optimizer_opened() -> None:
     def refuse_and_wait_for_the_end() -> None:
         connection, _ = listener.accept()
         with connection:
-            connection.settimeout(10)
+            connection.settimeout(60)
             connection.recv(65536)
             connection.sendall(b"HTTP/1.1 400 No\r\nContent-Length: 0\r\n\r\n")
             while connection.recv(65536):  # the rest of the request, then nothing: closed

@@ -351,7 +351,7 @@ def test_reading_stops_no_writer_and_sees_one_moment(http: httpx.Client, any_ser
     begin(http, job_id)
 
     async def write() -> None:
-        store = Store(open_database(any_server.database_url))
+        store = Store(open_database(any_server.database_url, patience_s=60.0), patience_s=60.0)
         try:
             await BatchSizeService(store).run(Commands().suggest, job_id)
         finally:
@@ -360,11 +360,11 @@ def test_reading_stops_no_writer_and_sees_one_moment(http: httpx.Client, any_ser
     def read(transaction: Transaction) -> tuple[int, int]:
         before = len(transaction.all_trials(job_id))
         with ThreadPoolExecutor(1) as another:
-            another.submit(asyncio.run, write()).result(timeout=20)
+            another.submit(asyncio.run, write()).result(timeout=120)
         return before, len(transaction.all_trials(job_id))
 
     async def run() -> tuple[int, int]:
-        store = Store(open_database(any_server.database_url))
+        store = Store(open_database(any_server.database_url, patience_s=60.0), patience_s=60.0)
         try:
             return await store.read(read)
         finally:

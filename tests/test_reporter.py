@@ -616,9 +616,9 @@ def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
 
 @pytest.fixture
 def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoClient]:
-    """A server that gives trials up after a second."""
+    """A server that gives trials up after two seconds, twenty heartbeats."""
     monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
-    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "1")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "2")
     monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
     server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
     server.start()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def is_over(number: str) -> bool:
     launch = (number, field(number, "Restarts"))
     if (field(number, "JobState"), field(number, "Reason")) == ("PENDING", "BeginTime") and launch not in hastened:
         # Slurm has a job that was requeued wait for two minutes; a launch fails while the one before is taken down.
-        slurm("scontrol", "update", f"JobId={number}", "StartTime=now+5")
+        # One that has begun meanwhile is changed no more.
+        with suppress(subprocess.CalledProcessError):
+            slurm("scontrol", "update", f"JobId={number}", "StartTime=now+5")
         hastened.add(launch)
     return field(number, "JobState") in {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 

@@ -59,7 +59,7 @@ def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:
 
 def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
     async def run() -> T:
-        store = Store(open_database(database_url))
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
         try:
             await store.migrate()
             return await use(store)
@@ -194,14 +194,14 @@ def test_work_that_lost_against_another_transaction_is_done_again(database_url: 
             tries[first] += 1
             transaction.locked_job(first)
             if tries.total() <= 2 and not database_url.startswith("sqlite"):
-                both_hold_one.wait(30)
+                both_hold_one.wait(60)
             transaction.locked_job(second)
 
         return work
 
     def in_thread(first: str, second: str) -> None:
         async def run() -> None:
-            store = Store(open_database(database_url))
+            store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
             try:
                 await store.write(lock(first, second))
             finally:
@@ -242,7 +242,7 @@ def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_u
         await store.write(partial(Transaction.insert_trials, added=[trial]))
 
     async def reap(store: Store) -> list[TrialRecord]:
-        assert is_locked.wait(30)
+        assert is_locked.wait(60)
         await BatchSizeService(store).reap()
         return await store.read(lambda transaction: transaction.all_trials(job_id))
 

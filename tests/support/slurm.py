@@ -17,7 +17,7 @@ import pytest
 from tests.support.servers import free_port
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 
 CONFIGURATION = """\
 ClusterName=test
@@ -109,6 +109,6 @@ def _daemon(command: list[str], environ: dict[str, str], log: Path) -> Iterator[
         finally:
             process.terminate()
             try:
-                process.wait(10)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()

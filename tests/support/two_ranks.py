@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.warm import LIGHTNING, REPOSITORY
 
 # A rank that waits for another one for ever shows as a test that fails by this limit.
-LIMIT_S = 120
+LIMIT_S = 240
 JOB_ID = "digits-ddp"
 
 

@@ -28,7 +28,7 @@ from zeus.monitor import ZeusMonitor
 from zeus.optimizer.batch_size import BatchSizeOptimizer, JobSpec
 
 # In which the slowest of the ranks has come as far as the others, unless it has left them.
-TOGETHER_S = 30.0
+TOGETHER_S = 120.0
 
 
 def train(
