@@ -15,7 +15,7 @@ from benchmarks.documents import replace_tables
 from benchmarks.recurrences.harness import MAX_TRIES, is_done
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.report import results_of
-from benchmarks.recurrences.runs import Order
+from benchmarks.recurrences.runs import REFUSED, Order
 from benchmarks.recurrences.state import Record, State, read_records
 from benchmarks.recurrences.tables import tables, write_tables
 from benchmarks.recurrences.tasks import TASKS, tasks_for
@@ -121,12 +121,13 @@ def test_the_same_step_in_two_directories_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
-    missed, reached = {"reached": False}, {"reached": True}
+    missed, reached = ({"reached": is_reached, "state": "ended"} for is_reached in (False, True))
     step = step_of()
     assert not is_done(step, [])
     assert not is_done(step, [missed] * (MAX_TRIES - 1))
     assert is_done(step, [missed, reached])
     assert is_done(step, [missed] * MAX_TRIES)
+    assert is_done(step, [missed, {"reached": False, "state": REFUSED}])
     assert is_done(step_of("size", "64"), [missed])
 
 
@@ -144,6 +145,7 @@ def record(stage: str, number: int, who: str, cost_j: float, size: int = 32, **f
         "drifted": False,
         "batch_size": size,
         "reached": True,
+        "state": "target_reached",
         "cost_j": cost_j,
         "energy_j": 2 * cost_j,
         "time_s": cost_j / 10,
@@ -187,6 +189,13 @@ def test_figures_of_a_task() -> None:
 def test_a_recurrence_that_was_given_up_is_finished_by_the_default() -> None:
     found = results_of(RECORDS, {})["tasks"]["digits"]["contenders"]["zeus"]
     assert (found["given_up"], found["cost_j"], found["break_even"]) == (1, 460.0, None)
+
+
+def test_a_policy_that_refuses_has_given_up_and_trained_nothing() -> None:
+    refused = record("recurrence", 3, "zeus", 0.0, reached=False, state=REFUSED)
+    others = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
+    found = results_of([*others, refused], {})["tasks"]["digits"]["contenders"]["zeus"]
+    assert (found["given_up"], found["tries"], found["cost_j"]) == (1, 3, 400.0)
 
 
 def test_recurrences_that_a_contender_still_has_before_it_do_not_count() -> None:

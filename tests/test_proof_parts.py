@@ -22,7 +22,7 @@ from benchmarks.recurrences.parts import (
     slices,
 )
 from benchmarks.recurrences.power import READ, REPLAY, REPLAY_LIMIT_W, SET, ReadOnly, power_limits_of
-from benchmarks.recurrences.runs import Order
+from benchmarks.recurrences.runs import OUT_OF_MEMORY, REFUSED, Order
 from benchmarks.recurrences.tasks import tasks_for
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml
@@ -101,6 +101,15 @@ def test_a_size_that_does_not_fit_is_infeasible_and_the_next_run_takes_a_smaller
     assert part.found.startswith("size 128: INFEASIBLE; then size 32: ")
     assert part.details["first"]["state"] == "out_of_memory"
     assert part.details["second"]["energy_source"] == "nvml"
+
+
+@pytest.mark.slow
+def test_a_job_that_has_no_size_left_is_refused_and_breaks_nothing(here: Here) -> None:
+    order = Order("tabular", "refused", 0, policy="gp_voi", batch_sizes=(16,), fits=8)
+    outcomes = [outcome for _ in range(2) for outcome in here.train([order])]
+    assert [outcome["state"] for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
+    assert (outcomes[1]["reached"], outcomes[1]["cost_j"]) == (False, 0.0)
+    assert "none of the batch sizes [16] can run any more" in outcomes[1]["detail"]
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.processes import bso_server, serving
 from benchmarks.recurrences.parts import Bench, do_parts
 from benchmarks.recurrences.plan import Step
-from benchmarks.recurrences.runs import FAILED_STATUS, Order
+from benchmarks.recurrences.runs import FAILED_STATUS, REFUSED, Order
 from benchmarks.recurrences.state import Record, State
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.protocol import Ending, TrialId, TrialState
 
 MAX_TRIES = 12
-"""Trainings of one recurrence; if none of them has reached the target, the recurrence is given up."""
+"""Trainings of one recurrence; if none of them has reached the target, it is given up, or if the policy refuses."""
 
 
 class Trainings:
@@ -90,7 +90,7 @@ def is_done(step: Step, tried: Sequence[Record]) -> bool:
     """True if nothing is left to do of a step."""
     if step.stage != "recurrence":
         return bool(tried)
-    return len(tried) >= MAX_TRIES or any(record["reached"] for record in tried)
+    return len(tried) >= MAX_TRIES or any(record["reached"] or record["state"] == REFUSED for record in tried)
 
 
 def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any, TypeAlias
 
 from benchmarks.recurrences.plan import CONTENDERS
-from benchmarks.recurrences.runs import DEFAULT
+from benchmarks.recurrences.runs import DEFAULT, REFUSED
 from benchmarks.recurrences.state import Record
 from benchmarks.recurrences.statistics import (
     Interval,
@@ -130,7 +130,10 @@ def _paid(records: Iterable[Record], who: str) -> dict[Recurrence, _Paid]:
     return {
         of: _Paid(
             {measure: sum(each[measure] for each in trained) for measure in MEASURES}
-            | {"tries": len(trained), "given_up": float(not any(each["reached"] for each in trained))}
+            | {
+                "tries": sum(each["state"] != REFUSED for each in trained),
+                "given_up": float(not any(each["reached"] for each in trained)),
+            }
         )
         for of, trained in tries.items()
     }

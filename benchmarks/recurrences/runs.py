@@ -18,6 +18,9 @@ DEFAULT = "default"
 OUT_OF_MEMORY = "out_of_memory"
 """State of a training whose batches did not fit: an outcome like any other that misses the target."""
 
+REFUSED = "refused"
+"""State of a recurrence for which the policy has no size left: nothing is trained."""
+
 _NEVER = 1e9
 
 FAILED_STATUS = 3
@@ -121,8 +124,8 @@ class Outcome:
     Attributes:
         batch_size: That it trained with.
         reached: Whether it reached the target.
-        state: Why it ended, as the server has it; `OUT_OF_MEMORY`; ``bare`` without a callback, ``broken`` after
-            another error.
+        state: Why it ended, as the server has it; `OUT_OF_MEMORY`; `REFUSED`; ``bare`` without a callback, ``broken``
+            after another error.
         trial_number: The server's; None without a trial.
         time_s: Seconds from the begin of the training to the last report, by the monitor's clock.
         energy_j: Joules in the same time.

@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from lightning.pytorch import seed_everything
 
 from benchmarks.recurrences import huggingface_tasks, lightning_tasks
 from benchmarks.recurrences.monitors import monitor_for
-from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Order, Outcome, Run
+from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, REFUSED, Order, Outcome, Run
 from benchmarks.trainings import quiet
 from zeus_plugins.energy import EnergyMonitor
+from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import cost
 from zeus_plugins.training.trial import TrialInfo
 
@@ -63,6 +65,9 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
             trial = _FRAMEWORKS[task.framework](run)
         except torch.OutOfMemoryError:
             state = OUT_OF_MEMORY
+        except ZeusBSORuntimeError as error:
+            state = REFUSED if error.status == HTTPStatus.CONFLICT else "broken"
+            detail = str(error)
         except Exception as error:  # whatever ends a training is the outcome of the run
             state, detail = "broken", "".join(traceback.format_exception(error)[-3:])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
