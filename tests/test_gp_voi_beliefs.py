@@ -80,10 +80,32 @@ def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
 
 
 def test_what_epochs_cost_by_the_latest_runs() -> None:
-    costing = [replace(outcome(3, 10), cost=CostRun(number, 9)) for number in range(30)]
-    assert learned(costing[:3])[3].costs == (CostRun(0, 9), CostRun(1, 9), CostRun(2, 9))
-    # Eight runs are remembered, so that a change of the machine is followed.
-    assert [run.log_cost for run in learned(costing)[3].costs] == [22, 23, 24, 25, 26, 27, 28, 29]
+    costing = [replace(outcome(3, 10), cost=CostRun(number / 1000, 9)) for number in range(30)]
+    assert learned(costing[:3])[3].costs == (CostRun(0, 9), CostRun(0.001, 9), CostRun(0.002, 9))
+    # Eight runs are remembered, so that a slow change of the machine is followed.
+    assert learned(costing)[3].costs == tuple(CostRun(number / 1000, 9) for number in range(22, 30))
+
+
+def test_two_dear_runs_in_a_row_say_that_epochs_cost_something_else_now() -> None:
+    usual, dear = (replace(outcome(3, 10), cost=CostRun(cost, 9)) for cost in (2.0, 3.5))
+    elsewhere = replace(outcome(1, 10), cost=CostRun(2.1, 9))
+    known = [elsewhere, elsewhere, usual, usual]
+    # One of them may have been slowed.
+    once = learned([*known, dear])
+    assert len(once[3].costs) == 3
+    assert not once[1].are_costs_guessed
+    assert cost_posterior(SIZES, tuple(each.costs for each in once)).mean[3] == pytest.approx(2.0, abs=0.05)
+    twice = learned([*known, dear, dear])
+    assert (twice[3].costs, twice[3].are_costs_guessed) == ((CostRun(3.5, 9),) * 2, False)
+    # By how much epochs of other sizes changed is open; their next run tells.
+    assert (twice[1].costs, twice[1].are_costs_guessed) == ((CostRun(2.1, 9, doubt=1.5**2),), True)
+    assert (twice[0], twice[2], twice[4]) == (once[0], once[2], once[4])
+    found = cost_posterior(SIZES, tuple(each.costs for each in twice))
+    assert found.mean[3] == pytest.approx(3.5, abs=0.05)
+    assert found.mean[1] > 3.0
+    assert found.variance[1] > 10 * found.variance[3]
+    again = learned([*known, dear, dear, replace(elsewhere, cost=CostRun(2.2, 9))])
+    assert (again[1].costs, again[1].are_costs_guessed) == ((CostRun(2.2, 9),), False)
 
 
 def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, epoch_variance, run_variance, summary_of
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of, epoch_variance, run_variance, summary_of
 from bso_server.core.history import after_other_rank, after_report
 from bso_server.core.model import Report
 from tests.support.histories import new_life
@@ -71,6 +71,36 @@ def test_the_variance_of_two_runs_by_every_sd_of_the_grid() -> None:
         assert run_variance([runs_of(1.0, 1.0 + apart)], 0.0) == pytest.approx(expected)
 
 
+def test_a_change_takes_two_runs_that_are_off_alike() -> None:
+    four = math.log(4)
+
+    def change(*runs: float) -> float | None:
+        return change_of([runs_of(*runs), runs_of(3.0, 3.01)], 0)
+
+    assert change(2.0, 2.01, 2 + four, 2.02 + four) == pytest.approx(four)
+    assert change(2.0, 2.01, 2.02 - four, 2 - four) == pytest.approx(-four)
+    # Where they differ, the one that is less off counts.
+    assert change(2.0, 2.01, 2 + 2 * four, 2 + four) == pytest.approx(four)
+    assert change(2.0, 2.01, 2.02, 2 + four) is None
+    assert change(2.0, 2.01, 2 + four, 2.02) is None
+    assert change(2.0, 2.01, 2 + four, 2 - four) is None
+    assert change(2.0, 2.01, 2.02, 2.01) is None
+    # One run before them may itself have been slowed.
+    assert change(2 + four, 2.0, 2.0) is None
+    assert change(2.0) is None
+    assert change() is None
+
+
+def test_on_a_busy_machine_dear_runs_in_a_row_are_no_change() -> None:
+    noise = np.random.default_rng(2).normal(0, 0.3, (500, 8))
+    changes = [change_of([runs_of(*row) for row in noise[start : start + 4]], 0) for start in range(0, 500, 4)]
+    assert sum(each is not None for each in changes) == 0
+    # Nor are two short runs of uneven epochs, whose mean is not sure.
+    uneven = [CostRun(2.0, 100, 100.0, 99)] * 3 + [CostRun(3.0, 1.0)] * 2
+    assert change_of([tuple(uneven)], 0) is None
+    assert change_of([tuple(run._replace(epochs=100) for run in uneven)], 0) is not None
+
+
 absurd_runs = st.builds(
     CostRun,
     st.floats(-700, 700),
@@ -93,6 +123,9 @@ def test_absurd_costs_leave_finite_numbers_and_their_order_does_not_matter(
     assert np.isfinite([*found.means, *found.weights, found.run_variance]).all()
     assert min(CONSTANTS.cost_run_sds) ** 2 <= found.run_variance * (1 + 1e-9)
     assert found.run_variance <= max(CONSTANTS.cost_run_sds) ** 2 * (1 + 1e-9)
+    for index, runs in enumerate(sizes):
+        change = change_of(sizes, index)
+        assert change is None or (math.isfinite(change) and len(runs) > 3)
     for runs, mean, weight in zip(sizes, found.means, found.weights, strict=True):
         assert 0 <= weight <= len(runs) * (1 + 1e-9)
         if runs:

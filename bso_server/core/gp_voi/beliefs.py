@@ -15,7 +15,7 @@ from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.gaussian_process import Posterior, epochs_posterior
 from bso_server.core.gp_voi.laws import Sizes, laws
 from bso_server.core.gp_voi.normal import moments_given_larger
-from bso_server.core.gp_voi.run_costs import CostRun, CostRuns
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of
 from bso_server.core.statistics import WeightedStatistics
 
 # Less than this of a run is not worth remembering.
@@ -105,6 +105,11 @@ class Belief:
         run = CostRun(log_first_cost - (log_startup or 0.0), 1.0, doubt=doubt)
         return replace(self, costs=_latest((*self.costs, run)))
 
+    def doubting_costs(self, variance: float) -> Belief:
+        """The same if its latest run tells the cost of an epoch with so much more variance, a guess to be replaced."""
+        costs = tuple(run._replace(doubt=run.doubt + variance) for run in self.costs[-1:])
+        return replace(self, costs=costs, are_costs_guessed=True)
+
     def forgetting(self, factor: float) -> Belief:
         """The same with every observation's weight multiplied by `factor`."""
         if not self.observed.weight and not self.failures:
@@ -191,9 +196,23 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
         if not belief.has_cost and first is not None:
             belief = replace(belief, log_startup=first - later.log_cost)
         belief = belief.costing(later)
-    elif first is not None:
+        return _after_cost_change(beliefs_with(beliefs, belief, outcome.index), outcome.index)
+    if first is not None:
         belief = belief.perhaps_costing(first, expected_startup(sizes, beliefs, outcome.index))
     return beliefs_with(beliefs, belief, outcome.index)
+
+
+def _after_cost_change(beliefs: Beliefs, index: int) -> Beliefs:
+    """The beliefs after a run at this size; if it shows that epochs cost something else now, they follow.
+
+    How much it is at other sizes is open: what they have cost becomes a guess, and the more changed here, the vaguer.
+    """
+    change = change_of([belief.costs for belief in beliefs], index)
+    if change is None:
+        return beliefs
+    guessed = tuple(belief.doubting_costs(change**2) for belief in beliefs)
+    belief = beliefs[index]
+    return beliefs_with(guessed, replace(belief, costs=belief.costs[-2:]), index)
 
 
 def after_crash(beliefs: Beliefs, index: int, run: CostRun) -> Beliefs:

@@ -33,6 +33,9 @@ _LARGEST_VARIANCE = 1.0
 # Runs that are trusted less together are one.
 _SECOND_RUN = 1.5
 
+# With fewer, it may be the earlier one that was slowed.
+_RUNS_BEFORE = 2
+
 
 class CostRun(NamedTuple):
     """The evidence of one run about the cost of an epoch at its size.
@@ -142,6 +145,24 @@ def run_variance(sizes: Sequence[CostRuns], within: float) -> float:
         log_chances = log_chances + np.log(regular + slowed + _LEAST_DENSITY).sum(axis=1)
     chances = np.exp(log_chances - log_chances.max())
     return float(chances @ grid**2 / chances.sum())
+
+
+def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
+    """By how much more the last two runs of a size cost than those before (log of a factor); None if by chance.
+
+    That a run is slowed is rare, and that two in a row are is as rare as a change of the job: longer texts, more data,
+    another machine. So it takes two of them, both dearer or both cheaper than two runs or more before them.
+    """
+    before, latest = sizes[index][:-2], sizes[index][-2:]
+    if len(before) < _RUNS_BEFORE:
+        return None
+    off = np.array([run.log_cost for run in latest]) - _center(before)
+    if off.min() <= 0 <= off.max():
+        return None
+    within = epoch_variance(sizes)
+    variances = run_variance(sizes, within) + np.array([run.variance(within) for run in latest])
+    regular, slowed = _densities(off**2, variances)
+    return float(off.min()) if (slowed > regular).all() else None
 
 
 def _center(runs: CostRuns) -> float:
