@@ -7,7 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.policies.conditions import VaryingConditions, in_reverse, shuffled, with_bad_neighbours, with_two_sizes
+from benchmarks.policies.conditions import (
+    VaryingConditions,
+    dearer_when_larger,
+    in_reverse,
+    shuffled,
+    with_bad_neighbours,
+    with_two_sizes,
+)
 from benchmarks.policies.mlperf import mlperf_workloads
 from bso_server.simulate.play import Played
 from bso_server.simulate.results import Setting, landscape_of, oracle_costs_j, played
@@ -78,8 +85,9 @@ def case_of(
     epoch_noise_sd: float = 0.0,
     outlier: int | None = None,
     drift_at: int | None = None,
+    drift: Callable[[Workload], Workload] = in_reverse,
 ) -> Case:
-    """A job in a setting; conditions as in `VaryingConditions`, a drift as `in_reverse`, after which alone costs count.
+    """A job in a setting; conditions as in `VaryingConditions`; from `drift_at` on `drift` of it, and costs count.
 
     Raises:
         ValueError: No run of the job reaches the target.
@@ -87,7 +95,7 @@ def case_of(
     conditions = VaryingConditions(
         landscape_of(workload, setting),
         drift_at=drift_at,
-        landscape_after=None if drift_at is None else landscape_of(in_reverse(workload), setting),
+        landscape_after=None if drift_at is None else landscape_of(drift(workload), setting),
         cost_noise_sd=cost_noise_sd,
         epoch_noise_sd=epoch_noise_sd,
         outlier=outlier,
@@ -120,20 +128,11 @@ def _robust(
     recurrences: int,
     *,
     concurrency: int = 1,
-    cost_noise_sd: float = 0.0,
-    epoch_noise_sd: float = 0.0,
-    outlier: int | None = None,
-    drift_at: int | None = None,
     change: Callable[[Workload], Workload] = lambda workload: workload,
+    made: Callable[[Workload, Setting], Case] = case_of,
 ) -> list[Case]:
     setting = Setting(recurrences=recurrences, concurrency=concurrency)
-    conditions = {
-        "cost_noise_sd": cost_noise_sd,
-        "epoch_noise_sd": epoch_noise_sd,
-        "outlier": outlier,
-        "drift_at": drift_at,
-    }
-    return [case_of(change(workload), setting, **conditions) for workload in _traced(folder)]  # type: ignore[arg-type]
+    return [made(change(workload), setting) for workload in _traced(folder)]
 
 
 def _shuffled(folder: Path, recurrences: int) -> list[Case]:
@@ -151,10 +150,10 @@ def _two_sizes(folder: Path, recurrences: int) -> list[Case]:
 ROWS = {
     "traces": Row("traces: six workloads, V100 and A40, η 0, 0.5 and 1", _traces),
     "mlperf": Row("MLPerf: nine benchmarks, three saturations, two defaults", _mlperf),
-    "noise": Row("cost noise of 30 %", partial(_robust, cost_noise_sd=0.3)),
+    "noise": Row("cost noise of 30 %", partial(_robust, made=partial(case_of, cost_noise_sd=0.3))),
     "epoch-noise": Row(
         "cost noise of 50 % from epoch to epoch, and of 2 % from run to run",
-        partial(_robust, cost_noise_sd=0.02, epoch_noise_sd=0.5),
+        partial(_robust, made=partial(case_of, cost_noise_sd=0.02, epoch_noise_sd=0.5)),
     ),
     "in-flight": Row("four recurrences always under way", partial(_robust, concurrency=4)),
     "shuffled": Row("sizes shuffled, four times", _shuffled),
@@ -162,8 +161,17 @@ ROWS = {
     "bad-neighbours": Row(
         "sizes beside the default need three times their epochs", partial(_robust, change=with_bad_neighbours)
     ),
-    "first-outlier": Row("the first run costs four times as much", partial(_robust, outlier=1)),
-    "second-outlier": Row("the second run costs four times as much", partial(_robust, outlier=2)),
-    "drift": Row("drift at recurrence 50, sizes reversed (51 and later alone)", partial(_robust, drift_at=_DRIFT_AT)),
+    "first-outlier": Row("the first run costs four times as much", partial(_robust, made=partial(case_of, outlier=1))),
+    "second-outlier": Row(
+        "the second run costs four times as much", partial(_robust, made=partial(case_of, outlier=2))
+    ),
+    "drift": Row(
+        "drift at recurrence 50, sizes reversed (51 and later alone)",
+        partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT)),
+    ),
+    "cost-drift": Row(
+        "drift at recurrence 50, epochs of larger sizes cost up to eight times as much (51 and later alone)",
+        partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT, drift=dearer_when_larger)),
+    ),
 }
 """The rows by name. Those after the first two are of the same traces at η 0.5."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bso_server.simulate.play import Conditions
-from bso_server.simulate.workload import Landscape, Workload
+from bso_server.simulate.workload import Epoch, Landscape, Workload
 
 OUTLIER_FACTOR = 4.0
 """Factor on the time and energy of a trial that is an outlier."""
@@ -56,6 +56,19 @@ def in_reverse(workload: Workload) -> Workload:
     return _needing(workload, [size.epochs_to_target for size in reversed(workload.sizes)])
 
 
+def dearer_when_larger(workload: Workload) -> Workload:
+    """The same job after a drift: an epoch costs what it did at the smallest size, and eight times that at the largest.
+
+    So do, say, longer texts of which a large batch is mostly padding.
+    """
+    octaves = np.linspace(0, 3, len(workload.sizes)).tolist()
+    sizes = (
+        replace(size, epochs={power_w: _times(epoch, 2.0**octave) for power_w, epoch in size.epochs.items()})
+        for size, octave in zip(workload.sizes, octaves, strict=True)
+    )
+    return replace(workload, sizes=tuple(sizes))
+
+
 def shuffled(workload: Workload, seed: int) -> Workload:
     """A job that is not smooth: its sizes' epochs to the target, dealt out anew; the default reaches the target."""
     rng = np.random.default_rng(seed)
@@ -82,6 +95,10 @@ def with_two_sizes(workload: Workload, sizes: Landscape) -> Workload:
     cheapest = min(others, key=lambda profile: profile.expected_cost_j)
     kept = {workload.default_batch_size, cheapest.batch_size}
     return replace(workload, sizes=tuple(size for size in workload.sizes if size.batch_size in kept))
+
+
+def _times(epoch: Epoch, factor: float) -> Epoch:
+    return Epoch(factor * epoch.time_s, factor * epoch.energy_j)
 
 
 def _default_place(workload: Workload) -> int:
