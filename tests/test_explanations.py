@@ -236,7 +236,7 @@ def test_chances_are_those_of_normal_quantities() -> None:
     ("chance", "words"),
     [
         (0.001, "hardly any"),
-        (0.1, "one in ten"),
+        (0.1, "one-in-ten"),
         (0.33, "a third"),
         (0.5, "an even"),
         (0.9, "a good"),

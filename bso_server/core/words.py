@@ -7,14 +7,14 @@ from zeus_plugins.protocol import StopRule
 # The probability up to which it is called so.
 _CHANCES = (
     (0.02, "hardly any chance"),
-    (0.07, "about a one in twenty chance"),
-    (0.14, "about a one in ten chance"),
-    (0.22, "about a one in five chance"),
+    (0.07, "about a one-in-twenty chance"),
+    (0.14, "about a one-in-ten chance"),
+    (0.22, "about a one-in-five chance"),
     (0.29, "about a quarter chance"),
     (0.41, "about a third chance"),
     (0.59, "about an even chance"),
-    (0.71, "about a two in three chance"),
-    (0.85, "about a three in four chance"),
+    (0.71, "about a two-in-three chance"),
+    (0.85, "about a three-in-four chance"),
     (0.97, "a good chance"),
 )
 # The least amount that is told in the unit, and the unit.
