@@ -284,7 +284,7 @@ def test_a_signals_handler_may_ask_while_the_thread_that_it_broke_in_upon_asks()
         # None is answered twice, or by another's answer.
         assert numbers == list(range(2, 102))
         assert set(beats) == {TrialState.RUNNING}
-        assert len(beats) > 30
+        assert len(beats) > 5
         trials = client.show_job("digits-1").trials
     assert [trial.trial_number for trial in trials] == list(range(1, 102))
     assert {trial.state for trial in trials[1:]} == {TrialState.COMPLETED}
@@ -313,7 +313,7 @@ def test_an_exception_of_a_signals_handler_anywhere_in_a_request_leaves_the_next
             trial = client.record_offline(OFFLINE, f"key-{n}")
             assert client.report(final_report(trial)).converged
         trials = client.show_job("digits-1").trials
-    assert broken_off > 30
+    assert broken_off > 5
     # However often a request was broken off, it is one trial.
     assert [trial.trial_number for trial in trials] == list(range(1, 101))
     assert {trial.state for trial in trials} == {TrialState.COMPLETED}

@@ -263,9 +263,16 @@ def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(database
 def test_a_job_that_is_deleted_while_it_is_exported_is_no_export(
     server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
-        http.post("/api/import", json=export_of("big-1", 3000)).raise_for_status()
-        with http.stream("GET", "/api/jobs/big-1/export") as answer:
+    # More than the system keeps on the way, to a client that takes little at a time: the server is not through when the
+    # job is deleted, whatever else the machine does meanwhile.
+    export = export_of("big-1", 3000, reports=15)
+    takes_little = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)])
+    with (
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S, transport=takes_little) as slow,
+    ):
+        http.post("/api/import", json=export).raise_for_status()
+        with slow.stream("GET", "/api/jobs/big-1/export") as answer:
             pieces = answer.iter_raw(100)
             next(pieces)
             assert http.delete("/jobs", params={"job_id": "big-1"}).status_code == 200
