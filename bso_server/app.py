@@ -19,7 +19,7 @@ from litestar.stores.memory import MemoryStore
 from bso_server.api import HANDLERS
 from bso_server.api.auth import AccessControl
 from bso_server.api.bodies import BodyRequest
-from bso_server.api.dashboard import PAGES, home
+from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.metrics import metrics_route
 from bso_server.api.openapi import OpenApiDocument
@@ -63,8 +63,8 @@ def create_app(settings: Settings | None = None) -> Litestar:
     request_counts = MemoryStore()
     rate_limit = settings.rate_limit_per_minute
     reader = JobReader(store)
-    pages_of_jobs = Pages(Tariff.model_validate(settings, from_attributes=True))
     replays = Replays()
+    source = JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True)), replays)
     health = Health(store, reader)
 
     exposition = watch.exposition(TotalsReader(store).read, settings.metrics_jobs)
@@ -89,10 +89,9 @@ def create_app(settings: Settings | None = None) -> Litestar:
         dependencies={
             "service": Provide(lambda: service, sync_to_thread=False),
             "reader": Provide(lambda: reader, sync_to_thread=False),
-            "pages_of_jobs": Provide(lambda: pages_of_jobs, sync_to_thread=False),
+            "source": Provide(lambda: source, sync_to_thread=False),
             "health": Provide(lambda: health, sync_to_thread=False),
             "tokens": Provide(lambda: tokens, sync_to_thread=False),
-            "replays": Provide(lambda: replays, sync_to_thread=False),
             "sessions": Provide(lambda: authenticator, sync_to_thread=False),
         },
         middleware=[

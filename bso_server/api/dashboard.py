@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Annotated, Any
@@ -22,11 +23,12 @@ from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
 from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
-from bso_server.api.parameters import ID, Reader
+from bso_server.api.parameters import ID
 from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.health import Health
 from bso_server.service.pages import Found, Pages, View, digest
+from bso_server.service.queries import JobReader
 from bso_server.service.replays import Replays
 from bso_server.service.security import SESSION_S, Authenticator
 from bso_server.service.tokens import Tokens
@@ -36,8 +38,23 @@ from zeus_plugins.protocol import MAX_ID_LENGTH
 
 AnyRequest = Request[Any, Any, Any]
 
-PagesOfJobs = NamedDependency[Pages]
-ReplaysOfJobs = NamedDependency[Replays]
+
+@dataclass(frozen=True, slots=True)
+class JobPages:
+    """All that pages of jobs need. It is one dependency, because Litestar makes a task for each of several.
+
+    Attributes:
+        reader: Runs queries.
+        pages: The queries.
+        replays: The replays of jobs under other knobs.
+    """
+
+    reader: JobReader
+    pages: Pages
+    replays: Replays
+
+
+Source = NamedDependency[JobPages]
 Sessions = NamedDependency[Authenticator]
 HealthOfServer = NamedDependency[Health]
 TokensOfServer = NamedDependency[Tokens]
@@ -73,14 +90,13 @@ _WORTH_PACKING = 1400
 @get(["/", "/jobs.json"], opt=PAGE)
 async def jobs(
     request: AnyRequest,
-    reader: Reader,
-    pages_of_jobs: PagesOfJobs,
+    source: Source,
     containing: _Containing = None,
     after: _After = None,
 ) -> Response[bytes]:
     """The list of jobs."""
     tag = _Tag(request)
-    found = await reader.read(pages_of_jobs.jobs, containing=containing or None, cursor=after, known=tag.known)
+    found = await source.reader.read(source.pages.jobs, containing=containing or None, cursor=after, known=tag.known)
     return tag.answer(found, None if tag.is_twin else html.jobs_page, depth=0)
 
 
@@ -91,9 +107,7 @@ async def home() -> Response[bytes]:
 
 
 @get("/jobs/{name:str}", opt=PAGE)
-async def job(
-    request: AnyRequest, name: _NAME, reader: Reader, pages_of_jobs: PagesOfJobs, at: _At = None
-) -> Response[bytes]:
+async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
     """A job, as it is or as it was when trial `at` was chosen.
 
     With ``.json`` at the end the same as JSON, unless a slash says that this belongs to the job's id.
@@ -101,19 +115,17 @@ async def job(
     tag, is_twin = _Tag(request), _is_twin(request, name)
     job_id = name.removesuffix(_JSON) if is_twin else name
     if at is not None:
-        then = await reader.read(pages_of_jobs.moment, job_id, at, known=tag.known)
+        then = await source.reader.read(source.pages.moment, job_id, at, known=tag.known)
         return tag.answer(then, None if is_twin else html.moment_page, depth=1)
-    found = await reader.read(pages_of_jobs.job, job_id, known=tag.known)
+    found = await source.reader.read(source.pages.job, job_id, known=tag.known)
     return tag.answer(found, None if is_twin else html.job_page, depth=1)
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
-async def trial(
-    request: AnyRequest, name: _NAME, number: _TRIAL_NAME, reader: Reader, pages_of_jobs: PagesOfJobs
-) -> Response[bytes]:
+async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
     """A trial, or with ``.json`` at the end the same as JSON."""
     tag, trial_number = _Tag(request), min(int(number.removesuffix(_JSON)), 2**31 - 1)
-    found = await reader.read(pages_of_jobs.trial, name, trial_number, known=tag.known)
+    found = await source.reader.read(source.pages.trial, name, trial_number, known=tag.known)
     return tag.answer(found, None if number.endswith(_JSON) else html.trial_page, depth=3)
 
 
@@ -121,9 +133,7 @@ async def trial(
 async def job_if(
     request: AnyRequest,
     name: _NAME,
-    reader: Reader,
-    pages_of_jobs: PagesOfJobs,
-    replays: ReplaysOfJobs,
+    source: Source,
     eta: _Eta = None,
     beta: _Beta = None,
     event: _Event = None,
@@ -132,17 +142,17 @@ async def job_if(
     tag, knobs = _Tag(request), (eta, None if beta is None else float(beta or math.inf))
     replay = None
     if event is not None:
-        key = await reader.read(replay_key, name, *knobs, event)
-        replay = await replays.look(key, lambda: reader.read(question, name, *knobs, key[1]))
-    tariff = pages_of_jobs.tariff
-    found = await reader.read(what_if, name, *knobs, replay=replay, tariff=tariff, known=tag.known)
+        key = await source.reader.read(replay_key, name, *knobs, event)
+        replay = await source.replays.look(key, lambda: source.reader.read(question, name, *knobs, key[1]))
+    tariff = source.pages.tariff
+    found = await source.reader.read(what_if, name, *knobs, replay=replay, tariff=tariff, known=tag.known)
     return tag.answer(found, None if tag.is_twin else html.what_if_page, depth=2)
 
 
 @get("/jobs/{name:str}/report.html", opt=PAGE)
-async def report(request: AnyRequest, name: _NAME, reader: Reader, pages_of_jobs: PagesOfJobs) -> Response[bytes]:
+async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[bytes]:
     """A job in one file, to be kept or sent."""
-    page = await reader.read(pages_of_jobs.report, name)
+    page = await source.reader.read(source.pages.report, name)
     answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
     answer.headers["Content-Security-Policy"] = html.report_policy()
     return answer
