@@ -48,6 +48,8 @@ class BatchSizeService:
 
         The first argument is the id of the job that it changes, or a message that holds it.
         """
+        if self._store.queues_writers:
+            return await self._store.write(command, *args, **kwargs)
         job: Any = args[0]
         async with self._turns.of(job if isinstance(job, str) else job.job_id):
             return await self._store.write(command, *args, **kwargs)

@@ -1,7 +1,8 @@
 """Turns: of one process, one command at a time for each job.
 
 Commands on one job wait for one another in the database anyway, each with a connection. Where somebody else keeps the
-job's row locked, they would soon have taken all of them, and other jobs would wait, too. So they queue here.
+job's row locked, they would soon have taken all of them, and other jobs would wait, too. So they queue here. A SQLite
+file that is worked on in threads needs no turns: all of its writers queue, without a connection each.
 """
 
 from __future__ import annotations

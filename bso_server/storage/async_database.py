@@ -70,7 +70,7 @@ class AsyncDatabase:
     ) -> None:
         self._engine, self.url, self._open_file = engine, engine.url, open_file
         self._patience_s = patience_s
-        self._is_sqlite = engine.dialect.name == "sqlite"
+        self._is_sqlite = self.queues_writers = engine.dialect.name == "sqlite"
         # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
         self._waiting: AbstractAsyncContextManager[object] = (
             asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)

@@ -12,7 +12,6 @@ import os
 import sqlite3
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +33,7 @@ from bso_server.storage.async_database import (
 from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
 from bso_server.storage.filesystem import network_filesystem
 from bso_server.storage.unwritable import OpenFile
+from bso_server.storage.work_queue import WorkQueue
 
 # Seconds that a SQLite connection waits for another process's transaction; then the transaction is begun again, while
 # there is time.
@@ -69,6 +69,9 @@ class Database(Protocol):
 
     url: URL
     """The place of the database."""
+
+    queues_writers: bool
+    """Whether writers wait for one another in this process, without a connection each."""
 
     async def run(
         self,
@@ -158,15 +161,19 @@ class SqliteDatabase:
 
     SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
     queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
-    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements.
+    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements. Work that waits
+    meanwhile shares the next one (`storage.work_queue`), unless it may take longer than `patience_s`.
     """
 
-    def __init__(self, file: SqliteFile) -> None:
+    queues_writers = True
+
+    def __init__(self, file: SqliteFile, *, patience_s: float = PATIENCE_S) -> None:
         self.file, self.url = file, file.url
+        self._patience_s = patience_s
         self._own = threading.local()
         self._connections: list[Connection] = []
-        self._writer = ThreadPoolExecutor(1, "bso-writer")
-        self._readers = ThreadPoolExecutor(_SQLITE_READERS, "bso-reader")
+        self._writers = WorkQueue(self._write, threads=1, name="bso-writer", writes=True)
+        self._readers = WorkQueue(self._read, threads=_SQLITE_READERS, name="bso-reader", writes=False)
 
     async def run(
         self,
@@ -177,13 +184,11 @@ class SqliteDatabase:
         timeout_s: float = PATIENCE_S,
     ) -> T:
         """See `Database.run`. A transaction that has begun cannot be given up: it may be in force a little later."""
-        thread = self._readers if read_only else self._writer
+        queue = self._readers if read_only else self._writers
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 # Given up while it queues, it is not begun.
-                return await asyncio.get_running_loop().run_in_executor(
-                    thread, lambda: self.file.run(self._connection(), work, read_only=read_only)
-                )
+                return await queue.do(work, is_long=timeout_s > self._patience_s)
         except TimeoutError as error:
             if limit.expired():
                 raise no_answer(timeout_s) from error
@@ -192,10 +197,16 @@ class SqliteDatabase:
     async def close(self) -> None:
         """Let the work in hand end, and close every connection."""
         # All that this event loop still has to do is to end.
-        self._writer.shutdown()
-        self._readers.shutdown()
+        self._writers.close()
+        self._readers.close()
         for connection in self._connections:
             connection.close()
+
+    def _write(self, work: Callable[[Connection], T]) -> T:
+        return self.file.run(self._connection(), work)
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        return self.file.run(self._connection(), work, read_only=True)
 
     def _connection(self) -> Connection:
         """This thread's connection, which it keeps: opening one costs more than a transaction."""
@@ -235,7 +246,7 @@ def open_database(
     url = _url(database_url)
     if url.get_backend_name() == "sqlite":
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
+            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql), patience_s=patience_s)
         _refuse_network(url)
         options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
     else:

@@ -164,6 +164,11 @@ class Store:
         return self._database.url.get_backend_name() == "sqlite"
 
     @property
+    def queues_writers(self) -> bool:
+        """True if writers wait for one another in this process, without a connection each."""
+        return self._database.queues_writers
+
+    @property
     def kind(self) -> str:
         """The kind of the database and its driver, such as ``postgresql+asyncpg``."""
         return self._database.url.drivername
