@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.documents import replace_tables
-from benchmarks.recurrences.harness import MAX_TRIES, is_done
+from benchmarks.recurrences.harness import MAX_TRIES, Piece, is_done
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.report import results_of
 from benchmarks.recurrences.runs import REFUSED, Order
@@ -83,8 +83,14 @@ def test_a_given_number_of_epochs_is_trained_whatever_is_reached() -> None:
 def test_tasks_span_two_decades_and_hold_their_default() -> None:
     for task in TASKS.values():
         assert task.default_batch_size in task.batch_sizes
-        if task.device == "cpu":
-            assert task.batch_sizes[-1] / task.batch_sizes[0] >= 100
+        assert task.batch_sizes[-1] / task.batch_sizes[0] >= 100
+
+
+def test_shrunken_tasks_have_targets_that_small_models_reach() -> None:
+    (whole,), (shrunken,) = tasks_for("gpu", ["bert-base"]), tasks_for("gpu", ["bert-base"], shrink=8)
+    assert (whole.target, shrunken.target) == (0.9, 0.4)
+    (same,) = tasks_for("cpu", ["digits"], shrink=8)
+    assert same.target == TASKS["digits"].target
 
 
 def test_a_task_of_another_device_is_refused() -> None:
@@ -131,6 +137,17 @@ def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
     assert is_done(step_of("size", "64"), [missed])
 
 
+@pytest.mark.parametrize(("minutes", "begun"), [(None, [True, True, True]), (0.0, [True, False, False])])
+def test_a_piece_does_one_thing_at_least(minutes: float | None, begun: list[bool]) -> None:
+    piece = Piece(minutes)
+    assert [piece.may_begin(3600.0) for _ in begun] == begun
+
+
+def test_nothing_is_begun_that_would_end_after_its_piece() -> None:
+    piece = Piece(60.0)
+    assert [piece.may_begin(expected_s) for expected_s in (7200.0, 7200.0, 1800.0)] == [True, False, True]
+
+
 # The figures
 
 
@@ -171,6 +188,9 @@ RECORDS = [
     record("overhead", 0, "with", 10.5),
     record("overhead", 0, "without", 10.0),
 ]
+
+
+PART = {"name": "counter", "expected": "much", "found": "little", "is_as_expected": None, "details": {}}
 
 
 def test_figures_of_a_task() -> None:
@@ -225,6 +245,24 @@ def test_tables_go_where_a_document_has_their_marks(tmp_path: Path) -> None:
     assert "`gp_voi`, 1 kinds of real trainings, 4 recurrences (`make proof`; 2 CPU cores, 2026-01-02;" in shown
     assert shown.endswith("<!-- end of table -->\nb\n")
     assert "old" not in shown
+
+
+def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
+    told = {"task": "resnet18", "energy_source": "nvml"}
+    simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
+    made = tables(results_of(simulated, {"cores": "2"}) | {"parts": [PART]})
+    assert set(made) == {"gpu", "gpu-sizes", "gpu-overhead", "gpu-parts", "gpu-conditions", "gpu-status"}
+    assert all("simulated GPU" in table for table in made.values())
+    real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
+    made = tables(results_of(real, {"cores": "2"}) | {"parts": [PART]})
+    assert made["gpu-status"] == "The figures of a GPU are [below](#on-a-gpu): NVIDIA H200."
+    assert "run --device gpu`; NVIDIA H200, 2026-01-02; energy is nvml)" in made["gpu-summary"]
+    assert not any("simulated" in table for table in made.values())
+
+
+def test_figures_of_two_devices_are_no_measurement() -> None:
+    with pytest.raises(ValueError, match="CPU and GPU have both been measured"):
+        results_of([*RECORDS, {**RECORDS[0], "task": "resnet18"}], {})
 
 
 def test_a_document_without_marks_is_told_of(tmp_path: Path) -> None:

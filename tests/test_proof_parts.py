@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.errors import BenchmarkError
 from benchmarks.recurrences.parts import (
     PARTS,
     Bench,
     Part,
     counter,
     do_parts,
+    examined_apart,
     memory,
     power_limits,
     read_parts,
@@ -34,6 +36,8 @@ from zeus_plugins.gpu_check.examination import Examination
 from zeus_plugins.power_limit import PowerLimitUnavailableError
 
 SHRINK = 8
+ROOT = Path(__file__).parent.parent
+DRIVER = ROOT / "tests" / "support" / "simulated_driver" / "path"
 
 
 class Counting(FakeNvml):
@@ -70,7 +74,7 @@ def looking(gpu: SimulatedGpu) -> Bench:
         return {"cuda": [gpu.gpu.uuid], "ours": [gpu.gpu.uuid], "problem": None}
 
     examination = Examination(gpu, load=lambda _: SimulatedLoad(gpu), ask=ask, clock=gpu.clock, sleep=gpu.sleep)
-    return Bench(lambda _: [], lambda *_: "", nvml=gpu, examination=examination)
+    return Bench(lambda _: [], lambda *_: "", nvml=gpu, examine=lambda: list(examination.results()))
 
 
 @pytest.fixture
@@ -199,3 +203,10 @@ def test_each_task_of_the_gpu_trains_when_it_is_shrunken(here: Here, task: str) 
     assert run["state"] == "max_epochs_reached", run["detail"]
     assert (run["epochs"], run["energy_source"], run["batch_size"]) == (1, "nvml", 32)
     assert run["energy_j"] > 0
+
+
+def test_the_gpu_is_looked_at_by_a_process_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(DRIVER), str(ROOT)]))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    with pytest.raises(BenchmarkError, match="no GPU is visible"):
+        examined_apart()

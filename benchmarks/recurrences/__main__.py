@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -11,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.recurrences.harness import measure, show_parts
+from benchmarks.recurrences.harness import Parts, measure
 from benchmarks.recurrences.parts import read_parts
-from benchmarks.recurrences.plan import QUICK, Extent, steps
+from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.plots import plot
 from benchmarks.recurrences.power import READ, REPLAY, SET
 from benchmarks.recurrences.report import fleet_summary, machine, results_of
-from benchmarks.recurrences.state import State, read_records
+from benchmarks.recurrences.state import State, read_records, write_whole
 from benchmarks.recurrences.tables import text, write_tables
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
 from zeus_plugins.errors import ZeusBSOError
@@ -59,9 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         ("first_seed", "the first seed, for machines that share a measurement"),
     ):
         standard = getattr(Extent(), name)
-        run.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"{what} (default {standard})")
+        on_gpu = getattr(ON_GPU, name)
+        told = f"{what} (default {standard}{f', gpu {on_gpu}' if on_gpu != standard else ''})"
+        run.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=told)
     run.add_argument("--minutes", type=float, metavar="M", help="end after so many, and go on at the next call")
-    run.add_argument("--shrink", type=int, default=1, metavar="N", help="shrink the GPU's models, for tests")
+    shrinks = "shrink the GPU's models, for tests; without a GPU a CPU stands for it, and all tables say so"
+    run.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
     limits = run.add_mutually_exclusive_group()
     limits.add_argument(
         "--read-power-limits",
@@ -90,18 +94,39 @@ def _run(options: argparse.Namespace) -> int:
         for name in ("seeds", "recurrences", "repeats", "pairs", "first_seed")
         if (value := getattr(options, name)) is not None
     }
-    extent = replace(QUICK if options.quick else Extent(), **given)
+    extent = replace(QUICK if options.quick else ON_GPU if options.device == GPU else Extent(), **given)
     tasks = tasks_for(options.device, options.tasks, shrink=options.shrink)
     state = State(options.state)
-    (options.state / _MACHINE).write_text(json.dumps(machine()) + "\n", "utf-8")
+    parts = None
     if options.device == GPU:
+        _require_gpu(options.shrink)
         mode = SET if options.set_power_limits else READ if options.read_power_limits else REPLAY
-        show_parts(state, shrink=options.shrink, power_limits=mode, say=_say)
-    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say)
+        parts = Parts(options.shrink, mode)
+    write_whole(options.state / _MACHINE, json.dumps(machine(options.device)) + "\n")
+    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say, parts=parts)
     if left:
         _say(f"{left} steps are left: run the same command again")
         return LEFT_STATUS
     return 0
+
+
+def _require_gpu(shrink: int) -> None:
+    """Train on the first GPU alone, of which every training has to have the whole.
+
+    Raises:
+        BenchmarkError: There is none, and the models are those of a GPU.
+    """
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    if shrink > 1:
+        return
+    import torch  # takes seconds to load
+
+    if not torch.cuda.is_available():
+        raise BenchmarkError(
+            "PyTorch finds no GPU, and a CPU would train these models for weeks: "
+            "--shrink 8 has a CPU stand for a GPU, with small models, for tests"
+        )
 
 
 def _collect(options: argparse.Namespace) -> int:

@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.errors import BenchmarkError
 from benchmarks.processes import bso_server, serving
-from benchmarks.recurrences.parts import Bench, do_parts
+from benchmarks.recurrences.parts import Bench, do_parts, parts_to_do
 from benchmarks.recurrences.plan import Step
 from benchmarks.recurrences.runs import FAILED_STATUS, REFUSED, Order
 from benchmarks.recurrences.state import Record, State
@@ -23,6 +23,14 @@ from zeus_plugins.protocol import Ending, TrialId, TrialState
 
 MAX_TRIES = 12
 """Trainings of one recurrence; if none of them has reached the target, it is given up, or if the policy refuses."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What is asked of the parts of a GPU; fields as in `Bench`."""
+
+    shrink: int
+    power_limits: str
 
 
 class Trainings:
@@ -37,16 +45,16 @@ class Trainings:
         self._state, self._server_url = state, server_url
         self._launcher = Launcher("benchmarks.recurrences.training")
 
-    def step(self, step: Step) -> None:
-        """Do what is left of a step: the trainings of a recurrence until one reaches the target, or the one training.
+    def attempt(self, step: Step) -> None:
+        """The next training of a step: of a recurrence, the first or another one after those that missed the target.
 
         Raises:
-            BenchmarkError: A training broke.
+            BenchmarkError: The training broke.
         """
-        while not is_done(step, tried := self._state.of(step.key)):
-            record = self.run(replace(step.order, seed=step.order.seed + len(tried)))
-            facts = {"stage": step.stage, "task": step.task, "seed": step.seed, "number": step.number, "who": step.who}
-            self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
+        tried = self._state.of(step.key)
+        record = self.run(replace(step.order, seed=step.order.seed + len(tried)))
+        facts = {"stage": step.stage, "task": step.task, "seed": step.seed, "number": step.number, "who": step.who}
+        self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
 
     def run(self, order: Order, *, may_break: bool = False) -> Record:
         """Train once; the outcome, when it was, and the machine's load.
@@ -93,39 +101,69 @@ def is_done(step: Step, tried: Sequence[Record]) -> bool:
     return len(tried) >= MAX_TRIES or any(record["reached"] or record["state"] == REFUSED for record in tried)
 
 
-def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:
-    """Do the steps that are not done yet, for so many minutes at most.
+class Piece:
+    """The time of one piece of a measurement, in which at least one thing is done, so that pieces come to an end.
 
-    No training is begun that would end later, if it takes as long as the longest one until then.
+    Args:
+        minutes: Its length; None: without an end.
+    """
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end_s = None if minutes is None else time.monotonic() + 60 * minutes
+        self._is_empty = True
+
+    def may_begin(self, expected_s: float) -> bool:
+        """True if something of so many seconds ends in time, or is the first; then it is begun."""
+        allowed = self._end_s is None or self._is_empty or time.monotonic() + expected_s <= self._end_s
+        self._is_empty = self._is_empty and not allowed
+        return allowed
+
+
+def measure(
+    steps: Sequence[Step],
+    state: State,
+    *,
+    minutes: float | None,
+    say: Callable[[str], None],
+    parts: Parts | None = None,
+) -> int:
+    """Do the parts and the steps that are not done yet, for so many minutes at most.
+
+    No training is begun that would end later, if it takes as long as the longest one of its task until then; but one
+    thing is done in any case.
 
     Returns:
-        The number of steps that are left.
+        The number of parts and steps that are left.
 
     Raises:
         BenchmarkError: The server did not start, or a training broke.
     """
-    deadline_s = None if minutes is None else time.monotonic() + 60 * minutes
+    piece = Piece(minutes)
     left = [step for step in steps if not is_done(step, state.of(step.key))]
     say(f"{len(steps) - len(left)} of {len(steps)} steps are done")
-    if not left:
+    parts_left = 0 if parts is None else parts_to_do(state.directory)
+    if not left and not parts_left:
         return 0
     with served(state.directory) as url:
         withdraw_unfinished(url)
         trainings = Trainings(state, url)
-        longest_s = 0.0
-        while left:
-            begun_s = time.monotonic()
-            if deadline_s is not None and begun_s + longest_s > deadline_s:
-                break
-            step = left.pop(0)
-            trainings.step(step)
-            longest_s = max(longest_s, time.monotonic() - begun_s)
-            last = state.of(step.key)[-1]
+        if parts is not None:
+            parts_left = _show_parts(parts, trainings, url, state.directory, say, piece)
+        while left and not parts_left and piece.may_begin(_longest_s(state, left[0].task)):
+            step = left[0]
+            trainings.attempt(step)
+            if not is_done(step, tried := state.of(step.key)):
+                continue
+            del left[0]
             say(
-                f"{len(steps) - len(left)} of {len(steps)}: {step.key}: size {last['batch_size']}, {last['state']}, "
-                f"{last['cost_j']:.0f} J, load {last['load_1']:.1f}"
+                f"{len(steps) - len(left)} of {len(steps)}: {step.key}: size {tried[-1]['batch_size']}, "
+                f"{tried[-1]['state']}, {tried[-1]['cost_j']:.0f} J, load {tried[-1]['load_1']:.1f}"
             )
-    return len(left)
+    return len(left) + parts_left
+
+
+def _longest_s(state: State, task: str) -> float:
+    return max((record["process_s"] for record in state.records if record["task"] == task), default=0.0)
 
 
 @contextmanager
@@ -133,21 +171,24 @@ def served(directory: Path) -> Iterator[str]:
     """The URL of a server within the block, on the database of a state's directory."""
     database_url = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}"
     bso_server(database_url, directory, "db", "upgrade")
-    with serving("bso-server", "bso_server", ("serve",), database_url=database_url, directory=directory) as target:
+    # A server that outlived a harness that was killed would write into the same database.
+    following, command = "benchmarks.recurrences.following", ("bso_server", "serve")
+    with serving("bso-server", following, command, database_url=database_url, directory=directory) as target:
         yield f"http://{target.host}:{target.port}"
 
 
-def show_parts(state: State, *, shrink: int, power_limits: str, say: Callable[[str], None]) -> None:
-    """Do the parts of a GPU that have not been done yet; as `do_parts`."""
-    with served(state.directory) as url, BsoClient(url) as client:
-        trainings = Trainings(state, url)
+def _show_parts(
+    parts: Parts, trainings: Trainings, url: str, directory: Path, say: Callable[[str], None], piece: Piece
+) -> int:
+    """As `do_parts`, with the trainings and the server of a measurement."""
+    with BsoClient(url) as client:
         bench = Bench(
             train=lambda orders: trainings.runs_at_once(orders, may_break=True),
             state_of=lambda job_id, number: client.show_job(job_id).trials[number - 1].state.name,
-            shrink=shrink,
-            power_limits=power_limits,
+            shrink=parts.shrink,
+            power_limits=parts.power_limits,
         )
-        do_parts(bench, state.directory, say)
+        return do_parts(bench, directory, say, may_begin=piece.may_begin)
 
 
 def withdraw_unfinished(server_url: str) -> None:

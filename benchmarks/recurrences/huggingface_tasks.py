@@ -26,6 +26,13 @@ from benchmarks.recurrences.tasks import GPU
 from zeus_plugins.huggingface import ZeusBSOTrainerCallback
 from zeus_plugins.training.trial import TrialInfo
 
+_VOCABULARY = 400
+"""Words of generated text: so few that the successors of each are learned in some epochs."""
+
+
+_WARMUP = 0.05
+"""Share of the steps of `max_epochs` in which the GPU's tasks warm up."""
+
 
 class _Samples(Dataset[dict[str, Tensor]]):
     """Tensors as a Trainer takes them."""
@@ -59,7 +66,9 @@ def train(run: Run) -> TrialInfo | None:
             per_device_train_batch_size=run.batch_size,
             per_device_eval_batch_size=128,
             learning_rate=run.scaled(lr),
-            lr_scheduler_type="constant",
+            # Twelve layers that are normalised after each of them, untrained, may never start without it.
+            lr_scheduler_type="constant_with_warmup" if task.device == GPU else "constant",
+            warmup_steps=_WARMUP if task.device == GPU else 0,
             eval_strategy="epoch",
             save_strategy="no",
             logging_strategy="no",
@@ -96,15 +105,16 @@ def _making(run: Run) -> tuple[data.Data, PreTrainedModel, float]:
     if run.task.name == "topics":
         excerpts = data.excerpts(seed)
         return excerpts, _bert(excerpts, width=32, layers=1, heads=2, length=data.BLOCK), 0.001
-    width, layers, heads = 768 // shrink**2 // 12 * 12 or 12, max(1, 12 // shrink**2), 12
+    width, layers, heads = max(48, 768 // shrink**2 // 12 * 12), max(1, 12 // shrink**2), 12
+    samples, vocabulary = max(2_200 // shrink**2, 400), max(100, _VOCABULARY // shrink)
     if run.task.name == "bert-base":
-        texts = data.sentences(seed, samples=max(20_000 // shrink**3, 200), length=max(16, 128 // shrink))
-        return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001
-    texts = data.sentences(seed, samples=max(20_000 // shrink**3, 200), length=max(16, 256 // shrink))
+        texts = data.sentences(seed, samples=samples, length=max(32, 64 // shrink), vocabulary=vocabulary)
+        return texts, _bert(texts, width=width, layers=layers, heads=heads, length=512), 0.0001 * shrink**1.5
+    texts = data.sentences(seed, samples=samples, length=max(16, 128 // shrink), vocabulary=vocabulary)
     # A language model's labels are its inputs, which it shifts by itself.
     train, validation = texts.train[0], texts.validation[0]
     words = data.Data((train, train), (validation, validation), vocabulary=texts.vocabulary)
-    return words, _gpt2(words.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003
+    return words, _gpt2(words.vocabulary, width=width, layers=layers, heads=heads, length=1024), 0.0003 * shrink
 
 
 def _gpt2(vocabulary: int, *, width: int, layers: int, heads: int, length: int) -> GPT2LMHeadModel:

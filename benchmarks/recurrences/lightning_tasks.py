@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from benchmarks.recurrences import data
 from benchmarks.recurrences.models import resnet
@@ -19,6 +20,9 @@ from zeus_plugins.lightning import ZeusBSOCallback, ZeusPowerLimitCallback
 from zeus_plugins.training.trial import TrialInfo
 
 _VALIDATION_BATCH = 500
+
+_CONTRASTS = {"resnet18": 5.0, "resnet50": 8.0}
+"""Of generated images, in levels: so weak that the default needs some epochs."""
 
 
 class Learner(LightningModule):
@@ -109,16 +113,43 @@ def train(run: Run) -> TrialInfo | None:
         num_sanity_val_steps=0,
         log_every_n_steps=1,
     )
-    workers = 0 if task.shrink > 1 or task.device != GPU else 4
-    train_loader, validation_loader = (
-        DataLoader(TensorDataset(*each), of, shuffle=shuffle, num_workers=workers, pin_memory=torch.cuda.is_available())
-        for each, of, shuffle in ((samples.train, run.batch_size, True), (samples.validation, _VALIDATION_BATCH, False))
-    )
+    loader = _batches_at_once if task.device == GPU else _batches_of_samples
+    train_loader = loader(samples.train, run.batch_size, shuffle=True)
+    validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
     trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr), steps), train_loader, validation_loader)
     if limits is not None:
         run.notes["chosen_limit_w"] = limits.chosen_limit_w
         run.notes["limits_w"] = [] if limits.profile is None else list(limits.profile.limits_w)
     return None if zeus is None else zeus.trial
+
+
+class _AtOnce(Dataset[list[Tensor]]):
+    """Tensors of which a batch is taken in one piece: sample by sample, a GPU would wait for each."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitem__(self, place: int) -> list[Tensor]:
+        return [each[place] for each in self._tensors]
+
+    def __getitems__(self, places: list[int]) -> list[Tensor]:
+        return [each[places] for each in self._tensors]
+
+
+def _batches_at_once(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[list[Tensor]]:
+    pin = torch.cuda.is_available()
+    return DataLoader(_AtOnce(tensors), size, shuffle=shuffle, collate_fn=_as_it_is, pin_memory=pin)
+
+
+def _as_it_is(batch: list[Tensor]) -> list[Tensor]:
+    return batch
+
+
+def _batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*tensors), size, shuffle=shuffle)
 
 
 def _fill(fits: int, batch_size: int) -> None:
@@ -145,7 +176,12 @@ def _making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
     if run.task.name in ("tabular", "drift"):
         network = nn.Sequential(nn.Linear(10, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
         return data.friedman(order.seed, drifted=order.drifted), network, "adamw", 0.002
-    depth, pixels = {"resnet18": (18, 64), "resnet50": (50, 224)}[run.task.name]
-    samples = {18: 40_000, 50: 16_000}[depth] // shrink**3
-    pictures = data.images(order.seed, pixels=max(16, pixels // shrink), samples=max(samples, 200))
-    return pictures, resnet(depth, classes=pictures.classes, width=max(4, 64 // shrink**2)), "adamw", 0.001
+    depth, pixels = {"resnet18": (18, 64), "resnet50": (50, 96)}[run.task.name]
+    pictures = data.images(
+        order.seed,
+        pixels=max(16, pixels // shrink),
+        samples=max(5_000 // shrink**2, 400),
+        contrast=min(100.0, _CONTRASTS[run.task.name] * shrink**2),
+    )
+    network = resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)
+    return pictures, network, "adamw", 0.001 * shrink

@@ -35,13 +35,14 @@ class _Residual(nn.Module):
         return nn.functional.relu(self.body(inputs) + self.shortcut(inputs))
 
 
-def resnet(depth: int, *, classes: int, width: int = 64) -> nn.Sequential:
+def resnet(depth: int, *, classes: int, width: int = 64, shrink: int = 1) -> nn.Sequential:
     """A residual network for images of shape (n, 3, h, w).
 
     Args:
         depth: 18 or 50.
         classes: Number of its answers.
         width: Channels of its first layers.
+        shrink: Divides the number of its blocks, of which one of each kind is left.
     """
     bottleneck = depth == 50
     layers: list[nn.Module] = [
@@ -52,7 +53,7 @@ def resnet(depth: int, *, classes: int, width: int = 64) -> nn.Sequential:
     ]
     channels = width
     for stage, blocks in enumerate(_BLOCKS[depth]):
-        for block in range(blocks):
+        for block in range(max(1, blocks // shrink)):
             stride = 2 if stage > 0 and block == 0 else 1
             layers.append(_Residual(channels, width << stage, stride, bottleneck=bottleneck))
             channels = (width << stage) * (4 if bottleneck else 1)

@@ -6,25 +6,35 @@ No setting of a GPU is changed, but its power limit where the user says so.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
-from benchmarks.recurrences.power import REPLAY, SET
+from benchmarks.errors import BenchmarkError
+from benchmarks.recurrences.power import READ, REPLAY, SET
 from benchmarks.recurrences.runs import Order
-from benchmarks.recurrences.state import Record
+from benchmarks.recurrences.state import Record, write_whole
 from zeus_plugins.energy.auto import choose
 from zeus_plugins.energy.nvml_gpus import Nvml, installed_nvml
-from zeus_plugins.gpu_check.examination import Examination
+from zeus_plugins.gpu_check.results import Result, Verdict
 from zeus_plugins.protocol import GP_VOI
 
 TOLERANCE = 0.03
 """The largest distance of integrated power from the counter, as a part of the latter."""
 
 _TASK = "resnet18"
-_MEMORY_FRACTION = 0.05
+
+_LIMIT_EPOCHS = {REPLAY: 2, READ: 8, SET: 200}
+"""Of a GPU, a score of limits is measured, of 2.5 s each."""
+
+_MEMORY_GIB = 2.0
+"""Too little for the activations of the size that is not to fit, of which each image has more than a MiB."""
 
 Train = Callable[[Sequence[Order]], list[Record]]
 """Trains as ordered, all at the same time; what came of each."""
@@ -41,6 +51,23 @@ class Part:
     details: Mapping[str, Any]
 
 
+def examined_apart() -> list[Result]:
+    """What `zeus-plugins doctor --gpu-check` finds, in a process of its own.
+
+    The process puts the GPU under load by CUDA, which it keeps until its end: in this one it would count as another
+    process on the GPU in all trainings that follow.
+
+    Raises:
+        BenchmarkError: The process failed.
+    """
+    command = [sys.executable, "-m", "zeus_plugins", "doctor", "--gpu-check", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - the project's own program
+    if done.returncode:
+        raise BenchmarkError(f"the GPUs could not be looked at: {done.stderr.strip()}")
+    found = json.loads(done.stdout)["results"]
+    return [Result(**{**each, "verdict": Verdict(each["verdict"])}) for each in found]
+
+
 @dataclass(frozen=True, slots=True)
 class Bench:
     """The tools of the parts.
@@ -51,7 +78,7 @@ class Bench:
         shrink: As in `Task`.
         power_limits: Mode of the search for a power limit.
         nvml: What to call instead of the installed `pynvml`.
-        examination: What looks at the GPUs.
+        examine: Looks at the GPUs.
     """
 
     train: Train
@@ -59,12 +86,12 @@ class Bench:
     shrink: int = 1
     power_limits: str = REPLAY
     nvml: Nvml | None = None
-    examination: Examination | None = None
+    examine: Callable[[], Sequence[Result]] = examined_apart
 
 
 def counter(bench: Bench) -> Part:
     """The energy counter against power readings, integrated, under load; and the GPUs that variables select."""
-    results = list((bench.examination or Examination(bench.nvml)).results())
+    results = bench.examine()
     spans = [each.details for each in results if each.check == "energy, load" and "counter_j" in each.details]
     mapped = [each for each in results if each.check.startswith("mapping")]
     distances = [
@@ -85,19 +112,20 @@ def counter(bench: Bench) -> Part:
 def memory(bench: Bench) -> Part:
     """A size that does not fit: it is infeasible, and the next recurrence takes a smaller one."""
     fits, too_large = (32, 4096) if bench.shrink == 1 else (32, 128)
+    job_id = f"memory-{uuid4().hex[:8]}"  # a piece that was killed in this part has left its trials in another
     order = Order(
         task=_TASK,
-        job_id="memory",
+        job_id=job_id,
         seed=1,
         policy=GP_VOI,
         batch_sizes=(fits, too_large),
         epochs=1,
         shrink=bench.shrink,
-        memory_fraction=_MEMORY_FRACTION,
+        memory_gib=_MEMORY_GIB,
         fits=fits,
     )
     (first,) = bench.train([order])
-    state = bench.state_of("memory", 1)
+    state = bench.state_of(job_id, 1)
     (second,) = bench.train([order])
     found = f"size {too_large}: {state}; then size {second['batch_size']}: {second['state']}"
     is_avoided = state == "INFEASIBLE" and second["batch_size"] == fits
@@ -111,7 +139,7 @@ def power_limits(bench: Bench) -> Part:
         job_id="power-limits",
         seed=2,
         batch_size=8 if bench.shrink > 1 else 256,
-        epochs=2 if bench.power_limits == REPLAY else 8,  # a GPU has a score of limits, of 2.5 s each
+        epochs=_LIMIT_EPOCHS[bench.power_limits] if bench.shrink == 1 else 8,
         shrink=bench.shrink,
         power_limits=bench.power_limits,
     )
@@ -158,7 +186,7 @@ def _slices_of(nvml: Any, handle: Any) -> list[Any]:
 def sharing(bench: Bench) -> Part:
     """Two trainings on one GPU at the same time: their figures say that others are in them."""
     orders = [
-        Order(task=_TASK, job_id=f"sharing-{place}", seed=place, batch_size=64, epochs=2, shrink=bench.shrink)
+        Order(task=_TASK, job_id=f"sharing-{place}", seed=place, batch_size=64, epochs=10, shrink=bench.shrink)
         for place in (3, 4)
     ]
     sources = [str(run["energy_source"]) for run in bench.train(orders)]
@@ -178,17 +206,46 @@ PARTS: dict[str, Callable[[Bench], Part]] = {
 """All parts by name, in their order; each takes a minute or two."""
 
 
-def do_parts(bench: Bench, directory: Path, say: Callable[[str], None]) -> None:
-    """Do the parts that have not been done yet, and keep each in a file of the directory."""
-    for name, part in PARTS.items():
-        file = directory / f"part-{name}.json"
-        if not file.exists():
-            done = part(bench)
-            file.write_text(json.dumps(asdict(done)) + "\n", "utf-8")
-            say(f"{name}: {done.found}")
+def do_parts(
+    bench: Bench, directory: Path, say: Callable[[str], None], *, may_begin: Callable[[float], bool] = lambda _: True
+) -> int:
+    """Do the parts that have not been done yet, and keep each in a file of the directory.
+
+    Args:
+        bench: What they need.
+        directory: Where they are kept.
+        say: Told of each.
+        may_begin: Whether there is time for something of so many seconds.
+
+    Returns:
+        The number of parts that are left.
+    """
+    left = _left(directory)
+    longest_s = 0.0
+    while left and may_begin(longest_s):
+        begun_s = time.monotonic()
+        name = left.pop(0)
+        done = PARTS[name](bench)
+        write_whole(_file_of(name, directory), json.dumps(asdict(done)) + "\n")
+        longest_s = max(longest_s, time.monotonic() - begun_s)
+        say(f"{name}: {done.found}")
+    return len(left)
+
+
+def parts_to_do(directory: Path) -> int:
+    """The number of parts that no file of the directory keeps."""
+    return len(_left(directory))
+
+
+def _left(directory: Path) -> list[str]:
+    return [name for name in PARTS if not _file_of(name, directory).exists()]
+
+
+def _file_of(name: str, directory: Path) -> Path:
+    return directory / f"part-{name}.json"
 
 
 def read_parts(directories: Sequence[Path]) -> list[dict[str, Any]]:
     """The parts that are kept in the directories, in their order."""
-    files = [directory / f"part-{name}.json" for name in PARTS for directory in directories]
+    files = [_file_of(name, directory) for name in PARTS for directory in directories]
     return [json.loads(file.read_text("utf-8")) for file in files if file.exists()]

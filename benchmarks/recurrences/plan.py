@@ -39,6 +39,9 @@ class Extent:
     first_seed: int = 0
 
 
+ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
+"""What is measured on a GPU unless asked otherwise, in about 25 minutes of an H200 by the estimate in docs/proof.md."""
+
 QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
 """Shows that all of it works; its figures say little."""
 

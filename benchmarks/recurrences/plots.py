@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.recurrences.report import Results
 from benchmarks.recurrences.runs import DEFAULT
+from benchmarks.recurrences.tables import energy_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ def _draw(results: Results, file: Path, draw: Callable[[Axes, dict[str, Any]], N
             panel.legend(fontsize="small")
     for panel in panels[len(tasks) :]:
         panel.set_visible(False)
-    figure.suptitle(f"energy: {'; '.join(results['energy_sources'])}", fontsize="small")
+    figure.suptitle(f"energy: {energy_of(results)}", fontsize="small")
     figure.savefig(file, metadata={"Date": None})
 
 

@@ -25,11 +25,12 @@ from benchmarks.recurrences.statistics import (
     regret,
     share_saved,
 )
-from benchmarks.recurrences.tasks import TASKS
+from benchmarks.recurrences.tasks import CPU, TASKS, Device
+from zeus_plugins.energy import auto
 from zeus_plugins.energy.estimate import cpu_model_name
 
 Results: TypeAlias = dict[str, Any]
-"""``{device, machine, begun_at, ended_at, energy_sources, load, tasks: {NAME: …}}``; see `task_results`."""
+"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks: {NAME: …}}``; see `task_results`."""
 
 Recurrence: TypeAlias = tuple[int, int]
 """A seed and a number."""
@@ -37,9 +38,11 @@ Recurrence: TypeAlias = tuple[int, int]
 MEASURES = ("cost_j", "energy_j", "time_s")
 
 
-def machine() -> dict[str, str]:
-    """The machine's kind, and the versions that matter."""
+def machine(device: Device = CPU) -> dict[str, str]:
+    """The machine's kind, the driver's name of its GPUs where they train, and the versions that matter."""
+    gpus = {} if device == CPU else {"GPU": auto().gpus().gpu_model}
     return {
+        **gpus,
         "CPU": cpu_model_name(),
         "cores": str(os.cpu_count()),
         "Python": platform.python_version(),
@@ -60,9 +63,13 @@ def results_of(records: Sequence[Record], of_machine: dict[str, str]) -> Results
     if not records:
         raise ValueError("nothing has been measured yet: run `python -m benchmarks.recurrences run` first")
     names = [name for name in TASKS if any(record["task"] == name for record in records)]
+    devices = {TASKS[name].device for name in names}
+    if len(devices) > 1:
+        raise ValueError("CPU and GPU have both been measured there: collect the --state of one device")
     loads = [record["load_1"] for record in records]
     return {
-        "device": TASKS[names[0]].device,
+        "device": devices.pop(),
+        "trained_on": sorted({record["device"] for record in records if "device" in record}),
         "machine": of_machine,
         "begun_at": min(record["begun_at"] for record in records),
         "ended_at": max(record["begun_at"] for record in records),

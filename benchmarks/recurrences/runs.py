@@ -21,6 +21,9 @@ OUT_OF_MEMORY = "out_of_memory"
 REFUSED = "refused"
 """State of a recurrence for which the policy has no size left: nothing is trained."""
 
+SIMULATED = "simulated GPU"
+"""Begins the name of a device that is none: no figure of it is a GPU's."""
+
 _NEVER = 1e9
 
 FAILED_STATUS = 3
@@ -43,7 +46,7 @@ class Order:
         policy_seed: Seeds the draws of policy `zeus`.
         shrink: As in `Task`.
         batch_sizes: Sizes of the job, in place of the task's; the largest is its default.
-        memory_fraction: Share of the GPU's memory that the process may take; None: all.
+        memory_gib: GiB of the GPU's memory that the process may take; None: all.
         fits: Without a GPU, larger batches run out of a pretended memory.
         power_limits: A mode of `benchmarks.recurrences.power`; None: leave power limits alone.
     """
@@ -59,7 +62,7 @@ class Order:
     policy_seed: int = 0
     shrink: int = 1
     batch_sizes: tuple[int, ...] | None = None
-    memory_fraction: float | None = None
+    memory_gib: float | None = None
     fits: int | None = None
     power_limits: str | None = None
 
@@ -131,6 +134,7 @@ class Outcome:
         energy_j: Joules in the same time.
         cost_j: Cost of both.
         energy_source: How the energy was obtained.
+        device: What has trained, in words.
         epochs: Trained so far.
         metric: The last one.
         fit_wall_s: Seconds of the whole training, measured around the trainer's call.
@@ -147,6 +151,7 @@ class Outcome:
     energy_j: float
     cost_j: float
     energy_source: str | None
+    device: str
     epochs: float | None
     metric: float | None
     fit_wall_s: float

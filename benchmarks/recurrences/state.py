@@ -42,6 +42,13 @@ class State:
             self._file.write_bytes(whole[0] + whole[1])
 
 
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is there with all of its text or not at all, whenever this process is killed."""
+    part = file.with_suffix(".part")
+    part.write_text(text, "utf-8")
+    part.replace(file)
+
+
 def read_records(directories: Iterable[Path]) -> list[Record]:
     """The records of several directories.
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.documents import mark_of, markdown_table, replace_tables
 from benchmarks.recurrences.report import Results
-from benchmarks.recurrences.runs import DEFAULT
+from benchmarks.recurrences.runs import DEFAULT, SIMULATED
 from benchmarks.recurrences.tasks import GPU
 from zeus_plugins.protocol import GP_VOI, ZEUS
 
@@ -24,7 +24,11 @@ def tables(results: Results) -> dict[str, str]:
     made = {"": _savings(results), "-sizes": _sizes(results), "-overhead": _overhead(results)}
     if results.get("parts"):
         made["-parts"] = _parts(results)
-    made |= {"-conditions": _conditions(results), "-summary": _summary(results)}
+    made["-conditions"] = _conditions(results)
+    if results["device"] == GPU:
+        made["-status"] = _status(results)
+    if not _is_simulated(results):
+        made["-summary"] = _summary(results)
     return {f"{prefix}{name}": table for name, table in made.items()}
 
 
@@ -52,7 +56,7 @@ def _savings(results: Results) -> str:
         "task",
         "jobs, recurrences",
         "contender",
-        f"energy, kJ ({_energy(results)})",
+        f"energy, kJ ({energy_of(results)})",
         "energy saved",
         "time saved",
     ]
@@ -63,7 +67,7 @@ def _savings(results: Results) -> str:
             found = task["contenders"].get(who)
             if found is None:
                 continue
-            energy = f"{found['energy_j'] / 1000:.3g}"
+            energy = _three_digits(found["energy_j"] / 1000)
             regret = "–" if found["regret"] is None else _share(found["regret"], signed=True)
             counts = [regret, str(found["tries"]), str(found["given_up"])]
             if who == DEFAULT:
@@ -94,7 +98,8 @@ def _summary(results: Results) -> str:
                 if policy == GP_VOI
                 else "the same"
             )
-            where = f" (`make proof`; {_device(results)}; energy is {_energy(results)})" if policy == GP_VOI else ""
+            command = "python -m benchmarks.recurrences run --device gpu" if results["device"] == GPU else "make proof"
+            where = f" (`{command}`; {_device(results)}; energy is {energy_of(results)})" if policy == GP_VOI else ""
             saved = _spread([each["saved"]["energy_j"][0] for each in found])
             later = _spread([each["later"][0] for each in found])
             lines.append([f"`{policy}`, {what}{where}", f"energy saved: {saved}", f"later half: {later}"])
@@ -114,7 +119,7 @@ def _sizes(results: Results) -> str:
     """A line for each task, and for each phase of one that drifts."""
     tasks = results["tasks"].items()
     sizes = sorted({found["batch_size"] for _, task in tasks for found in task["sizes"]})
-    lines = [[f"cost until the target, J ({_energy(results)})", "runs of each", *map(str, sizes)]]
+    lines = [[f"cost until the target, J ({energy_of(results)})", "runs of each", *map(str, sizes)]]
     for name, task in tasks:
         for drifted in (False, True):
             of_phase = {found["batch_size"]: found for found in task["sizes"] if found["drifted"] == drifted}
@@ -132,14 +137,15 @@ def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
         return ""
     if found["cost_j"] is None:
         return "∞"
-    cost = f"{found['cost_j']:.3g}"
+    cost = _three_digits(found["cost_j"])
     if found["batch_size"] == default:
         cost = f"*{cost}*"
     return f"**{cost}**" if found["cost_j"] == least_j else cost
 
 
 def _overhead(results: Results) -> str:
-    lines = [["task", "pairs", "CPU s without", "with", "CPU time, with / without", "time, with / without"]]
+    on = f" (on a {SIMULATED})" if _is_simulated(results) else ""
+    lines = [[f"task{on}", "pairs", "CPU s without", "with", "CPU time, with / without", "time, with / without"]]
     for name, task in results["tasks"].items():
         found = task["overhead"]
         if found is not None:
@@ -155,7 +161,8 @@ def _conditions(results: Results) -> str:
         ["condition", ""],
         ["from, to", f"{results['begun_at']}, {results['ended_at']}"],
         ["machine", ", ".join(f"{name} {of}" for name, of in results["machine"].items())],
-        ["energy", "; ".join(results["energy_sources"])],
+        *([["trained on", "; ".join(results["trained_on"])]] if results.get("trained_on") else []),
+        ["energy", energy_of(results)],
         ["load of the machine (1 min)", f"median {load['median']:.1f}, highest {load['highest']:.1f}"],
         ["trainings", str(results["trainings"])],
     ]
@@ -163,21 +170,42 @@ def _conditions(results: Results) -> str:
 
 
 def _parts(results: Results) -> str:
-    lines = [["part", "expected", "found", "as expected"]]
+    on = f" (on a {SIMULATED})" if _is_simulated(results) else ""
+    lines = [[f"part{on}", "expected", "found", "as expected"]]
     for part in results["parts"]:
         verdict = {True: "yes", False: "no", None: "left open"}[part["is_as_expected"]]
         lines.append([part["name"], part["expected"], part["found"], verdict])
     return markdown_table(lines)
 
 
-def _energy(results: Results) -> str:
-    return "; ".join(results["energy_sources"])
+def _status(results: Results) -> str:
+    """What a reader has to know of the figures of a GPU before any of them."""
+    devices = "; ".join(results["trained_on"])
+    if _is_simulated(results):
+        return f"**No figure of a GPU exists.** All figures [below](#on-a-gpu) show that the harness works: {devices}."
+    return f"The figures of a GPU are [below](#on-a-gpu): {devices}."
+
+
+def _is_simulated(results: Results) -> bool:
+    """True if any of the trainings ran on what only stands for a GPU."""
+    return any(SIMULATED in device for device in results.get("trained_on", ()))
+
+
+def energy_of(results: Results) -> str:
+    """The sources of the energies, in words; of a simulated GPU they say so."""
+    told = "; ".join(results["energy_sources"])
+    return f"{SIMULATED}: {told}" if _is_simulated(results) else told
 
 
 def _device(results: Results) -> str:
     if results["device"] == GPU:
-        return "GPU"
+        return f"{'; '.join(results['trained_on'])}, {results['begun_at'][:10]}"
     return f"{results['machine'].get('cores', '?')} CPU cores, {results['begun_at'][:10]}"
+
+
+def _three_digits(value: float) -> str:
+    """The number without an exponent."""
+    return f"{float(f'{value:.3g}'):.15g}"
 
 
 def _interval(found: Interval) -> str:

@@ -21,13 +21,17 @@ import torch
 from lightning.pytorch import seed_everything
 
 from benchmarks.recurrences import huggingface_tasks, lightning_tasks
+from benchmarks.recurrences.following import end_with_parent
 from benchmarks.recurrences.monitors import monitor_for
-from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, REFUSED, Order, Outcome, Run
+from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, REFUSED, SIMULATED, Order, Outcome, Run
+from benchmarks.recurrences.tasks import GPU, Task
 from benchmarks.trainings import quiet
 from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import cost
 from zeus_plugins.training.trial import TrialInfo
+
+_WHOLE = "whole training"
 
 _FRAMEWORKS = {"lightning": lightning_tasks.train, "transformers": huggingface_tasks.train}
 
@@ -39,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--server-url", required=True)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="where the outcome is written")
     options = parser.parse_args(arguments)
+    end_with_parent()
     order = Order(**json.loads(options.order))
     outcome = trained(order, options.server_url, monitor_for(order.training.device))
     finished = options.output.with_suffix(".part")
@@ -47,20 +52,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if outcome.reached else FAILED_STATUS
 
 
+def device_of(task: Task) -> str:
+    """What trains a task here, in words; what only stands for a GPU says so."""
+    if task.device != GPU:
+        return "CPU"
+    shrunk = f", models shrunk {task.shrink}-fold" if task.shrink > 1 else ""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name() + shrunk
+    return f"{SIMULATED}, a CPU in its place{shrunk}"
+
+
 def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
     """Train once in this process; an error of the training is an outcome, too."""
     # So small a network gains nothing from more threads, and its CPU time is what it would take on an idle machine.
     torch.set_num_threads(1)
     task = order.training
     job = order.spec() if order.with_callback else None
-    if order.memory_fraction is not None and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(order.memory_fraction)
+    if order.memory_gib is not None and torch.cuda.is_available():
+        _, whole = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, order.memory_gib * 2**30 / whole))
     state, detail, notes = "bare", "", dict[str, Any]()
     with quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
         seed_everything(order.seed, verbose=False)
         trial: TrialInfo | None = None
         run = Run(order, task, job, server_url, monitor, Path(folder), notes)
         wall_s, cpu_s = time.perf_counter(), time.process_time()
+        monitor.begin_window(_WHOLE)
         try:
             trial = _FRAMEWORKS[task.framework](run)
         except torch.OutOfMemoryError:
@@ -71,9 +88,12 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         except Exception as error:  # whatever ends a training is the outcome of the run
             state, detail = "broken", "".join(traceback.format_exception(error)[-3:])
         wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s
+        spent = monitor.end_window(_WHOLE)
     size = trial.batch_size if trial is not None else order.batch_size or task.default_batch_size
     verdict = None if trial is None else trial.verdict
     time_s, energy_j = (0.0, 0.0) if trial is None else (trial.time_s, trial.energy_j)
+    if state == OUT_OF_MEMORY:  # nobody has reported it, and it was paid for
+        time_s, energy_j = spent.time_s, spent.energy_j
     reason = None if verdict is None else verdict.reason
     return Outcome(
         batch_size=size,
@@ -84,6 +104,7 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         energy_j=energy_j,
         cost_j=cost(energy_j=energy_j, time_s=time_s, max_power_w=monitor.gpus().max_power, eta=0.5),
         energy_source=None if trial is None else trial.energy_source,
+        device=device_of(task),
         epochs=None if trial is None else trial.epoch,
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
         fit_wall_s=wall_s,

@@ -1,0 +1,211 @@
+"""`benchmarks.recurrences run --device gpu` and `collect`, as a user calls them, on a simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.documents import mark_of
+from benchmarks.recurrences.harness import is_done
+from benchmarks.recurrences.parts import PARTS
+from benchmarks.recurrences.plan import ON_GPU, Extent, steps
+from benchmarks.recurrences.state import State
+from benchmarks.recurrences.tasks import Task, tasks_for
+from tests.support.simulated_driver import MAX_POWER_W, NAME, PERIOD_S, POWER_W
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+DRIVER = ROOT / "tests" / "support" / "simulated_driver" / "path"
+SHRINK = 8
+RUN = [sys.executable, "-m", "benchmarks.recurrences", "run", "--device", "gpu"]
+COLLECT = [sys.executable, "-m", "benchmarks.recurrences", "collect"]
+SOME = 3
+SHORT = ("0", "0.01")
+PATIENCE_S = 300.0
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """That of a machine with a simulated GPU; its processes are known by the folder in it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    path = os.pathsep.join([str(DRIVER), str(ROOT)])
+    return kept | {"PYTHONPATH": path, "SIMULATED_GPU": str(tmp_path / "computing")}
+
+
+def alive(folder: Path) -> list[int]:
+    """The processes in whose environment a folder is named."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (each / "environ").read_bytes():
+                found.append(int(each.name))
+        except OSError:  # it has just ended, or is somebody else's
+            continue
+    return found
+
+
+def awaited(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: waited in vain"
+        time.sleep(0.05)
+
+
+def rows(page: str, name: str) -> list[list[str]]:
+    """The cells of a table, with those of its head."""
+    table = page.partition(f"{mark_of(name)}\n")[2].partition("<!-- end of table -->")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [line for line in lines if not all(re.fullmatch("-+", cell) for cell in line)]
+
+
+def cost_j(record: dict[str, Any]) -> float:
+    return float(0.5 * record["energy_j"] + 0.5 * MAX_POWER_W * record["time_s"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes as Linux shows them")
+def test_a_simulated_gpu_from_pieces_to_a_page(tmp_path: Path, environment: dict[str, str]) -> None:
+    state, log = tmp_path / "state", tmp_path / "log"
+    extent = ["--shrink", str(SHRINK), "--recurrences", "1", "--state", str(state)]
+
+    def piece(minutes: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            command = [*RUN, *extent, "--minutes", minutes]
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    def done() -> int:
+        file = state / "runs.jsonl"
+        return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+    # Killed where it cannot end anything itself; whatever it had started ends all the same.
+    killed = piece("9")
+    try:
+        awaited(lambda: done() >= SOME or killed.poll() is not None, "some trainings")
+    finally:
+        killed.kill()
+    assert killed.wait() == -9, log.read_text()
+    awaited(lambda: not alive(tmp_path), "the end of what was started")
+    before = done()
+
+    # Each piece does one thing at least, however short it is.
+    statuses = []
+    while not statuses or statuses[-1] == 3:
+        minutes = SHORT[len(statuses)] if len(statuses) < len(SHORT) else "30"
+        statuses.append(piece(minutes).wait())
+        assert len(statuses) <= len(SHORT) + 1, log.read_text()
+    assert statuses == [*[3] * len(SHORT), 0], log.read_text()
+    assert done() > before
+    awaited(lambda: not alive(tmp_path), "the end of what the last piece had started")
+
+    records = State(state).records
+    tasks = tasks_for("gpu", shrink=SHRINK)
+    planned = list(steps(tasks, Extent(seeds=1, recurrences=1, repeats=1, pairs=ON_GPU.pairs)))
+    runs = Counter(record["key"] for record in records)
+    assert set(runs) == {step.key for step in planned}
+    assert all(is_done(step, [each for each in records if each["key"] == step.key]) for step in planned)
+    assert all(runs[step.key] == 1 for step in planned if step.stage != "recurrence")
+    check_energies(records)
+
+    page, figures = tmp_path / "proof.md", tmp_path / "gpu.json"
+    page.write_text((ROOT / "docs" / "proof.md").read_text())
+    collect = [*COLLECT, "--state", str(state), "--results", str(figures), "--write", str(page)]
+    told = subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert json.loads(figures.read_text())["trained_on"] == [
+        f"simulated GPU, a CPU in its place, models shrunk {SHRINK}-fold"
+    ]
+    check_tables(page.read_text(), tasks, records)
+    assert "simulated GPU" in (tmp_path / "proof-gpu-sizes.svg").read_text()
+    assert "H200" not in told.stdout
+
+
+def three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def check_energies(records: list[dict[str, Any]]) -> None:
+    """What the counter has said: no estimate, and nobody else on the GPU."""
+    measured = [record for record in records if record["state"] != "bare"]
+    assert {record["energy_source"] for record in measured} == {"nvml"}
+    for record in measured:
+        steps_of_counter = record["epochs"] + 2
+        assert record["energy_j"] == pytest.approx(
+            POWER_W * record["time_s"], abs=POWER_W * PERIOD_S * steps_of_counter
+        )
+        assert record["cost_j"] == pytest.approx(cost_j(record))
+
+
+def check_tables(page: str, tasks: list[Task], records: list[dict[str, Any]]) -> None:
+    """Each row has what was measured, and nothing that could be taken for a GPU's."""
+    names = [task.name for task in tasks]
+    of_contender = {
+        (task, who): [
+            each for each in records if (each["stage"], each["task"], each["who"]) == ("recurrence", task, who)
+        ]
+        for task in names
+        for who in ("gp_voi", "zeus", "default")
+    }
+    head, *lines = rows(page, "gpu")
+    assert head[3] == "energy, kJ (simulated GPU: nvml)"
+    assert [(line[0], line[1]) for line in lines] == [(name, "1, 1") for name in names for _ in range(3)]
+    for line, tried in zip(lines, of_contender.values(), strict=True):
+        assert all(line)
+        assert int(line[10]) == len(tried)
+        if line[11] == "0":
+            assert float(line[3]) == three_digits(sum(each["energy_j"] for each in tried) / 1000)
+
+    head, *lines = rows(page, "gpu-sizes")
+    assert head[0] == "cost until the target, J (simulated GPU: nvml)"
+    assert [line[0] for line in lines] == names
+    for line, task in zip(lines, tasks, strict=True):
+        for size, cell in zip(map(int, head[2:]), line[2:], strict=True):
+            of_size = [
+                each for each in records if (each["stage"], each["task"], each["who"]) == ("size", task.name, str(size))
+            ]
+            if not of_size:
+                assert size not in task.batch_sizes
+                assert not cell
+            elif of_size[0]["reached"]:
+                assert float(cell.strip("*")) == three_digits(cost_j(of_size[0]))
+                assert "e" not in cell
+            else:
+                assert cell == "∞"
+    assert all(any(re.match(r"\*+\d", cell) for cell in line) for line in lines)
+
+    head, *lines = rows(page, "gpu-overhead")
+    assert head[0] == "task (on a simulated GPU)"
+    assert [(line[0], line[1]) for line in lines] == [(name, "1") for name in names]
+    assert all(map(all, lines))
+
+    head, *lines = rows(page, "gpu-parts")
+    assert head[0] == "part (on a simulated GPU)"
+    assert {line[0].replace(" ", "-"): line[3] for line in lines} == {
+        name: "left open" if name == "counter" else "yes" for name in PARTS
+    }
+    assert all(map(all, lines))
+
+    conditions = {line[0]: line[1] for line in rows(page, "gpu-conditions")}
+    assert conditions["machine"].startswith(f"GPU {NAME}, ")
+    assert conditions["trained on"].startswith("simulated GPU, a CPU in its place")
+    assert conditions["energy"] == "simulated GPU: nvml"
+    assert int(conditions["trainings"]) == len(records)
+    assert "**No figure of a GPU exists.**" in page
+
+
+def test_without_a_gpu_its_models_are_not_trained_on_a_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [*RUN, "--state", str(tmp_path / "state")]
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "PyTorch finds no GPU" in refused.stderr
+    assert not (tmp_path / "state" / "part-counter.json").exists()
