@@ -105,9 +105,9 @@ class Belief:
         run = CostRun(log_first_cost - (log_startup or 0.0), 1.0, doubt=doubt)
         return replace(self, costs=_latest((*self.costs, run)))
 
-    def doubting_costs(self, variance: float) -> Belief:
-        """The same if its latest run tells the cost of an epoch with so much more variance, a guess to be replaced."""
-        costs = tuple(run._replace(doubt=run.doubt + variance) for run in self.costs[-1:])
+    def drifting(self, drift: float) -> Belief:
+        """The same once another size's log costs have changed by so much: its latest run is a guess to be replaced."""
+        costs = tuple(run._replace(drift=run.drift + drift) for run in self.costs[-1:])
         return replace(self, costs=costs, are_costs_guessed=True)
 
     def forgetting(self, factor: float) -> Belief:
@@ -205,14 +205,14 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
 def _after_cost_change(beliefs: Beliefs, index: int) -> Beliefs:
     """The beliefs after a run at this size; if it shows that epochs cost something else now, they follow.
 
-    How much it is at other sizes is open: what they have cost becomes a guess, and the more changed here, the vaguer.
+    What others have cost becomes a guess, of which `cost_posterior` thinks as if they had changed alike, or not.
     """
     change = change_of([belief.costs for belief in beliefs], index)
     if change is None:
         return beliefs
-    guessed = tuple(belief.doubting_costs(change**2) for belief in beliefs)
     belief = beliefs[index]
-    return beliefs_with(guessed, replace(belief, costs=belief.costs[-2:]), index)
+    drifting = tuple(each.drifting(change) for each in beliefs)
+    return beliefs_with(drifting, replace(belief, costs=belief.costs[-2:]), index)
 
 
 def after_crash(beliefs: Beliefs, index: int, run: CostRun) -> Beliefs:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import TypeAlias
 
 import numpy as np
 
 from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.laws import Array, Family, Sizes, laws
 from bso_server.core.gp_voi.normal import bounded_exp, log_cdf
-from bso_server.core.gp_voi.run_costs import CostRuns, summary_of
+from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, summary_of
 from bso_server.core.statistics import WeightedStatistics
 
 # Observations that have been forgotten so far count as none.
@@ -26,6 +27,9 @@ _LEAST_VARIANCE = 1e-9
 
 # Hypotheses that have become less probable than that together are left out.
 _LEAST_CHANCE = 1e-3
+
+_Weighed: TypeAlias = tuple[Array, Array, Array]
+"""Means of H hypotheses, log of what they weigh up to a term, and their covariance: (H, B), (H,), (B, B)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +181,31 @@ def epochs_posterior(
 
 @lru_cache(maxsize=256)
 def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None = None) -> Posterior:
-    """Posterior of the log cost (J) of an epoch at every size; at least one has runs.
+    """Posterior of the log cost of an epoch at every size; at least one has runs.
+
+    Where one size has changed by d since others ran, all may have changed alike, as with more data, or each by
+    something of its own, N(d/2, (d/2)²), which no law binds, as with longer texts, whose padding grows with the batch.
+    Both are as probable before any other size has run since, and then by how well they explain what those have cost.
+
+    `trusted` is the index of a size whose own run asks: what its epochs cost is not in doubt.
+    """
+    family = laws(sizes).costs
+    alike = summary_of([tuple(run.drifted(1.0) for run in of_size) for of_size in runs])
+    found = _costs_given(family, alike, trusted)
+    drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
+    if drift:
+        lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
+        apart = summary_of([tuple(run.drifted(0.5) for run in of_size) for of_size in runs])
+        fresh = [index for index in _known(alike) if not runs[index][-1].drift]
+        found = [
+            *_weighing(found, _log_evidence(family, alike, fresh)),
+            *_weighing(_costs_given(lawless, apart, trusted), _log_evidence(lawless, alike, fresh)),
+        ]
+    return Posterior(_mixed(found), alike.run_variance)
+
+
+def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[_Weighed]:
+    """What follows from a summary of costs.
 
     A size whose cost rests on one run may have been slowed when that ran, by a machine that was busy. That each of them
     was is a hypothesis of its own, beside that none was: to that observation was then added the modulus of a normal
@@ -185,15 +213,9 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     by ``d·e·eᵀ`` (Sherman and Morrison, Ann. Math. Stat. 21(1), 1950), and with f = d / (1 + d·A⁻¹_jj) everything that
     follows from it by terms of f. What was added is N(f·(A⁻¹r)_j, f) by then, and has the sign that it must have with
     the probability ``Φ(√f·(A⁻¹r)_j)``; where that is not small, moments are as good as without it.
-
-    `trusted` is the index of a size whose own run asks: what its epochs cost is not in doubt.
     """
-    summary = summary_of(runs)
-    known = [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
-    values = np.array([summary.means[index] for index in known])
-    level = float(values.mean())
-    noise = summary.run_variance / np.array([summary.weights[index] for index in known]) + _LEAST_VARIANCE
-    given = _given(laws(sizes).costs, known, values - level, noise)
+    known = _known(summary)
+    given, level = _given_costs(family, summary, known)
     found = [(given.means + level, given.log_weights, given.covariance)]
     if len(known) > 1:
         slowed = CONSTANTS.slowed_sd**2
@@ -211,7 +233,38 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
                     given.covariance + factor * np.outer(reach, reach),
                 )
             )
-    return Posterior(_mixed(found), summary.run_variance)
+    return found
+
+
+def _known(summary: CostSummary) -> list[int]:
+    """Indices of the sizes of which it tells something."""
+    return [index for index, weight in enumerate(summary.weights) if weight > _LEAST_WEIGHT]
+
+
+def _given_costs(family: Family, summary: CostSummary, known: list[int]) -> tuple[_Given, float]:
+    """The posterior by these sizes' costs, up to a level."""
+    values = np.array([summary.means[index] for index in known])
+    level = float(values.mean())
+    noise = summary.run_variance / np.array([summary.weights[index] for index in known]) + _LEAST_VARIANCE
+    return _given(family, known, values - level, noise), level
+
+
+def _log_evidence(family: Family, summary: CostSummary, known: list[int]) -> float:
+    """Log of the probability of these sizes' costs, up to a term that all families share."""
+    if not known:
+        return 0.0
+    return _log_sum(_given_costs(family, summary, known)[0].log_weights)
+
+
+def _weighing(found: list[_Weighed], log_weight: float) -> list[_Weighed]:
+    """The same hypotheses with this weight in all."""
+    total = _log_sum(np.concatenate([log_weights for _, log_weights, _ in found]))
+    return [(means, log_weights + (log_weight - total), covariance) for means, log_weights, covariance in found]
+
+
+def _log_sum(logs: Array) -> float:
+    top = float(logs.max())
+    return top + math.log(float(np.exp(logs - top).sum()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,7 +317,7 @@ def _given(family: Family, known: list[int], values: Array, noise: Array) -> _Gi
     )
 
 
-def _mixed(found: Sequence[tuple[Array, Array, Array]]) -> tuple[Component, ...]:
+def _mixed(found: Sequence[_Weighed]) -> tuple[Component, ...]:
     """The mixture of means, log weights and covariances."""
     top = max(float(log_weights.max()) for _, log_weights, _ in found)
     weights = [np.exp(log_weights - top) for _, log_weights, _ in found]

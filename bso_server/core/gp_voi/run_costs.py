@@ -28,7 +28,7 @@ _LEAST_DENSITY = 1e-300
 # Far beyond what any machine does, and finite.
 _LARGEST_DEVIATIONS = 1e12
 # A run that tells less than that would as good as not have been.
-_LARGEST_VARIANCE = 1.0
+_LARGEST_VARIANCE = 4.0
 
 # Runs that are trusted less together are one.
 _SECOND_RUN = 1.5
@@ -47,6 +47,7 @@ class CostRun(NamedTuple):
             `TrialRecord.cost_deviations_j2`.
         freedom: Degrees of freedom of that: reports less one.
         doubt: Variance of log_cost for other reasons.
+        drift: By how much log costs of another size have changed since; 0: by nothing.
     """
 
     log_cost: float
@@ -54,6 +55,7 @@ class CostRun(NamedTuple):
     deviations: float = 0.0
     freedom: float = 0.0
     doubt: float = 0.0
+    drift: float = 0.0
 
     @classmethod
     def of(cls, job: JobRegistration, trial: TrialRecord) -> Self | None:
@@ -66,6 +68,13 @@ class CostRun(NamedTuple):
             return cls(log_cost, epochs)
         deviations = min(deviations_j2 * bounded_exp(-2 * log_cost), _LARGEST_DEVIATIONS)
         return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0))
+
+    def drifted(self, share: float) -> CostRun:
+        """The same if its own size has changed by so much of the drift, give or take the rest of it."""
+        rest = (1 - share) * self.drift
+        return CostRun(
+            self.log_cost + share * self.drift, self.epochs, self.deviations, self.freedom, self.doubt + rest * rest
+        )
 
     def variance(self, epoch_variance: float) -> float:
         """Variance of its log cost, beside that from run to run, with the relative variance of a single epoch."""
