@@ -190,17 +190,17 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     `trusted` is the index of a size whose own run asks: what its epochs cost is not in doubt.
     """
     family = laws(sizes).costs
-    alike = summary_of([tuple(run.drifted(1.0) for run in of_size) for of_size in runs])
-    found = _costs_given(family, alike, trusted)
-    drift = max((abs(run.drift) for of_size in runs for run in of_size), default=0.0)
-    if drift:
-        lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
-        apart = summary_of([tuple(run.drifted(0.5) for run in of_size) for of_size in runs])
-        fresh = [index for index in _known(alike) if not runs[index][-1].drift]
-        found = [
-            *_weighing(found, _log_evidence(family, alike, fresh)),
-            *_weighing(_costs_given(lawless, apart, trusted), _log_evidence(lawless, alike, fresh)),
-        ]
+    drift = max(abs(run.drift) for of_size in runs for run in of_size)
+    if not drift:
+        summary = summary_of(runs)
+        return Posterior(_mixed(_costs_given(family, summary, trusted)), summary.run_variance)
+    lawless = replace(family, kernel=family.kernel + (drift / 2) ** 2 * np.eye(len(runs)))
+    alike, apart = (summary_of([tuple(run.drifted(share) for run in each) for each in runs]) for share in (1.0, 0.5))
+    fresh = [index for index in _known(alike) if not runs[index][-1].drift]
+    found = [
+        *_weighing(_costs_given(family, alike, trusted), _log_evidence(family, alike, fresh)),
+        *_weighing(_costs_given(lawless, apart, trusted), _log_evidence(lawless, alike, fresh)),
+    ]
     return Posterior(_mixed(found), alike.run_variance)
 
 
