@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import special, stats
 
 from bso_server.core.gp_voi import normal
 from bso_server.core.gp_voi.constants import CONSTANTS
@@ -299,20 +299,20 @@ cost_runs = st.lists(
 ).filter(any)
 
 
-@given(cost_runs, st.one_of(st.none(), st.integers(0, 4)))
-@settings(max_examples=examples(50), deadline=None)
-def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: int | None) -> None:
+Families = list[tuple[Sequence[Array], Array, Sequence[float]]]
+
+
+def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_variance: float = 0.0) -> Families:
     """Each size that rests on one run was slowed, or none was: by how much is one more variable, all anew."""
-    found = cost_posterior(SIZES, tuple(runs), trusted)
     summary, family = summary_of(runs), laws(SIZES).costs
-    assert found.run_variance == summary.run_variance
     seen = [index for index, each in enumerate(runs) if each]
     values = np.array([summary.means[index] for index in seen])
     noise = summary.run_variance / np.array([summary.weights[index] for index in seen])
     centers, log_chances = family.means + values.mean(), family.log_weights
     covariance = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+    covariance = covariance + own_variance * np.eye(COUNT)
     suspects = [index for index in seen if summary.suspect[index] and index != trusted]
-    families = []
+    families: Families = []
     for slowed in (None, *(suspects if len(seen) > 1 else ())):
         # All sizes, what the runs of each seen one show, and by how much one was slowed.
         share = np.vstack([np.eye(COUNT), np.eye(COUNT)[seen], np.zeros(COUNT)])
@@ -331,13 +331,67 @@ def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: in
             means.append(mean[:COUNT])
             log_weights.append(log_weight)
         families.append((means, narrowed[:COUNT, :COUNT], log_weights))
-    mean, covariance = mixed(families)
+    return families
+
+
+@given(cost_runs, st.one_of(st.none(), st.integers(0, 4)))
+@settings(max_examples=examples(50), deadline=None)
+def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: int | None) -> None:
+    found = cost_posterior(SIZES, tuple(runs), trusted)
+    assert found.run_variance == summary_of(runs).run_variance
+    mean, covariance = mixed(costs_by_brute_force(runs, trusted))
     assert found.mean == pytest.approx(mean, abs=1e-4)
     assert total_covariance(found) == pytest.approx(covariance, abs=1e-4)
 
 
-def run_of(log_cost: float) -> CostRuns:
-    return (CostRun(log_cost, math.inf),)
+def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
+    """What ran since weighs whether all sizes have changed alike, or each by itself; the others follow from that."""
+    old = ((CostRun(2.4, 5.0, drift=1.4),), (CostRun(1.9, 5.0, drift=1.4),), (), (), ())
+    new: list[CostRuns] = [(), (), (CostRun(3.1, 9.0), CostRun(3.1, 9.0)), (CostRun(2.5, 9.0),), ()]
+    runs = tuple(one or other for one, other in zip(old, new, strict=True))
+    alike = [*(run_of(run.log_cost + 1.4, 5.0) for (run,) in old[:2]), *new[2:]]
+    apart = [*(run_of(run.log_cost + 0.7, 5.0, 0.7**2) for (run,) in old[:2]), *new[2:]]
+    variance = summary_of(alike).run_variance
+    families: Families = []
+    for hypothesis, own_variance in ((alike, 0.0), (apart, 0.7**2)):
+        found = costs_by_brute_force(hypothesis, None, own_variance)
+        total = special.logsumexp(np.concatenate([logs for _, _, logs in found]))
+        # As if nothing but what ran since were known, of which the laws of both know the same beforehand.
+        summary, family = summary_of(alike), laws(SIZES).costs
+        values = np.array([summary.means[index] for index in (2, 3)])
+        noise = variance / np.array([summary.weights[index] for index in (2, 3)])
+        prior = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+        evidences = [
+            log_chance
+            + conditioned(mean + values.mean(), prior + own_variance * np.eye(COUNT), (2, 3), values, noise)[2]
+            for mean, log_chance in zip(family.means, family.log_weights, strict=True)
+        ]
+        shift = special.logsumexp(evidences) - total
+        families += [(means, covariance, [log + shift for log in logs]) for means, covariance, logs in found]
+    mean, covariance = mixed(families)
+    found_posterior = cost_posterior(SIZES, runs)
+    assert found_posterior.run_variance == variance
+    assert found_posterior.mean == pytest.approx(mean, abs=1e-4)
+    assert total_covariance(found_posterior) == pytest.approx(covariance, abs=1e-4)
+
+
+def test_what_ran_since_a_change_says_whether_others_have_changed_alike() -> None:
+    """Four sizes of the same cost, of which one has come to cost eight times as much."""
+    drift = math.log(8)
+    drifted: CostRuns = (CostRun(2.0, math.inf, drift=drift),)
+    seen = (drifted, drifted, drifted, drifted, run_of(2.0 + drift) * 2)
+    unsure = cost_posterior(SIZES, seen)
+    assert 2.0 + drift / 2 < unsure.mean[1] < 2.0 + drift
+    assert math.sqrt(unsure.variance[1]) > drift / 4
+    alike = cost_posterior(SIZES, (*seen[:3], run_of(2.0 + drift), seen[4]))
+    assert alike.mean[1] > 2.0 + 0.8 * drift
+    apart = cost_posterior(SIZES, (*seen[:3], run_of(2.0), seen[4]), 3)
+    assert apart.mean[1] < 2.0 + 0.7 * drift
+    assert apart.variance[1] > 2 * alike.variance[1]
+
+
+def run_of(log_cost: float, epochs: float = math.inf, doubt: float = 0.0) -> CostRuns:
+    return (CostRun(log_cost, epochs, doubt=doubt),)
 
 
 def test_a_size_that_seems_to_cost_four_times_as_much_was_perhaps_slowed() -> None:

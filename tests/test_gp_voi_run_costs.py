@@ -108,6 +108,7 @@ absurd_runs = st.builds(
     deviations=st.floats(0, 1e12),
     freedom=st.integers(0, 1000).map(float),
     doubt=st.floats(0, 1),
+    drift=st.sampled_from([0.0, 0.5, -3.0, 700.0]),
 )
 
 
