@@ -166,11 +166,11 @@ ROWS = {
         "the second run costs four times as much", partial(_robust, made=partial(case_of, outlier=2))
     ),
     "drift": Row(
-        "drift at recurrence 50, sizes reversed (51 and later alone)",
+        "drift at recurrence 50, sizes reversed (51 and later)",
         partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT)),
     ),
     "cost-drift": Row(
-        "drift at recurrence 50, epochs of larger sizes cost up to eight times as much (51 and later alone)",
+        "drift at recurrence 50, epochs cost more, the larger the size (51 and later)",
         partial(_robust, made=partial(case_of, drift_at=_DRIFT_AT, drift=dearer_when_larger)),
     ),
 }

@@ -53,19 +53,29 @@ def _draw(results: Results, file: Path, draw: Callable[[Axes, dict[str, Any]], N
 
 def _draw_curves(panel: Axes, task: dict[str, Any]) -> None:
     """Total cost over that of always the default."""
+    from matplotlib.ticker import MaxNLocator
+
     for who, found in task["contenders"].items():
         if who != DEFAULT:
             panel.plot(range(1, len(found["curve"]) + 1), found["curve"], marker=".", label=who)
     panel.axhline(1.0, color="grey", linestyle=":", label=f"always {task['default']}")
     panel.set(xlabel="recurrences", ylabel="total cost / the default's")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
     """Cost of a run until the target, by size."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
     for drifted, label in ((False, "cost"), (True, "after the drift")):
         known = [each for each in task["sizes"] if each["drifted"] == drifted and each["cost_j"] is not None]
         if known:
             sizes, costs_j = [each["batch_size"] for each in known], [each["cost_j"] for each in known]
             panel.plot(sizes, costs_j, marker="o", label=label)
     panel.axvline(task["default"], color="grey", linestyle=":", label=f"default {task['default']}")
-    panel.set(xlabel="batch size", ylabel="cost until the target (J)", xscale="log", yscale="log")
+    panel.set(xlabel="batch size", ylabel="cost until the target (J)", yscale="log")
+    panel.set_xscale("log", base=2)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(ScalarFormatter())
