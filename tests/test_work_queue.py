@@ -14,10 +14,18 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
+from bso_server.storage import work_queue
 from bso_server.storage.async_database import NoConnectionError
 from bso_server.storage.database import SqliteDatabase, open_database
+from bso_server.storage.unwritable import UnwritableError
 
 Work = Callable[[Connection], Any]
+
+
+@pytest.fixture(autouse=True)
+def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    # However slow the machine is, a group takes all that waits.
+    monkeypatch.setattr(work_queue, "_LONGEST_GROUP_S", 3600.0)
 
 
 class Numbers:
@@ -224,5 +232,79 @@ def test_reads_one_after_another_need_one_thread(tmp_path: Path) -> None:
         assert [thread.name for thread in threading.enumerate() if thread.name.startswith("bso-reader")] == [
             "bso-reader-0"
         ]
+
+    in_numbers(tmp_path, use)
+
+
+def test_a_group_that_has_taken_long_takes_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_queue, "_LONGEST_GROUP_S", 0.0)
+
+    async def use(numbers: Numbers) -> None:
+        assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
+        assert numbers.transactions == [[], [1], [2], [3]]
+
+    in_numbers(tmp_path, use)
+
+
+def test_a_group_whose_file_was_taken_away_is_not_done_twice(tmp_path: Path) -> None:
+    async def use(numbers: Numbers) -> None:
+        file, elsewhere = tmp_path / "numbers.sqlite3", tmp_path / "elsewhere"
+        writing = numbers.writing(1)
+
+        def and_moves(connection: Connection) -> None:
+            writing(connection)
+            file.rename(elsewhere)
+
+        outcomes = await numbers.behind_another(and_moves, numbers.writing(2))
+        elsewhere.rename(file)
+        assert [type(outcome) for outcome in outcomes] == [UnwritableError] * 2
+        assert numbers.transactions == [[], [1, 2]]
+        assert await numbers.kept() == [1, 2]
+
+    in_numbers(tmp_path, use)
+
+
+class _Panic(BaseException):
+    """As a library in another language raises when it finds itself broken."""
+
+
+def test_threads_outlive_whatever_work_raises(tmp_path: Path) -> None:
+    async def use(numbers: Numbers) -> None:
+        def panics(_: Connection) -> None:
+            raise _Panic
+
+        with pytest.raises(_Panic):
+            await numbers.database.run(panics)
+        outcomes = await numbers.behind_another(panics, numbers.writing(1))
+        assert isinstance(outcomes[0], _Panic)
+        assert outcomes[1] == -1
+
+    in_numbers(tmp_path, use)
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, 60.0])
+def test_reads_behind_a_slow_one_are_free_for_other_threads(tmp_path: Path, timeout_s: float) -> None:
+    async def use(numbers: Numbers) -> None:
+        def slow(_: Connection) -> bool:
+            return numbers.gate.wait(10)
+
+        def run(work: Work) -> asyncio.Future[Any]:
+            return asyncio.ensure_future(numbers.database.run(work, read_only=True, timeout_s=timeout_s))
+
+        busy, all_busy = threading.Event(), threading.Barrier(5)
+
+        def keeps_busy(_: Connection) -> None:
+            all_busy.wait(10)
+            busy.wait(10)
+
+        before = [run(keeps_busy) for _ in range(4)]
+        await asyncio.to_thread(all_busy.wait, 10)
+        first, *others = run(slow), run(lambda _: 1), run(lambda _: 2)
+        await asyncio.sleep(0)
+        busy.set()
+        await asyncio.wait([*before, *others])
+        assert not first.done()
+        numbers.gate.set()
+        assert await first
 
     in_numbers(tmp_path, use)

@@ -8,7 +8,9 @@ Work must not suffer for other work in its group:
 
 - Each has a savepoint of its own. One that is refused leaves nothing behind, and the others go on.
 - A transaction that fails as a whole is repeated, a transaction for each work: that which is to blame gets the error.
-- Work that may take long is never in a group.
+  Where the file was taken away it may be in force, and is not repeated.
+- Work that may take long is never in a group, and a group that has taken long takes no more.
+- Work is taken when its turn has come: what waits behind slow work is free for other threads.
 - No answer precedes the commit.
 """
 
@@ -16,20 +18,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection
 
 from bso_server.errors import BsoError
+from bso_server.storage.unwritable import UnwritableError
 
 # A group must not keep its members waiting for long.
 _LARGEST_GROUP = 100
+_LONGEST_GROUP_S = 0.05
 
 T = TypeVar("T")
 Work = Callable[[Connection], Any]
@@ -44,6 +50,7 @@ class Run(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Entry:
+    number: int
     work: Work
     is_long: bool
     future: asyncio.Future[Any]
@@ -66,7 +73,9 @@ class WorkQueue:
 
     def __init__(self, run: Run, *, threads: int, name: str, writes: bool) -> None:
         self._run, self._most, self._name, self._writes = run, threads, name, writes
+        self._lock = threading.Lock()
         self._waiting: deque[_Entry] = deque()
+        self._numbers = count()
         # True for each entry of `_waiting`, which may have been taken with another one by then; False ends a thread.
         self._calls: SimpleQueue[bool] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -83,7 +92,7 @@ class WorkQueue:
         try:
             if len(self._threads) < min(self._under_way, self._most):
                 self._start_thread()
-            self._waiting.append(_Entry(work, is_long, future))
+            self._waiting.append(_Entry(next(self._numbers), work, is_long, future))
             self._calls.put(True)
             return await future
         finally:
@@ -104,51 +113,75 @@ class WorkQueue:
 
     def _serve(self) -> None:
         while self._calls.get():
-            taken = self._taken()
-            self._take([each for each in taken if not each.is_long])
-            for each in taken:
-                if each.is_long:
-                    self._take([each])
-
-    def _taken(self) -> list[_Entry]:
-        taken: list[_Entry] = []
-        # Another thread may take some meanwhile.
-        with suppress(IndexError):
-            while len(taken) < _LARGEST_GROUP:
-                taken.append(self._waiting.popleft())
-        return taken
-
-    def _take(self, group: Sequence[_Entry]) -> None:
-        group = [each for each in group if each.is_wanted]
-        if not group:
-            return
-        outcomes: Sequence[Any]
-        try:
-            if len(group) > 1:
-                outcomes = self._run(partial(_outcomes, group, writes=self._writes))
+            first, last = self._first()
+            if first is None:
+                continue
+            if first.is_long or last == first.number:
+                self._take_alone(first)
             else:
-                outcomes = [self._run(group[0].work)]
-        except Exception as error:
-            if len(group) > 1:
-                # One of them is to blame: the others must not suffer for it.
-                for each in group:
-                    self._take([each])
-                return
-            outcomes = [error]
-        for each, outcome in zip(group, outcomes, strict=True):
-            # A loop that has ended has nobody left who waits.
-            with suppress(RuntimeError):
-                each.future.get_loop().call_soon_threadsafe(_settle, each.future, outcome)
+                self._take(first, last)
+
+    def _first(self) -> tuple[_Entry | None, int]:
+        """The first work that waits, which waits no more, and the number of the last one that waits by now."""
+        with self._lock:
+            # Others are only added meanwhile.
+            while self._waiting:
+                first = self._waiting.popleft()
+                if first.is_wanted:
+                    return first, self._waiting[-1].number if self._waiting else first.number
+        return None, 0
+
+    def _next(self, last: int) -> _Entry | None:
+        """The next work for the transaction that others began, if there is any up to this number."""
+        with self._lock:
+            # A transaction that reads may see nothing of what was committed after it began.
+            while self._waiting and self._waiting[0].number <= last and not self._waiting[0].is_long:
+                following = self._waiting.popleft()
+                if following.is_wanted:
+                    return following
+        return None
+
+    def _group(self, first: _Entry, last: int, group: list[_Entry]) -> Iterator[_Entry]:
+        """Each work of a group, which holds it from then on."""
+        ends = time.monotonic() + _LONGEST_GROUP_S
+        following: _Entry | None = first
+        while following is not None:
+            group.append(following)
+            yield following
+            has_room = len(group) < _LARGEST_GROUP and time.monotonic() < ends
+            following = self._next(last) if has_room else None
+
+    def _take(self, first: _Entry, last: int) -> None:
+        group: list[_Entry] = []
+        try:
+            outcomes = self._run(partial(_outcomes, self._group(first, last, group), writes=self._writes))
+        except UnwritableError as error:
+            # Repeated, it would perhaps be done twice, and fare no better.
+            outcomes = [error] * max(1, len(group))
+        except BaseException:
+            # One of them is to blame: the others must not suffer for it. None was taken if it could not be begun.
+            for each in group or [first]:
+                if each.is_wanted:
+                    self._take_alone(each)
+            return
+        for each, outcome in zip(group or [first], outcomes, strict=True):
+            _tell(each, outcome)
+
+    def _take_alone(self, entry: _Entry) -> None:
+        outcome: Any
+        try:
+            outcome = self._run(entry.work)
+        except BaseException as error:
+            # The thread must outlive whatever work raises: nobody else would serve the queue.
+            outcome = error
+        _tell(entry, outcome)
 
 
-def _outcomes(group: Sequence[_Entry], connection: Connection, *, writes: bool) -> list[Any]:
+def _outcomes(group: Iterator[_Entry], connection: Connection, *, writes: bool) -> list[Any]:
     """The result of each work, or the error with which it was refused."""
     driver: Any = connection.connection.driver_connection
     outcomes: list[Any] = []
     for each in group:
-        if not each.is_wanted:
-            outcomes.append(None)
-            continue
         if writes:
             driver.execute("SAVEPOINT work")
         try:
@@ -162,11 +195,17 @@ def _outcomes(group: Sequence[_Entry], connection: Connection, *, writes: bool) 
     return outcomes
 
 
+def _tell(entry: _Entry, outcome: Any) -> None:
+    # A loop that has ended has nobody left who waits.
+    with suppress(RuntimeError):
+        entry.future.get_loop().call_soon_threadsafe(_settle, entry.future, outcome)
+
+
 def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
     # Who has left, or was told that the time is over, hears of nothing.
     if future.done():
         return
-    if isinstance(outcome, Exception):
+    if isinstance(outcome, BaseException):
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
