@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, make_url, text
 from sqlalchemy.exc import OperationalError
 
 from bso_server.errors import DatabaseUnavailableError, UnknownJobError
 from bso_server.storage import work_queue
 from bso_server.storage.async_database import NoConnectionError
-from bso_server.storage.database import SqliteDatabase, open_database
+from bso_server.storage.database import SqliteDatabase, SqliteFile, open_database
+from bso_server.storage.store import Store
 from bso_server.storage.unwritable import UnwritableError
 
 Work = Callable[[Connection], Any]
@@ -61,7 +62,7 @@ class Numbers:
         await asyncio.to_thread(begun.wait, 10)
         return busy
 
-    async def behind_another(self, *works: Work, **options: float) -> list[Any]:
+    async def behind_another(self, *works: Work, **options: Any) -> list[Any]:
         """The outcomes of works that have waited for a busy thread."""
         busy = await self.make_busy()
         waiting = [asyncio.ensure_future(self.database.run(work, **options)) for work in works]
@@ -139,10 +140,34 @@ def test_a_transaction_that_fails_is_repeated_for_each_work(tmp_path: Path) -> N
 def test_work_that_may_take_long_is_in_no_group(tmp_path: Path) -> None:
     async def use(numbers: Numbers) -> None:
         works = map(numbers.writing, (1, 2))
-        assert await numbers.behind_another(*works, timeout_s=60.0) == [-1, -2]
+        assert await numbers.behind_another(*works, alone=True) == [-1, -2]
         assert numbers.transactions == [[], [1], [2]]
 
     in_numbers(tmp_path, use)
+
+
+@pytest.mark.parametrize("patience_s", [3.0, 3600.0])
+def test_patient_callers_and_migrations_share_no_transaction(tmp_path: Path, patience_s: float) -> None:
+    alone: list[bool] = []
+
+    class Noting(SqliteDatabase):
+        async def run(self, *args: Any, **options: Any) -> Any:
+            alone.append(options["alone"])
+            return await super().run(*args, **options)
+
+    async def use() -> None:
+        store = Store(Noting(SqliteFile(make_url(f"sqlite:///{tmp_path / 'bso.sqlite3'}"))), patience_s=patience_s)
+        try:
+            await store.migrate()
+            assert alone[-1]
+            await store.check_writable()
+            assert not alone[-1]
+            await store.patient().check_writable()
+            assert alone[-1]
+        finally:
+            await store.close()
+
+    asyncio.run(use())
 
 
 def test_work_that_nobody_waits_for_any_more_is_not_begun(tmp_path: Path) -> None:
@@ -282,14 +307,14 @@ def test_threads_outlive_whatever_work_raises(tmp_path: Path) -> None:
     in_numbers(tmp_path, use)
 
 
-@pytest.mark.parametrize("timeout_s", [3.0, 60.0])
-def test_reads_behind_a_slow_one_are_free_for_other_threads(tmp_path: Path, timeout_s: float) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_reads_behind_a_slow_one_are_free_for_other_threads(tmp_path: Path, alone: bool) -> None:
     async def use(numbers: Numbers) -> None:
         def slow(_: Connection) -> bool:
             return numbers.gate.wait(10)
 
         def run(work: Work) -> asyncio.Future[Any]:
-            return asyncio.ensure_future(numbers.database.run(work, read_only=True, timeout_s=timeout_s))
+            return asyncio.ensure_future(numbers.database.run(work, read_only=True, alone=alone))
 
         busy, all_busy = threading.Event(), threading.Barrier(5)
 

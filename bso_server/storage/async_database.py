@@ -85,6 +85,7 @@ class AsyncDatabase:
         *,
         read_only: bool = False,
         waits: bool = True,
+        alone: bool = False,  # noqa: ARG002 - every transaction has a connection of its own
         timeout_s: float = PATIENCE_S,
     ) -> T:
         """See `Database.run`."""

@@ -79,6 +79,7 @@ class Database(Protocol):
         *,
         read_only: bool = False,
         waits: bool = True,
+        alone: bool = False,
         timeout_s: float = PATIENCE_S,
     ) -> T:
         """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
@@ -87,6 +88,7 @@ class Database(Protocol):
             work: Reads and writes through the connection.
             read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
             waits: It may wait for locks of others. Other work does not wait behind it for a connection.
+            alone: It may take long, or must not be done again: other work does not share its transaction.
             timeout_s: Seconds until it is given up, whatever it is waiting for; its connection is closed then.
 
         Raises:
@@ -162,14 +164,13 @@ class SqliteDatabase:
     SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
     queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
     and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements. Work that waits
-    meanwhile shares the next one (`storage.work_queue`), unless it may take longer than `patience_s`.
+    meanwhile shares the next one (`storage.work_queue`), but for what may take long.
     """
 
     queues_writers = True
 
-    def __init__(self, file: SqliteFile, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, file: SqliteFile) -> None:
         self.file, self.url = file, file.url
-        self._patience_s = patience_s
         self._own = threading.local()
         self._connections: list[Connection] = []
         self._writers = WorkQueue(self._write, threads=1, name="bso-writer", writes=True)
@@ -181,6 +182,7 @@ class SqliteDatabase:
         *,
         read_only: bool = False,
         waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
+        alone: bool = False,
         timeout_s: float = PATIENCE_S,
     ) -> T:
         """See `Database.run`. A transaction that has begun cannot be given up: it may be in force a little later."""
@@ -188,7 +190,7 @@ class SqliteDatabase:
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 # Given up while it queues, it is not begun.
-                return await queue.do(work, is_long=timeout_s > self._patience_s)
+                return await queue.do(work, is_long=alone)
         except TimeoutError as error:
             if limit.expired():
                 raise no_answer(timeout_s) from error
@@ -246,7 +248,7 @@ def open_database(
     url = _url(database_url)
     if url.get_backend_name() == "sqlite":
         if url.drivername != _AIOSQLITE:
-            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql), patience_s=patience_s)
+            return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
         _refuse_network(url)
         options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
     else:

@@ -145,12 +145,13 @@ class Store:
         self._database = database
         self.patience_s = patience_s
         self.listener = listener
+        self._is_patient = False
         self._health = _Health()
 
     def patient(self) -> Store:
         """The same data, for what reads or writes a job as a whole, and for callers that keep nobody waiting."""
         store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S), listener=self.listener)
-        store._health = self._health
+        store._health, store._is_patient = self._health, True
         return store
 
     @property
@@ -215,12 +216,14 @@ class Store:
     async def _repeated(
         self, work: Callable[[Connection], T], *, patience_s: float, read_only: bool = False, waits: bool = True
     ) -> T:
-        with waiting(patience_s, alone=patience_s >= LONG_PATIENCE_S) as deadline:
+        alone = self._is_patient or patience_s != self.patience_s
+        with waiting(patience_s, alone=alone) as deadline:
             attempts, begun, outcome = _Attempts(deadline), time.monotonic(), Outcome.FAILED
             try:
                 while True:
                     try:
-                        done = await self._run(work, read_only=read_only, waits=waits, timeout_s=deadline.left_s)
+                        left_s = deadline.left_s
+                        done = await self._run(work, read_only=read_only, waits=waits, alone=alone, timeout_s=left_s)
                     except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
                         wait_s = attempts.wait_s(error)
                         if wait_s is None:
@@ -242,10 +245,11 @@ class Store:
         *,
         read_only: bool = False,
         waits: bool = True,
+        alone: bool = False,
         timeout_s: float = PATIENCE_S,
     ) -> T:
         try:
-            return await self._database.run(work, read_only=read_only, waits=waits, timeout_s=timeout_s)
+            return await self._database.run(work, read_only=read_only, waits=waits, alone=alone, timeout_s=timeout_s)
         except NoConnectionError as error:
             raise DatabaseUnavailableError(f"no connection to the database {self.description}: {error}") from error
         except (DBAPIError, UnwritableError) as error:
