@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from benchmarks.documents import replace_tables
+from benchmarks.errors import BenchmarkError
+from benchmarks.recurrences.__main__ import require_gpu, require_one_kind
 from benchmarks.recurrences.harness import MAX_TRIES, Piece, is_done
 from benchmarks.recurrences.plan import Extent, Step, steps
 from benchmarks.recurrences.report import results_of
@@ -124,6 +127,26 @@ def test_the_same_step_in_two_directories_is_refused(tmp_path: Path) -> None:
         State(tmp_path / name).add({"key": "a"})
     with pytest.raises(ValueError, match="have both measured a"):
         read_records([tmp_path / "one", tmp_path / "two"])
+
+
+def test_a_state_is_of_one_kind_of_measurement(tmp_path: Path) -> None:
+    for _ in range(2):
+        require_one_kind(tmp_path, {"device": "gpu", "shrink": 8})
+    for other in ({"device": "gpu", "shrink": 1}, {"device": "cpu", "shrink": 8}):
+        with pytest.raises(BenchmarkError, match="has a measurement of device gpu, shrink 8, not of "):
+            require_one_kind(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("named", "used"), [(None, "0"), ("3,1", "3"), ("GPU-5135a1a7,GPU-0", "GPU-5135a1a7"), ("", "")]
+)
+def test_of_several_gpus_the_first_trains(named: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if named is None else named)
+    if named is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    require_gpu(shrink=8)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
 
 
 def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
@@ -281,9 +304,9 @@ def test_the_smallest_task_from_trainings_to_a_page(tmp_path: Path) -> None:
     extent = ["--quick", "--recurrences", "1", "--repeats", "0", "--tasks", "tabular", "--state"]
     pieces = [
         subprocess.run([*run, "run", *extent, str(state), *more], cwd=ROOT, check=False, capture_output=True, text=True)
-        for more in (["--minutes", "0"], [])
+        for more in (["--minutes", "0"], [], ["--shrink", "8"])
     ]
-    assert [piece.returncode for piece in pieces] == [3, 0], pieces[1].stderr
+    assert [piece.returncode for piece in pieces] == [3, 0, 1], pieces[1].stderr
     page = tmp_path / "page.md"
     page.write_text("<!-- table: proof -->\n<!-- end of table -->\n")
     figures = tmp_path / "figures.json"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.recurrences.harness import outcome_in
 from benchmarks.recurrences.parts import (
     PARTS,
     Bench,
@@ -151,6 +152,24 @@ def test_two_processes_on_a_gpu_are_told_of(here: Here) -> None:
     part = sharing(here.bench())
     assert part.is_as_expected is True, part
     assert part.details["sources"] == ["nvml, shared with other processes"] * 2
+
+
+def test_a_part_whose_training_ends_without_a_word_is_not_as_expected(tmp_path: Path) -> None:
+    bench = Bench(lambda orders: [outcome_in(tmp_path / "none") for _ in orders], lambda *_: "FAILED")
+    assert [part(bench).is_as_expected for part in (memory, power_limits, sharing)] == [False] * 3
+
+
+@pytest.mark.parametrize("state", [OUT_OF_MEMORY, REFUSED])
+def test_power_limits_are_not_shown_by_what_has_not_trained(state: str) -> None:
+    asked: list[Order] = []
+
+    def train(orders: Sequence[Order]) -> list[dict[str, Any]]:
+        asked.extend(orders)
+        return [{"state": state, "notes": {}} for _ in orders]
+
+    parts = [power_limits(Bench(train, lambda *_: "", power_limits=mode)) for mode in (READ, SET)]
+    assert [part.is_as_expected for part in parts] == [False, False]
+    assert len({order.job_id for order in asked}) == 2  # the epochs are others, which no job takes
 
 
 def test_a_limit_is_never_set_unasked() -> None:

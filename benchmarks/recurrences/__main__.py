@@ -28,6 +28,7 @@ LEFT_STATUS = 3
 
 _STATE = Path(".proof")
 _MACHINE = "machine.json"
+_KIND = "kind.json"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -99,9 +100,10 @@ def _run(options: argparse.Namespace) -> int:
     state = State(options.state)
     parts = None
     if options.device == GPU:
-        _require_gpu(options.shrink)
+        require_gpu(options.shrink)
         mode = SET if options.set_power_limits else READ if options.read_power_limits else REPLAY
         parts = Parts(options.shrink, mode)
+    require_one_kind(options.state, {"device": options.device, "shrink": options.shrink})
     write_whole(options.state / _MACHINE, json.dumps(machine(options.device)) + "\n")
     left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say, parts=parts)
     if left:
@@ -110,14 +112,27 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _require_gpu(shrink: int) -> None:
-    """Train on the first GPU alone, of which every training has to have the whole.
+def require_one_kind(directory: Path, kind: dict[str, object]) -> None:
+    """Refuse to go on with another kind of measurement, whose steps and parts have the same names.
+
+    Raises:
+        BenchmarkError: The directory has one of another device, or of models of another size.
+    """
+    file = directory / _KIND
+    if file.exists() and (before := json.loads(file.read_text("utf-8"))) != kind:
+        told, asked = (", ".join(f"{name} {value}" for name, value in each.items()) for each in (before, kind))
+        raise BenchmarkError(f"{directory} has a measurement of {told}, not of {asked}: give another --state")
+    write_whole(file, json.dumps(kind) + "\n")
+
+
+def require_gpu(shrink: int) -> None:
+    """Train on the first visible GPU alone: with several, the Hugging Face Trainer would split batches over all.
 
     Raises:
         BenchmarkError: There is none, and the models are those of a GPU.
     """
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     if shrink > 1:
         return
     import torch  # takes seconds to load

@@ -83,7 +83,7 @@ class Trainings:
                 process.join()
         records = []
         for process, file in zip(processes, files, strict=True):
-            outcome = json.loads(file.read_text("utf-8")) if file.exists() else {"state": "broken", "detail": ""}
+            outcome = outcome_in(file)
             broke = process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == "broken"
             if broke and not may_break:
                 told = outcome["detail"] or f"exit status {process.exitcode}"
@@ -92,6 +92,14 @@ class Trainings:
             process_s = time.monotonic() - begun_s
             records.append({**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]})
         return records
+
+
+def outcome_in(file: Path) -> Record:
+    """The outcome that a training has written, or what is said of one that ended without a word."""
+    if file.exists():
+        outcome: Record = json.loads(file.read_text("utf-8"))
+        return outcome
+    return {"state": "broken", "detail": "", "batch_size": None, "energy_source": None, "notes": {}}
 
 
 def is_done(step: Step, tried: Sequence[Record]) -> bool:
