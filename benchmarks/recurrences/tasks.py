@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 from zeus_plugins.protocol import ZEUS, JobSpec
@@ -140,62 +141,37 @@ _CPU_TASKS = (
 
 # Until batches are some hundreds, a step of one of these is mostly the launches of its kernels: data and epochs are
 # few, so that a job's recurrences fit minutes. docs/proof.md has the estimate.
+_on_gpu = partial(Task, max_epochs=12, lr_scaling=LrScaling.SQRT, device=GPU)
+_of_images = partial(
+    _on_gpu,
+    framework="lightning",
+    batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048),
+    default_batch_size=64,
+    metric="val_acc",
+    target=0.9,
+    shrunk_target=0.3,
+    higher_is_better=True,
+)
+_of_texts = partial(_on_gpu, framework="transformers", batch_sizes=_TWO_DECADES, default_batch_size=32)
+
 _GPU_TASKS = (
-    Task(
-        name="resnet18",
-        title="ResNet-18 on generated images of 64 px (Lightning)",
-        framework="lightning",
-        batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048),
-        default_batch_size=64,
-        metric="val_acc",
-        target=0.9,
-        shrunk_target=0.3,
-        higher_is_better=True,
-        max_epochs=12,
-        lr_scaling=LrScaling.SQRT,
-        device=GPU,
-    ),
-    Task(
-        name="resnet50",
-        title="ResNet-50 on generated images of 96 px (Lightning)",
-        framework="lightning",
-        batch_sizes=(16, 32, 64, 128, 256, 512, 1024, 2048),
-        default_batch_size=64,
-        metric="val_acc",
-        target=0.9,
-        shrunk_target=0.3,
-        higher_is_better=True,
-        max_epochs=12,
-        lr_scaling=LrScaling.SQRT,
-        device=GPU,
-    ),
-    Task(
+    _of_images(name="resnet18", title="ResNet-18 on generated images of 64 px (Lightning)"),
+    _of_images(name="resnet50", title="ResNet-50 on generated images of 96 px (Lightning)"),
+    _of_texts(
         name="bert-base",
         title="BERT-base on generated text (Hugging Face)",
-        framework="transformers",
-        batch_sizes=_TWO_DECADES,
-        default_batch_size=32,
         metric="eval_accuracy",
         target=0.9,
         shrunk_target=0.4,
         higher_is_better=True,
-        max_epochs=12,
-        lr_scaling=LrScaling.SQRT,
-        device=GPU,
     ),
-    Task(
+    _of_texts(
         name="gpt2-small",
         title="GPT-2-small on generated text (Hugging Face)",
-        framework="transformers",
-        batch_sizes=_TWO_DECADES,
-        default_batch_size=32,
         metric="eval_loss",
         target=3.0,
         shrunk_target=3.7,
         higher_is_better=False,
-        max_epochs=12,
-        lr_scaling=LrScaling.SQRT,
-        device=GPU,
     ),
 )
 
