@@ -345,7 +345,7 @@ def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: in
 
 
 def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
-    """What ran since weighs whether all sizes have changed alike, or each by itself; the others follow from that."""
+    """Runs since then weigh whether all sizes have changed alike, or each by itself; the others follow from that."""
     old = ((CostRun(2.4, 5.0, drift=1.4),), (CostRun(1.9, 5.0, drift=1.4),), (), (), ())
     new: list[CostRuns] = [(), (), (CostRun(3.1, 9.0), CostRun(3.1, 9.0)), (CostRun(2.5, 9.0),), ()]
     runs = tuple(one or other for one, other in zip(old, new, strict=True))

@@ -136,7 +136,7 @@ def three_digits(value: float) -> float:
 
 
 def check_energies(records: list[dict[str, Any]]) -> None:
-    """What the counter has said: no estimate, and nobody else on the GPU."""
+    """The counter's own words: no estimate, and nobody else on the GPU."""
     measured = [record for record in records if record["state"] != "bare"]
     assert {record["energy_source"] for record in measured} == {"nvml"}
     for record in measured:

@@ -27,7 +27,7 @@ MAX_TRIES = 12
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What is asked of the parts of a GPU; fields as in `Bench`."""
+    """The order for the parts of a GPU; fields as in `Bench`."""
 
     shrink: int
     power_limits: str

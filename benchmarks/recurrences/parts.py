@@ -52,7 +52,7 @@ class Part:
 
 
 def examined_apart() -> list[Result]:
-    """What `zeus-plugins doctor --gpu-check` finds, in a process of its own.
+    """The findings of `zeus-plugins doctor --gpu-check`, in a process of its own.
 
     The process puts the GPU under load by CUDA, which it keeps until its end: in this one it would count as another
     process on the GPU in all trainings that follow.

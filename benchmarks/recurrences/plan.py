@@ -40,7 +40,7 @@ class Extent:
 
 
 ON_GPU = Extent(seeds=1, recurrences=5, repeats=1, pairs=1)
-"""What is measured on a GPU unless asked otherwise, in about 25 minutes of an H200 by the estimate in docs/proof.md."""
+"""The extent on a GPU unless asked otherwise: about 25 minutes of an H200 by the estimate in docs/proof.md."""
 
 QUICK = Extent(seeds=1, recurrences=3, repeats=1, pairs=1)
 """Shows that all of it works; its figures say little."""

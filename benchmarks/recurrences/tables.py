@@ -179,7 +179,7 @@ def _parts(results: Results) -> str:
 
 
 def _status(results: Results) -> str:
-    """What a reader has to know of the figures of a GPU before any of them."""
+    """The state of the figures of a GPU, for a reader to know before any of them."""
     devices = "; ".join(results["trained_on"])
     if _is_simulated(results):
         return f"**No figure of a GPU exists.** All figures [below](#on-a-gpu) show that the harness works: {devices}."

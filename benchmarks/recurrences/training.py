@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def device_of(task: Task) -> str:
-    """What trains a task here, in words; what only stands for a GPU says so."""
+    """The device that trains a task here, in words; one that only stands for a GPU says so."""
     if task.device != GPU:
         return "CPU"
     shrunk = f", models shrunk {task.shrink}-fold" if task.shrink > 1 else ""

@@ -71,7 +71,7 @@ class Database(Protocol):
     """The place of the database."""
 
     queues_writers: bool
-    """Whether writers wait for one another in this process, without a connection each."""
+    """True if writers wait for one another in this process, without a connection each."""
 
     async def run(
         self,

@@ -205,7 +205,7 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
 
 
 def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[_Weighed]:
-    """What follows from a summary of costs.
+    """The hypotheses about costs that follow from a summary of them.
 
     A size whose cost rests on one run may have been slowed when that ran, by a machine that was busy. That each of them
     was is a hypothesis of its own, beside that none was: to that observation was then added the modulus of a normal
