@@ -6,17 +6,19 @@ EXTRAS ?= dev
 STAMP := $(VENV)/.installed
 
 .DELETE_ON_ERROR:
-.PHONY: .venv demo screenshots test test-rest test-all test-long lint bench proof reference docs licences release-check clean
+.PHONY: .venv demo screenshots test test-rest test-all test-long test-minimum coverage lint bench proof reference docs
+.PHONY: lock licences release-check clean
 
 .venv: $(STAMP)
 
-# The constraints keep torch to a build for the CPU, as on a newcomer's laptop; on a GPU machine install your own.
-$(STAMP): pyproject.toml constraints.txt
+# Everybody develops with the same versions, which `make lock` renews. Torch is a build for the CPU where the index has
+# one, as on a newcomer's laptop; on a GPU machine install your own.
+$(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "zeus-plugins needs Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@echo "Setting up $(VENV) (once; a few minutes, mostly PyTorch) …"
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch --editable '.[$(EXTRAS)]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints-dev.txt torch --editable '.[$(EXTRAS)]'
 	@touch $@
 
 demo: $(STAMP)
@@ -29,8 +31,8 @@ screenshots: demo
 # Processes of the tests read what the first of them has compiled, pytest's own files among it.
 test test-rest test-all test-long: export PYTHONDONTWRITEBYTECODE :=
 
-# A file's tests share servers and processes, so that they stay together; the files come as tests/conftest.py says.
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests of one file share servers and processes and stay together. Files with many tests start first.
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # What a change may break, in five minutes on two cores.
 test: $(STAMP)
@@ -49,7 +51,29 @@ test-long: export ZEUS_TEST_FUZZ_EXAMPLES ?= 200
 test-long: $(STAMP)
 	@$(BIN)/pytest -m "chaos or fuzz"
 
+# The tests with the lowest versions of the users' dependencies that pyproject.toml allows. The tools of the tests are the
+# latest; they raise a version where they need more. uv does not read pip's settings, such as PIP_FIND_LINKS.
+MINIMUM := build/minimum
+UV_INSTALL = $(MINIMUM)/bin/uv pip install --quiet --python $(MINIMUM)/bin/python --constraint constraints.txt \
+	$(addprefix --find-links ,$(PIP_FIND_LINKS))
+test-minimum:
+	@$(PYTHON) -m venv --clear $(MINIMUM)
+	@$(MINIMUM)/bin/pip install --quiet uv
+	@$(UV_INSTALL) --resolution lowest-direct torch --editable '.[all]'
+	@$(UV_INSTALL) --editable '.[dev]'
+	@$(MINIMUM)/bin/pytest --numprocesses auto --maxprocesses 4 --dist loadfile -m "not slow" --hypothesis-profile fast
+
+# The share of both packages that the tests run in their own processes; what they start as processes is not seen.
+coverage: $(STAMP)
+	@$(BIN)/pip install --quiet --constraint constraints-dev.txt '.[maintenance]' --editable .
+	@$(PYTEST) -m "not slow" --hypothesis-profile fast --cov --cov-report term:skip-covered
+
+# The size of both packages. A commit that needs more lines raises the limit on purpose.
+MOST_LINES := 38000
+
 lint: $(STAMP)
+	@lines=$$(find zeus_plugins bso_server -name '*.py' -exec cat {} + | wc -l); [ $$lines -le $(MOST_LINES) ] \
+		|| { echo "zeus_plugins and bso_server have $$lines lines, more than MOST_LINES in the Makefile, $(MOST_LINES)"; exit 1; }
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
@@ -72,7 +96,14 @@ docs: $(STAMP)
 	@$(BIN)/python -m sphinx --builder html --fail-on-warning --fresh-env --quiet docs build/docs
 	@echo "Open build/docs/index.html"
 
-# The page of the licences of all dependencies, as pip finds them by now.
+# The versions with which everybody develops: the latest of all dependencies.
+lock: $(STAMP)
+	@$(BIN)/pip install --quiet uv
+	@$(BIN)/uv pip compile pyproject.toml --quiet --upgrade --universal --extra dev --extra integrations \
+		--extra maintenance --constraint constraints.txt --no-annotate --custom-compile-command "make lock" \
+		--output-file constraints-dev.txt
+
+# The page of the licences of all dependencies, as the packages state them by now.
 licences:
 	@$(PYTHON) -m release licences
 

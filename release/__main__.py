@@ -1,64 +1,196 @@
-"""``python -m release``: see CONTRIBUTING.md."""
+"""``python -m release``: build and check a release, by tools in environments of their own; see CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
 import sys
 import tempfile
+import tomllib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from release import changelog, licences
-from release.packages import DIST, Environment, ReleaseError, bill_of_materials, build, check
-from release.project import ROOT, users_extras, version
+ROOT = Path(__file__).parents[1]
+DIST = ROOT / "dist"
+CONSTRAINTS = ROOT / "constraints.txt"
+LICENCES = ROOT / "docs" / "licences.md"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+VERSION: str = PROJECT["version"]
+
+# Extras for those who work on the project itself.
+_OWN_EXTRAS = frozenset({"bench", "deploy", "dev", "docs", "integrations", "maintenance"})
+USERS_EXTRAS = [extra for extra in PROJECT["optional-dependencies"] if extra not in _OWN_EXTRAS]
+
+_TOOLS = ("build>=1.2", "cyclonedx-bom>=7.0", "pip-licenses>=5.0", "twine>=6.0")
+
+# Each installation of these would load gigabytes; extras that need one of them are resolved and not installed.
+_HEAVY = frozenset({"ray", "torch"})
+
+# The bill of materials lacks what only trainings need, of which each image has versions of its own.
+_BILLED = "server,postgres,mysql,otel"
+
+_LIGHT_USE = "import zeus_plugins, zeus_plugins.energy, zeus_plugins.power_limit; zeus_plugins.JobSpec"
+_SERVER_USE = """
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.protocol import GpuConfig, JobSpec, JobSpecFromClient, TrainingResult
+
+spec = JobSpec(job_id="release", job_id_prefix="release", batch_sizes=(8, 16), default_batch_size=8, target_metric=0.9)
+with client_from_environment() as client:
+    client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="none")))
+    for _ in range(3):
+        trial = client.request_trial("release")
+        named = trial.model_dump(include={"job_id", "batch_size", "trial_number"})
+        assert client.send_report(TrainingResult(**named, time=1, energy=50, metric=0.95, current_epoch=1)).converged
+"""
+
+_LICENCES_HEAD = """# Licences of dependencies
+
+The project itself is under the Apache License 2.0. `make licences` writes this page: what all extras for users bring,
+on Linux with Python {python}. A release has a bill of materials (CycloneDX) of a server's installation.
+
+"""
+
+
+class ReleaseError(Exception):
+    """A release that must not be published; the text says why."""
 
 
 def main() -> int:
     """Run a command; the exit status is 0, or 1 with the reason on standard error."""
-    parser = argparse.ArgumentParser(prog="python -m release", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m release", description="Build, check and describe a release.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    notes = commands.add_parser(
-        "notes", help="print what the changelog says of the version; fail where that is nothing"
-    )
-    notes.add_argument("--tag", help="fail unless the version has this tag, such as v1.2.3")
+    notes_parser = commands.add_parser("notes", help="print what the changelog says of the version")
+    notes_parser.add_argument("--tag", help="fail unless the version has this tag, such as v1.2.3")
     commands.add_parser("build", help="build both packages into dist/, with a bill of materials")
     checks = commands.add_parser("check", help="install the wheel in dist/ into empty environments, and use it")
     checks.add_argument("--python", action="append", help="an interpreter, more than once for several (default: this)")
-    checks.add_argument(
-        "--extra", action="append", help="an extra, more than once for several; '' is none (default: that, and each)"
-    )
+    checks.add_argument("--extra", action="append", help="an extra, or '' for none (default: that, and each of them)")
     commands.add_parser("licences", help="write docs/licences.md")
     options = parser.parse_args()
     try:
         match options.command:
             case "notes":
-                print(_notes(options.tag))
+                print(notes((ROOT / "CHANGELOG.md").read_text("utf-8"), options.tag or f"v{VERSION}"))
             case "build":
-                sdist, wheel = build()
-                print(sdist, wheel, bill_of_materials(wheel), sep="\n")
+                build()
             case "check":
-                (wheel,) = DIST.glob("*.whl")
-                check(wheel, options.python or [sys.executable], options.extra)
+                check(options.python or [sys.executable], options.extra or ["", *USERS_EXTRAS])
             case "licences":
-                _write_licences()
-    except (ReleaseError, ValueError) as error:
+                write_licences()
+    except ReleaseError as error:
         print(f"release: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def _notes(tag: str | None) -> str:
-    if tag is not None and tag != f"v{version()}":
-        raise ReleaseError(f"the tag is {tag}, and pyproject.toml says version {version()}, whose tag is v{version()}")
-    return changelog.notes((ROOT / "CHANGELOG.md").read_text(), version())
+def notes(changelog: str, tag: str) -> str:
+    """Return what a changelog says of the release with a tag.
+
+    Raises:
+        ReleaseError: The tag is not that of the project's version, or the changelog has nothing of it.
+    """
+    if tag != f"v{VERSION}":
+        raise ReleaseError(f"the tag is {tag}, and pyproject.toml says version {VERSION}, whose tag is v{VERSION}")
+    pattern = rf"^## \[{re.escape(VERSION)}\] - \d{{4}}-\d\d-\d\d\n(.+?)(?=^## \[|\Z)"
+    found = re.search(pattern, changelog, re.MULTILINE | re.DOTALL)
+    if found is None or not found[1].strip():
+        raise ReleaseError(f"CHANGELOG.md has no section '## [{VERSION}] - YYYY-MM-DD' with what has changed")
+    return found[1].strip()
 
 
-def _write_licences() -> None:
+def build() -> None:
+    """Build the source distribution, the wheel from it, and the bill of materials of a server, in an empty `dist`."""
+    shutil.rmtree(DIST, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        environment = Environment.empty(Path(folder) / "environment")
-        # Older ones do not read licence expressions (PEP 639).
-        environment.install("--upgrade", "pip>=25.1")
-        report = environment.resolved(f"{ROOT}[{','.join(users_extras())}]")
-    licences.PAGE.write_text(licences.page(report))
+        tools = _environment(Path(folder) / "tools", *_TOOLS)
+        _run([tools, "-m", "build", "--outdir", DIST, ROOT])
+        packages = [*DIST.glob("*.tar.gz"), *DIST.glob("*.whl")]
+        _run([tools, "-m", "twine", "check", "--strict", *packages])
+        installed = _environment(Path(folder) / "installed", f"{packages[-1]}[{_BILLED}]")
+        bill = DIST / f"zeus-plugins-{VERSION}.cdx.json"
+        options = ["--pyproject", str(ROOT / "pyproject.toml"), "--mc-type", "library", "--output-reproducible"]
+        _run([tools, "-m", "cyclonedx_py", "environment", *options, "--output-file", bill, installed])
+    print(*packages, bill, sep="\n")
+
+
+def check(pythons: Iterable[str], extras: Sequence[str]) -> None:
+    """Install the wheel with each extra into an empty environment of each interpreter, and use it.
+
+    Raises:
+        ReleaseError: An extra cannot be installed, or does not work.
+    """
+    (wheel,) = DIST.glob(f"zeus_plugins-{VERSION}-*.whl")
+    for python in pythons:
+        for extra in extras:
+            with tempfile.TemporaryDirectory() as folder:
+                home = Path(folder)
+                program = _environment(home / "environment", python=python)
+                wanted = f"{wheel}[{extra}]" if extra else str(wheel)
+                report = home / "report.json"
+                resolve = ["--dry-run", "--quiet", "--report", str(report), "--constraint", str(CONSTRAINTS)]
+                _run([program, "-m", "pip", "install", *resolve, wanted])
+                names = {each["metadata"]["name"] for each in json.loads(report.read_text())["install"]}
+                outcome = f"resolved, as it needs {', '.join(sorted(names & _HEAVY))}"
+                if not names & _HEAVY:
+                    _run([program, "-m", "pip", "install", "--quiet", wanted])
+                    _use(program, home, has_server="litestar" in names)
+                    outcome = "installed and used"
+                print(f"{python}: {extra or 'no extra'}: {outcome} ({len(names)} packages)", flush=True)
+
+
+def _use(python: Path, home: Path, *, has_server: bool) -> None:
+    """Use an installation as users do; programs find nothing of this checkout, and keep their data in `home`."""
+    programs = python.parent
+    _run([python, "-m", "pip", "check"], home)
+    _run([python, "-c", _LIGHT_USE], home)
+    if (said := _run([programs / "zeus-plugins", "--version"], home)) != f"zeus-plugins {VERSION}\n":
+        raise ReleaseError(f"zeus-plugins --version says {said!r}, not {VERSION}")
+    if has_server:
+        _run([python, "-c", _SERVER_USE], home)
+        shown = json.loads(_run([programs / "bso-server", "jobs", "list", "--json"], home))
+        if [job["trials"] for job in shown["jobs"]] != [3]:
+            raise ReleaseError(f"three trials were run, and the server knows of {shown}")
+        _run([programs / "bso-server", "jobs", "report", "release", "--output", home / "page.html"], home)
+
+
+def write_licences() -> None:
+    """Install all extras for users into an empty environment, and write what pip-licenses says of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        tools = _environment(Path(folder) / "tools", *_TOOLS)
+        wanted = f"{ROOT}[{','.join(USERS_EXTRAS)}]"
+        installed = _environment(Path(folder) / "installed", "--constraint", str(CONSTRAINTS), "torch", wanted)
+        options = ["--from=mixed", "--format=markdown", "--no-version", "--ignore-packages", "zeus-plugins"]
+        table = _run([tools.parent / "pip-licenses", f"--python={installed}", *options])
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    LICENCES.write_text(_LICENCES_HEAD.format(python=python) + table, "utf-8")
+
+
+def _environment(folder: Path, *requirements: str, python: str = sys.executable) -> Path:
+    """Make an environment with these requirements; return its interpreter."""
+    _run([python, "-m", "venv", "--clear", folder])
+    program = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    if requirements:
+        _run([program, "-m", "pip", "install", "--quiet", *requirements])
+    return program
+
+
+def _run(command: Sequence[str | Path], home: Path | None = None) -> str:
+    """Return the output of a command that runs without the user's own settings, in `home` if that is given."""
+    own = ("PYTHON", "ZEUS_", "VIRTUAL_ENV")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    if home is not None:
+        environ |= {"HOME": str(home), "XDG_DATA_HOME": str(home), "ZEUS_STATE_DIR": str(home / "state")}
+    done = subprocess.run(  # noqa: S603 - the commands of this module
+        command, env=environ, cwd=home or tempfile.gettempdir(), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = (done.stdout + done.stderr)[-3000:]
+        raise ReleaseError(f"{' '.join(map(str, command[:6]))} … failed:\n{said}")
+    return done.stdout
 
 
 if __name__ == "__main__":
