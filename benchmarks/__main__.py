@@ -1,78 +1,125 @@
-"""``python -m benchmarks``: measure, print tables, and write JSON if asked to."""
+"""``python -m benchmarks``: hold the server against its gate, and print what it was measured by.
+
+The gate has two sides: what a fleet of 10,000 trainings costs one server, and what a request of whole trials costs it,
+beside Zeus 0.16's server in the same run. See docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
+import secrets
 import sys
+import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from benchmarks import marks, suite, tables
-from benchmarks.errors import BenchmarkError
-from benchmarks.processes import Meter, Target
+from benchmarks.fleet_load import Fleet, FleetFigures, measure_fleet
+from benchmarks.processes import BenchmarkError
+from benchmarks.tables import fleet_text, text_table, trials_text
+from benchmarks.whole_trials import OURS, ZEUS, Shape, TrialFigures, measure_trials
+
+FLEET_CORES = 0.35
+FLEET_P99_MS = 50.0
+ZEUS_RATIO = 3.2
+"""Least CPU time of Zeus's server over that of ours: 3.7, as of 2026-11-23, over a tolerance of 15 %."""
+
+_SECONDS = 45.0
+_QUICK_SECONDS = 5.0
+_QUICK_FLEET = Fleet(trainings=200, epoch_s=10.0, heartbeat_s=2.0)
+_QUICK_SHAPE = Shape(jobs=2, in_flight=2, trials=4, epochs=5)
+
+# The figures depend on these; uvicorn takes uvloop and httptools where they are installed, in all servers alike.
+_PACKAGES = ("zeus-plugins", "litestar", "sqlalchemy", "aiosqlite", "uvicorn", "uvloop", "httptools")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
+    """Measure; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
     options = _parser().parse_args(arguments)
+    fleet = _QUICK_FLEET if options.quick else Fleet()
+    shape = _QUICK_SHAPE if options.quick else Shape(options.jobs, options.in_flight, options.trials, options.epochs)
+    print(f"{datetime.now(UTC).isoformat(timespec='seconds')}, {_machine()}\n", flush=True)
     try:
-        results = suite.run(
-            _plan(options), database_url=options.database_url, peer=_peer(options), beside=options.beside
-        )
+        with tempfile.TemporaryDirectory(prefix="bso-bench-") as temporary:
+            directory = Path(temporary)
+            seconds = _QUICK_SECONDS if options.quick else _SECONDS
+            fleet_figures = measure_fleet(fleet, directory, seconds=seconds)
+            print(f"A fleet of {fleet.trainings} trainings\n{fleet_text(fleet_figures)}\n", flush=True)
+            prefix = f"bench-{secrets.token_hex(4)}"
+            servers = measure_trials(shape, directory, prefix, beside=options.beside, with_zeus=options.zeus)
+            extent = f"{shape.jobs} jobs × {shape.in_flight} in flight × {shape.trials} trials × {shape.epochs} epochs"
+            print(f"Whole trials: {extent}\n{trials_text(servers)}\n", flush=True)
     except BenchmarkError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
-    judged = marks.judge(results)
-    print(tables.text(results, judged))
+    gate = judge(fleet_figures, servers)
+    print("The gate" + (", of a quick run, which says nothing" if options.quick else ""))
+    print(text_table([["goal", "", "measured", "result"], *gate]))
     if options.json is not None:
-        document = {**results.to_json(), "marks": [asdict(mark) for mark in judged]}
+        document = {"fleet": asdict(fleet_figures), "whole_trials": [asdict(each) for each in servers], "gate": gate}
         options.json.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return 0
 
 
+def judge(fleet: FleetFigures, servers: Sequence[TrialFigures]) -> list[list[str]]:
+    """Hold the figures against the gate.
+
+    Returns:
+        For each goal what it is of, the goal, what was measured, and ``met``, ``not met`` or ``not known``.
+    """
+    cpu_ms = {each.server: each.cpu_ms for each in servers}
+    ours_ms, zeus_ms = cpu_ms[OURS], cpu_ms.get(ZEUS)
+    ratio = zeus_ms / ours_ms if zeus_ms is not None and ours_ms else None
+    return [
+        _at_most("fleet: cores", FLEET_CORES, fleet.server_cores),
+        _at_most("fleet: p99 of a heartbeat, ms", FLEET_P99_MS, fleet.heartbeat_p99_ms),
+        _at_most("fleet: requests without success", 0, fleet.failures),
+        ["whole trials: CPU of Zeus's server / of ours", f"≥ {ZEUS_RATIO:g}", *_result(ratio, ratio, ZEUS_RATIO)],
+    ]
+
+
+def _at_most(what: str, limit: float, measured: float | None) -> list[str]:
+    return [what, f"≤ {limit:g}", *_result(measured, limit, measured)]
+
+
+def _result(measured: float | None, larger: float | None, smaller: float | None) -> list[str]:
+    if measured is None or larger is None or smaller is None:
+        return ["–", "not known"]
+    return [f"{measured:.3g}", "met" if larger >= smaller else "not met"]
+
+
 def _parser() -> argparse.ArgumentParser:
-    shape = suite.FULL.shape
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Put load on `bso-server serve` over HTTP and say what a request costs; train with the callbacks "
-        "and say what they cost. See docs/benchmarks.md.",
+        description="Put load on `bso-server serve` over HTTP, and hold what it costs against the gate. "
+        "See docs/benchmarks.md.",
     )
-    parser.add_argument("--jobs", type=_count, help=f"number of jobs (default {shape.jobs})")
+    for name, standard, what in (
+        ("jobs", 4, "number of jobs"),
+        ("in-flight", 4, "trials of each job at the same time"),
+        ("trials", 40, "trials of each job"),
+        ("epochs", 20, "reports per trial, at least 2"),
+    ):
+        parser.add_argument(f"--{name}", type=_count, default=standard, help=f"{what} (default {standard})")
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that all works")
     parser.add_argument(
-        "--concurrency", type=_count, help=f"trials of each job at the same time (default {shape.concurrency})"
-    )
-    parser.add_argument(
-        "--epochs", type=_epochs, help=f"reports per trial, at least 2 (default {shape.epochs}); the last is final"
-    )
-    parser.add_argument("--rounds", type=_count, help=f"trials per client, one after another (default {shape.rounds})")
-    parser.add_argument(
-        "--growth",
+        "--zeus",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure how costs grow with the trials of a job (default: yes)",
-    )
-    parser.add_argument(
-        "--overhead",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="measure what the callbacks cost a training (default: yes)",
-    )
-    parser.add_argument("--quick", action="store_true", help="a small run that shows that all works; judges no mark")
-    parser.add_argument(
-        "--database-url", help="SQLAlchemy URL of a database for the benchmark (default: a temporary SQLite file)"
+        help="measure Zeus 0.16's server, too, which is installed into .zeus-peer (default: yes)",
     )
     parser.add_argument(
         "--beside",
         action="append",
         default=[],
         metavar="URL",
-        help="measure this database beside SQLite, too, and workers on the first of them; may be given again",
+        help="measure whole trials on this database, too: one of its own, whose schema is brought up to date",
     )
-    parser.add_argument("--peer-url", help="measure this running server of the same wire contract too, e.g. a Zeus one")
-    parser.add_argument("--peer-pid", type=_count, help="its process on this machine, for its CPU time and memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
@@ -84,33 +131,10 @@ def _count(text: str) -> int:
     return value
 
 
-def _epochs(text: str) -> int:
-    value = int(text)
-    if value < 2:
-        raise argparse.ArgumentTypeError(f"{value} is not at least 2: one report within the trial and one that ends it")
-    return value
-
-
-def _plan(options: argparse.Namespace) -> suite.Plan:
-    """The preset, with what was given on the command line on top."""
-    preset = suite.QUICK if options.quick else suite.FULL
-    names = ("jobs", "concurrency", "epochs", "rounds")
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
-    sizes = preset.growth_sizes if options.growth else ()
-    overhead = preset.overhead if options.overhead else None
-    return replace(preset, shape=replace(preset.shape, **given), growth_sizes=sizes, overhead=overhead)
-
-
-def _peer(options: argparse.Namespace) -> Target | None:
-    if options.peer_url is None:
-        return None
-    url = urlsplit(options.peer_url)
-    if url.scheme != "http" or url.hostname is None or url.path not in {"", "/"}:
-        raise BenchmarkError(f"--peer-url {options.peer_url}: give it as http://HOST:PORT")
-    meter = Meter(options.peer_pid)
-    if meter.cpu_s() == 0:
-        raise BenchmarkError(f"--peer-pid {options.peer_pid}: no such process on this machine")
-    return Target(suite.PEER, url.hostname, url.port or 80, meter)
+def _machine() -> str:
+    versions = (f"{name} {version(name)}" for name in _PACKAGES)
+    python = f"Python {platform.python_version()}"
+    return ", ".join([platform.system(), platform.machine(), f"{os.cpu_count()} CPUs", python, *versions])
 
 
 if __name__ == "__main__":

@@ -1,178 +1,207 @@
-"""Several clients of one server at once, and the figures of what they did."""
+"""A small HTTP client on asyncio, and the figures of what it asked.
+
+It shares the machine with the servers that it measures, and therefore must cost little: one `Connection` plays a script
+of requests that were encoded beforehand, and the next request leaves within the callback that brought the previous
+answer, without a task switch in between.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.player import Exchange, Player
-from benchmarks.processes import Target
+from benchmarks.processes import BenchmarkError, Target
 
-BLOCK_LIMIT_S = 120.0
-# With what has not changed since it was asked for.
-SUCCESS = (*range(200, 300), 304)
-# uvicorn closes a connection after 5 idle seconds; a request that leaves at that moment is lost.
-IDLE_LIMIT_S = 2.0
+SUCCESS = range(200, 300)
+NO_ANSWER = 0
+"""The status that counts requests to which no answer came."""
+
+_HEAD_END = b"\r\n\r\n"
+# uvicorn announces the length of each answer; chunked answers are refused below.
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)", re.IGNORECASE)
+_NO_CONTENT = 204
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The exchanges of all clients while each played one script.
+class Exchange(NamedTuple):
+    """The answer to one request.
 
     Attributes:
-        exchanges: Per client, in the order of its script.
-        wall_s: Seconds from the first request to the last answer.
-        server_cpu_s: CPU seconds that the server used, or None.
-        generator_cpu_s: CPU seconds that this process used.
+        status: HTTP status.
+        latency_s: Seconds from handing the request to the socket until the answer was there in full.
+        body: The answer's body.
     """
 
-    exchanges: list[list[Exchange]]
-    wall_s: float
-    server_cpu_s: float | None
-    generator_cpu_s: float
-
-    @property
-    def requests(self) -> int:
-        """Number of requests."""
-        return sum(map(len, self.exchanges))
-
-    @property
-    def server_cpu_ms(self) -> float | None:
-        """CPU milliseconds that the server used per request, or None."""
-        return None if self.server_cpu_s is None else 1e3 * self.server_cpu_s / self.requests
+    status: int
+    latency_s: float
+    body: bytes
 
 
-class Driver:
-    """Clients of one server.
+def encode(method: str, target: str, body: Mapping[str, object] | None = None) -> bytes:
+    """Return a whole HTTP/1.1 request; `target` is the quoted path and query, `body` is sent as JSON."""
+    head = [f"{method} {target} HTTP/1.1", "Host: localhost", "Accept: application/json"]
+    payload = b"" if body is None else json.dumps(body).encode()
+    if body is not None:
+        head += ["Content-Type: application/json", f"Content-Length: {len(payload)}"]
+    return "\r\n".join(head).encode() + _HEAD_END + payload
 
-    Args:
-        target: The server.
-        players: The connections.
-    """
 
-    def __init__(self, target: Target, players: Sequence[Player]) -> None:
-        self.target = target
-        self.clients = len(players)
-        self._players = list(players)
+class Connection(asyncio.Protocol):
+    """One connection to a server that plays scripts, one request at a time."""
 
-    async def send(self, scripts: Sequence[Sequence[bytes]]) -> Block:
-        """Let each client play one of the scripts, all at the same time.
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._script: Sequence[bytes] = ()
+        self._exchanges: list[Exchange] = []
+        self._received = bytearray()
+        self._sent_at = 0.0
+        self._played: asyncio.Future[list[Exchange]] | None = None
 
-        Args:
-            scripts: At most one per client.
+    @classmethod
+    async def open(cls, target: Target) -> Connection:
+        """Connect to a server.
 
         Raises:
-            BenchmarkError: An answer is not 2xx, or does not come.
+            BenchmarkError: No server listens there.
         """
-        players = [await self._fresh(client) for client in range(len(scripts))]
-        meter = self.target.meter
-        cpu, own, start = meter.cpu_s(), time.process_time(), time.perf_counter()
         try:
-            async with asyncio.timeout(BLOCK_LIMIT_S):
-                exchanges = await asyncio.gather(
-                    *(player.play(script) for player, script in zip(players, scripts, strict=True))
-                )
-        except TimeoutError:
-            raise BenchmarkError(
-                f"{self.target.name}: {sum(map(len, scripts))} requests took longer than {BLOCK_LIMIT_S:g} s"
-            ) from None
-        wall_s, own_s, cpu_after = time.perf_counter() - start, time.process_time() - own, meter.cpu_s()
-        self._check(scripts, exchanges)
-        return Block(exchanges, wall_s, None if cpu is None or cpu_after is None else cpu_after - cpu, own_s)
+            _, connection = await asyncio.get_running_loop().create_connection(cls, target.host, target.port)
+        except OSError as error:
+            raise BenchmarkError(f"no server at {target.host}:{target.port}: {error}") from error
+        return connection
+
+    def play(self, script: Sequence[bytes]) -> asyncio.Future[list[Exchange]]:
+        """Send the requests, each after the answer to the one before.
+
+        Returns:
+            The answers, in the order of the script. The future fails with `BenchmarkError` if the connection breaks
+            or an answer does not say how long it is.
+        """
+        self._script, self._exchanges = script, []
+        self._played = asyncio.get_running_loop().create_future()
+        self._send_next()
+        return self._played
 
     def close(self) -> None:
-        """Close the connections."""
-        for player in self._players:
-            player.close()
+        """Close the connection."""
+        if self._transport is not None:
+            self._transport.close()
 
-    async def _fresh(self, client: int) -> Player:
-        """The client's connection, or a new one where the server may be about to close it."""
-        if self._players[client].idle_s > IDLE_LIMIT_S:
-            self._players[client].close()
-            self._players[client] = await Player.connect(self.target.host, self.target.port)
-        return self._players[client]
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport; called by the event loop."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - narrows the type: TCP gives no other
+        self._transport = transport
 
-    def _check(self, scripts: Sequence[Sequence[bytes]], exchanges: list[list[Exchange]]) -> None:
-        for script, played in zip(scripts, exchanges, strict=True):
-            for request, exchange in zip(script, played, strict=True):
-                if exchange.status not in SUCCESS:
-                    line = request.split(b"\r\n", 1)[0].decode()
-                    body = exchange.body[:500].decode(errors="replace")
-                    raise BenchmarkError(f"{self.target.name} answered {exchange.status} to {line}: {body}")
+    def data_received(self, data: bytes) -> None:
+        """Take the answer if it is whole, and send the next request; called by the event loop."""
+        self._received += data
+        try:
+            answer = parse_answer(self._received)
+        except BenchmarkError as error:
+            self._fail(error)
+            return
+        if answer is not None:
+            status, body = answer
+            self._exchanges.append(Exchange(status, time.perf_counter() - self._sent_at, body))
+            self._received.clear()
+            self._send_next()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail what is being played; called by the event loop."""
+        self._transport = None
+        self._fail(BenchmarkError(f"the server closed the connection: {exc or 'no reason given'}"))
+
+    def _send_next(self) -> None:
+        played = self._played
+        if played is None or played.done():
+            return
+        if len(self._exchanges) == len(self._script):
+            played.set_result(self._exchanges)
+        elif self._transport is None:
+            self._fail(BenchmarkError("the server closed the connection between two requests"))
+        else:
+            self._sent_at = time.perf_counter()
+            self._transport.write(self._script[len(self._exchanges)])
+
+    def _fail(self, error: BenchmarkError) -> None:
+        if self._played is not None and not self._played.done():
+            self._played.set_exception(error)
 
 
-@asynccontextmanager
-async def driving(target: Target, clients: int) -> AsyncIterator[Driver]:
-    """A driver whose connections are open within the block."""
-    driver = Driver(target, [await Player.connect(target.host, target.port) for _ in range(clients)])
-    try:
-        yield driver
-    finally:
-        driver.close()
+def parse_answer(received: bytearray) -> tuple[int, bytes] | None:
+    """Return status and body of the one answer that is awaited, or None if it is not whole yet.
+
+    Raises:
+        BenchmarkError: The answer does not say how long it is.
+    """
+    head_end = received.find(_HEAD_END)
+    if head_end < 0:
+        return None
+    status = int(received[9:12])
+    length = _CONTENT_LENGTH.search(received, 0, head_end)
+    if length is None:
+        if status == _NO_CONTENT:
+            return status, b""
+        raise BenchmarkError(f"an answer without Content-Length: {bytes(received[:head_end])!r}")
+    start = head_end + len(_HEAD_END)
+    end = start + int(length[1])
+    return (status, bytes(received[start:end])) if len(received) >= end else None
 
 
 @dataclass(frozen=True, slots=True)
-class RouteFigures:
+class RequestFigures:
     """Figures of one kind of request.
 
     Attributes:
-        route: What was asked.
-        requests: How often.
-        answers: Number of answers per HTTP status.
-        requests_per_s: Throughput with all clients.
-        server_cpu_ms: CPU time of the server per request, over all its threads and processes, or None.
-        least_cpu_ms: The same in the round that took the least: what else the machine does can only add to it.
-        generator_cpu_ms: CPU time of the load generator per request.
-        p50_ms: Median latency.
-        p95_ms: Latency that 95 % of the requests kept.
-        p99_ms: Latency that 99 % of the requests kept.
+        request: Its method and path.
+        due: Number of requests.
+        answers: Number of answers per HTTP status; 0 stands for requests without an answer.
+        p50_ms: Median latency of the requests that were answered.
+        p99_ms: Latency that 99 % of them kept.
     """
 
-    route: str
-    requests: int
+    request: str
+    due: int
     answers: dict[str, int]
-    requests_per_s: float
-    server_cpu_ms: float | None
-    least_cpu_ms: float | None
-    generator_cpu_ms: float
     p50_ms: float
-    p95_ms: float
     p99_ms: float
+
+    @property
+    def failures(self) -> int:
+        """Number of requests that were not answered with success."""
+        return sum(number for status, number in self.answers.items() if int(status) not in SUCCESS)
 
 
 @dataclass(slots=True)
 class Tally:
-    """Blocks of one kind of request, added up."""
+    """Answers and latencies of one kind of request, added up."""
 
-    blocks: list[Block] = field(default_factory=list)
+    answers: Counter[int] = field(default_factory=Counter)
+    latencies_s: list[float] = field(default_factory=list)
 
-    def figures(self, route: str) -> RouteFigures:
-        """The figures over all blocks."""
-        exchanges = [exchange for block in self.blocks for played in block.exchanges for exchange in played]
-        latencies_ms = sorted(1e3 * exchange.latency_s for exchange in exchanges)
-        requests = len(exchanges)
-        least_ms = [block.server_cpu_ms for block in self.blocks if block.server_cpu_ms is not None]
-        server_s = [block.server_cpu_s for block in self.blocks if block.server_cpu_s is not None]
-        return RouteFigures(
-            route=route,
-            requests=requests,
-            answers={str(status): n for status, n in sorted(Counter(e.status for e in exchanges).items())},
-            requests_per_s=requests / sum(block.wall_s for block in self.blocks),
-            server_cpu_ms=1e3 * sum(server_s) / requests if len(server_s) == len(self.blocks) else None,
-            least_cpu_ms=min(least_ms, default=None),
-            generator_cpu_ms=1e3 * sum(block.generator_cpu_s for block in self.blocks) / requests,
-            p50_ms=percentile(latencies_ms, 0.50),
-            p95_ms=percentile(latencies_ms, 0.95),
-            p99_ms=percentile(latencies_ms, 0.99),
+    def add(self, status: int, latency_s: float) -> None:
+        """Count one answer."""
+        self.answers[status] += 1
+        self.latencies_s.append(latency_s)
+
+    def figures(self, request: str) -> RequestFigures:
+        """Return the figures of all requests that were counted."""
+        ascending_ms = sorted(1e3 * latency_s for latency_s in self.latencies_s) or [0.0]
+        return RequestFigures(
+            request=request,
+            due=self.answers.total(),
+            answers={str(status): number for status, number in sorted(self.answers.items())},
+            p50_ms=percentile(ascending_ms, 0.50),
+            p99_ms=percentile(ascending_ms, 0.99),
         )
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """The smallest of the values that at least `share` of them do not exceed (nearest rank)."""
+    """Return the smallest of the values that at least `share` of them do not exceed (nearest rank)."""
     return ascending[max(0, math.ceil(share * len(ascending)) - 1)]

@@ -1,49 +1,126 @@
-"""``python -m benchmarks.fleet_load``: what a fleet of trainings asks of a server, of its processors and its disk."""
+"""``python -m benchmarks.fleet_load``: a fleet of trainings at their natural pace, and what it costs a server.
+
+Each training reports when an epoch is over and sends heartbeats in between. The load is open: a request leaves when it
+is due, whether or not others have been answered, on a connection of its own, because that of a training has been closed
+since its last request. A latency counts from the instant at which the request was due.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import random
 import resource
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict
-from functools import partial
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.pace import Fleet, FleetFigures, run_fleet
-from benchmarks.processes import bso_server, serving
+from benchmarks import tables, workload
+from benchmarks.driver import NO_ANSWER, SUCCESS, Connection, Exchange, RequestFigures, Tally
+from benchmarks.processes import BenchmarkError, Target, bso_server, serving_bso
+from benchmarks.workload import EPOCH_REPORT, FINAL_REPORT, HEARTBEAT, REGISTER, SUGGEST, Job
+from bso_server.settings import Settings
 from bso_server.storage.tables import metadata
+from zeus_plugins.protocol import TrialId
 
-SIZES = {
+# While the fleet starts, only the server's answers slow down this many requests under way.
+_STARTING_AT_ONCE = 32
+# Requests that may wait for an answer at the same time: a server that cannot follow has no more files than that.
+_MOST_UNDER_WAY = 4000
+
+_SIZES = {
     "sqlite": "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()",
     "postgresql": "SELECT pg_database_size(current_database())",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The trainings, and how they behave.
+
+    Attributes:
+        trainings: Number of trainings at the same time.
+        per_job: Number of them that are of one job.
+        epochs: Epochs of each, the last of which reaches the target; then its job's next recurrence begins at once.
+        epoch_s: Seconds of an epoch.
+        heartbeat_s: Seconds between heartbeats; by default those that the server asks for.
+    """
+
+    trainings: int = 10_000
+    per_job: int = 10
+    epochs: int = 20
+    epoch_s: float = 300.0
+    heartbeat_s: float = Settings.model_fields["heartbeat_interval_s"].default
+
+
+@dataclass(frozen=True, slots=True)
+class FleetFigures:
+    """The requests of a fleet, and what they cost the server.
+
+    Attributes:
+        window_s: Seconds for which it was measured.
+        start_s: Seconds that the fleet took to begin.
+        server_cores: CPU time of the server per second, in cores; None where it cannot be known.
+        generator_cores: CPU time of the load generator per second.
+        rss_mib: Resident memory of the server afterwards, or None.
+        kinds: Figures per kind of request.
+        rows: Number of rows of each table afterwards.
+        database_bytes: Bytes by which the database has grown; None where that cannot be known.
+    """
+
+    window_s: float
+    start_s: float
+    server_cores: float | None
+    generator_cores: float
+    rss_mib: float | None
+    kinds: tuple[RequestFigures, ...]
+    rows: dict[str, int] = field(default_factory=dict)
+    database_bytes: int | None = None
+
+    @property
+    def requests_per_s(self) -> float:
+        """Requests that were due in a second."""
+        return sum(kind.due for kind in self.kinds) / self.window_s
+
+    @property
+    def failures(self) -> int:
+        """Requests that were not answered with success."""
+        return sum(kind.failures for kind in self.kinds)
+
+    @property
+    def heartbeat_p99_ms(self) -> float:
+        """Latency that 99 % of the heartbeats kept."""
+        return next((kind.p99_ms for kind in self.kinds if kind.request == HEARTBEAT), 0.0)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the fleet; the exit status is 0 whatever the figures say, or 1 when they could not be had."""
     options = _parser().parse_args(arguments)
     fleet = Fleet(options.trainings, options.per_job, options.epochs, options.epoch_s, options.heartbeat_s)
-    # A connection for each request that waits for its answer, here and, as it is inherited, in the server.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         with tempfile.TemporaryDirectory() as directory:
-            figures, rows = _measured(options, fleet, Path(directory))
+            figures = measure_fleet(
+                fleet,
+                Path(directory),
+                seconds=options.seconds,
+                workers=options.workers,
+                database_url=options.database_url,
+            )
     except BenchmarkError as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         return 1
-    print("\n".join(_lines(figures, rows)))
+    print(tables.fleet_text(figures))
     if options.json is not None:
-        document = {"fleet": asdict(fleet), "figures": asdict(figures), "database": rows}
+        document = {"fleet": asdict(fleet), "figures": asdict(figures)}
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     return 0
 
@@ -53,68 +130,170 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.fleet_load",
         description="Start `bso-server serve` and let a fleet of simulated trainings run against it at their natural "
         "pace: docs/scale.md.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument(
-        "--trainings", type=int, default=10_000, help="trainings at the same time (default %(default)s)"
-    )
-    parser.add_argument("--per-job", type=int, default=10, help="how many of them are of one job (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=20, help="epochs of each training (default %(default)s)")
-    parser.add_argument("--epoch-s", type=float, default=300, help="seconds of an epoch (default %(default)s)")
-    parser.add_argument(
-        "--heartbeat-s", type=float, default=30, help="seconds between heartbeats (default %(default)s)"
-    )
-    parser.add_argument("--seconds", type=float, default=60, help="seconds to measure (default %(default)s)")
-    parser.add_argument("--workers", type=int, default=1, help="processes of the server (default %(default)s)")
-    parser.add_argument("--database-url", help="SQLAlchemy URL of an empty database (default: a temporary SQLite file)")
+    fleet = Fleet()
+    parser.add_argument("--trainings", type=int, default=fleet.trainings, help="trainings at the same time")
+    parser.add_argument("--per-job", type=int, default=fleet.per_job, help="how many of them are of one job")
+    parser.add_argument("--epochs", type=int, default=fleet.epochs, help="epochs of each training")
+    parser.add_argument("--epoch-s", type=float, default=fleet.epoch_s, help="seconds of an epoch")
+    parser.add_argument("--heartbeat-s", type=float, default=fleet.heartbeat_s, help="seconds between heartbeats")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds to measure")
+    parser.add_argument("--workers", type=int, default=1, help="processes of the server")
+    parser.add_argument("--database-url", help="URL of an empty database, in place of a temporary SQLite file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser
 
 
-def _measured(
-    options: argparse.Namespace, fleet: Fleet, directory: Path
-) -> tuple[FleetFigures, dict[str, float | None]]:
-    url = options.database_url or f"sqlite:///{directory / 'bso.sqlite3'}"
+def measure_fleet(
+    fleet: Fleet, directory: Path, *, seconds: float, workers: int = 1, database_url: str | None = None
+) -> FleetFigures:
+    """Start a server, let a fleet train on it, and count what its database has grown by.
+
+    Args:
+        fleet: The trainings.
+        directory: Where the server runs.
+        seconds: How long to measure.
+        workers: Processes of the server.
+        database_url: An empty database; None: a SQLite file in `directory`.
+
+    Raises:
+        BenchmarkError: The server did not start, or the fleet could not begin.
+    """
+    # A connection for each request that waits for its answer, here and, as the limit is inherited, in the server.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    url = database_url or f"sqlite:///{directory / 'fleet.sqlite3'}"
     bso_server(url, directory, "db", "upgrade")
-    empty = asyncio.run(_rows(url))
-    command = ["serve", "--workers", str(options.workers)]
-    with serving("bso-server", "bso_server", command, database_url=url, directory=directory) as target:
-        figures = asyncio.run(run_fleet(target, fleet, window_s=options.seconds, say=partial(print, flush=True)))
-    after = asyncio.run(_rows(url))
-    grown = None if (size := after["bytes"]) is None or empty["bytes"] is None else size - empty["bytes"]
-    return figures, {**after, "bytes": grown}
+    _, empty_bytes = asyncio.run(_extent(url))
+    with serving_bso("bso-server", url, directory, "--workers", str(workers)) as target:
+        figures = asyncio.run(_play_fleet(target, fleet, seconds))
+    rows, full_bytes = asyncio.run(_extent(url))
+    grown = None if full_bytes is None or empty_bytes is None else full_bytes - empty_bytes
+    return replace(figures, rows=rows, database_bytes=grown)
 
 
-async def _rows(url: str) -> dict[str, float | None]:
-    """The number of rows of each table, and the bytes that the database takes."""
+async def _extent(url: str) -> tuple[dict[str, int], int | None]:
+    """Return the number of rows of each table, and the bytes that the database takes if that can be known."""
     parsed = make_url(url)
     asynchronous = parsed.set(drivername="sqlite+aiosqlite") if parsed.drivername == "sqlite" else parsed
     engine = create_async_engine(asynchronous)
     try:
         async with engine.connect() as connection:
-            counts: dict[str, float | None] = {}
-            for table in metadata.sorted_tables:
-                counts[table.name] = await connection.scalar(select(func.count()).select_from(table))
-            query = SIZES.get(parsed.get_backend_name())
-            return {**counts, "bytes": None if query is None else await connection.scalar(text(query))}
+            counts = {
+                table.name: await connection.scalar(select(func.count()).select_from(table)) or 0
+                for table in metadata.sorted_tables
+            }
+            query = _SIZES.get(parsed.get_backend_name())
+            return counts, None if query is None else await connection.scalar(text(query))
     finally:
         await engine.dispose()
 
 
-def _lines(figures: FleetFigures, rows: dict[str, float | None]) -> list[str]:
-    cores = "unknown" if figures.server_cores is None else f"{figures.server_cores:.2f} cores"
-    memory = "unknown" if figures.rss_mib is None else f"{figures.rss_mib:.0f} MiB"
-    kinds = [
-        f"  {kind.request:26} {kind.due:7}  p50 {kind.p50_ms:7.1f} ms  p99 {kind.p99_ms:7.1f} ms  {kind.answers}"
-        for kind in figures.kinds
-    ]
-    size = rows["bytes"]
-    per_trial = "" if size is None else f", {size / (rows['trials'] or 1):.0f} bytes for each trial with its reports"
-    return [
-        f"{figures.requests_per_s:.0f} requests/s for {figures.window_s:.0f} s, {figures.failures} without success",
-        f"server {cores}, {memory}; load generator {figures.generator_cores:.2f} cores",
-        *kinds,
-        f"rows: {', '.join(f'{name} {number}' for name, number in rows.items() if name != 'bytes')}{per_trial}",
-    ]
+class _Clients:
+    """Requests to one server, each on a connection of its own."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._under_way = asyncio.Semaphore(_MOST_UNDER_WAY)
+        self.tallies: dict[str, Tally] = defaultdict(Tally)
+
+    async def ask(self, kind: str, request: bytes, *, due: float | None = None) -> Exchange | None:
+        """Return the answer to a request that counts from the instant `due`; None if no answer came."""
+        # Requests by which the fleet starts have no instant and are not counted.
+        tally, due = (Tally(), time.monotonic()) if due is None else (self.tallies[kind], due)
+        async with self._under_way:
+            try:
+                connection = await Connection.open(self._target)
+                try:
+                    (exchange,) = await connection.play([request])
+                finally:
+                    connection.close()
+            except BenchmarkError:
+                tally.answers[NO_ANSWER] += 1
+                return None
+        tally.add(exchange.status, time.monotonic() - due)
+        return exchange
+
+
+class _Training:
+    """A training of the fleet: its trial, and its epochs so far."""
+
+    def __init__(self, clients: _Clients, job: Job, fleet: Fleet, chance: random.Random) -> None:
+        self._clients, self._job, self._fleet = clients, job, fleet
+        self._epoch = chance.randrange(fleet.epochs)
+        # The whole fleet is in the midst of its work: its epochs and heartbeats are spread evenly.
+        self._until_report_s = chance.uniform(0, fleet.epoch_s)
+        self._until_beat_s = chance.uniform(0, fleet.heartbeat_s)
+        self._trial: TrialId | None = None
+
+    async def begin(self, *, due: float | None = None) -> None:
+        """Register the job and get a trial."""
+        await self._clients.ask(REGISTER, self._job.registration, due=due)
+        answer = await self._clients.ask(SUGGEST, self._job.suggest, due=None if due is None else time.monotonic())
+        if answer is not None and answer.status in SUCCESS:
+            self._trial = workload.begun_trial(answer)
+        elif due is None:
+            raise BenchmarkError(f"no batch size while the fleet starts: {answer}")
+
+    async def train(self, *, began: float, until: float) -> None:
+        """Report and send heartbeats until the window is over."""
+        report_at, beat_at = began + self._until_report_s, began + self._until_beat_s
+        while (due := min(report_at, beat_at)) < until:
+            await asyncio.sleep(due - time.monotonic())
+            if self._trial is None:
+                await self.begin(due=due)
+            elif due == beat_at:
+                await self._clients.ask(HEARTBEAT, workload.heartbeat(self._trial), due=due)
+            else:
+                await self._report(self._trial, due)
+            report_at += self._fleet.epoch_s if due == report_at else 0
+            beat_at += self._fleet.heartbeat_s if due == beat_at else 0
+
+    async def _report(self, trial: TrialId, due: float) -> None:
+        self._epoch += 1
+        report = workload.report(trial, epoch=self._epoch, epochs=self._fleet.epochs)
+        is_last = self._epoch == self._fleet.epochs
+        answer = await self._clients.ask(FINAL_REPORT if is_last else EPOCH_REPORT, report, due=due)
+        if is_last and answer is not None:
+            self._epoch = 0
+            await self.begin(due=time.monotonic())
+
+
+async def _play_fleet(target: Target, fleet: Fleet, seconds: float) -> FleetFigures:
+    """Let the fleet begin as fast as the server can, and then train for a while; nothing is known of the database."""
+    clients, chance = _Clients(target), random.Random(0)  # noqa: S311 - spreads a load
+    numbers = range(-(-fleet.trainings // fleet.per_job))
+    jobs = [Job(f"fleet-{number}", max_epochs=fleet.epochs) for number in numbers]
+    trainings = [_Training(clients, jobs[number // fleet.per_job], fleet, chance) for number in range(fleet.trainings)]
+    start = time.monotonic()
+    await _few_at_once(clients.ask(REGISTER, job.registration) for job in jobs)
+    await _few_at_once(training.begin() for training in trainings)
+    began = time.monotonic()
+    print(f"{fleet.trainings} trainings of {len(jobs)} jobs have begun in {began - start:.0f} s", file=sys.stderr)
+
+    server_cpu_s, own_cpu_s = target.meter.cpu_s(), time.process_time()
+    await asyncio.gather(*(training.train(began=began, until=began + seconds) for training in trainings))
+    took_s = time.monotonic() - began
+    used_s = target.meter.cpu_s()
+    return FleetFigures(
+        window_s=took_s,
+        start_s=began - start,
+        server_cores=None if used_s is None or server_cpu_s is None else (used_s - server_cpu_s) / took_s,
+        generator_cores=(time.process_time() - own_cpu_s) / took_s,
+        rss_mib=target.meter.rss_mib(),
+        kinds=tuple(tally.figures(kind) for kind, tally in clients.tallies.items()),
+    )
+
+
+async def _few_at_once(asked: Iterable[Awaitable[object]]) -> None:
+    semaphore = asyncio.Semaphore(_STARTING_AT_ONCE)
+
+    async def wait_for(one: Awaitable[object]) -> None:
+        async with semaphore:
+            await one
+
+    await asyncio.gather(*map(wait_for, asked))
 
 
 if __name__ == "__main__":

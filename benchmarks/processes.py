@@ -1,4 +1,4 @@
-"""The servers under test, each in a process of its own, and what they use."""
+"""The servers under test, each in a process of its own, and the CPU time and memory that they use."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.errors import BenchmarkError
-
 ROOT = Path(__file__).parent.parent
 HOST = "127.0.0.1"
 START_LIMIT_S = 60.0
@@ -24,15 +22,19 @@ QUIET_WINDOW_S = 0.25
 QUIET_SHARE = 0.05
 
 
+class BenchmarkError(Exception):
+    """A benchmark has no figures: a server did not start or did not answer as planned, or a training broke."""
+
+
 class Meter:
     """CPU time and memory of a process and of all its descendants (the workers), as Linux counts them.
 
     Args:
-        pid: The process; None if unknown, as with a server elsewhere.
+        pid: The process.
     """
 
-    def __init__(self, pid: int | None) -> None:
-        self._pid = pid if sys.platform == "linux" else None
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
 
     def cpu_s(self) -> float | None:
         """User and system time of the processes that live, in seconds; None where it cannot be known.
@@ -40,11 +42,11 @@ class Meter:
         Read from the processes' CPU clocks, which count nanoseconds: `/proc/PID/stat` counts hundredths of a second, in
         which dozens of requests are served.
         """
-        return None if self._pid is None else sum(_cpu_s(pid) for pid in _family(self._pid))
+        return sum(_cpu_s(pid) for pid in _family(self._pid)) if sys.platform == "linux" else None
 
     def rss_mib(self) -> float | None:
         """Resident memory in MiB; pages that workers share count once for each. None where it cannot be known."""
-        return None if self._pid is None else sum(_rss_kib(pid) for pid in _family(self._pid)) / 1024
+        return sum(_rss_kib(pid) for pid in _family(self._pid)) / 1024 if sys.platform == "linux" else None
 
 
 def _family(pid: int) -> list[int]:
@@ -65,7 +67,7 @@ def _rss_kib(pid: int) -> int:
 
 
 def _read(path: Path) -> str:
-    """The text, or none: a thread or process may end between being listed and being read."""
+    """Return the text, or "": a thread or process may end between being listed and being read."""
     try:
         return path.read_text()
     except OSError:
@@ -74,31 +76,19 @@ def _read(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server to measure.
-
-    Attributes:
-        name: What the tables call it.
-        host: Its address.
-        port: Its port.
-        meter: What it uses.
-        start_s: Seconds from its start until it listened; 0 where somebody else has started it.
-    """
+    """A server to measure: its name in the tables, its address, and the meter of its processes."""
 
     name: str
     host: str
     port: int
     meter: Meter
-    start_s: float = 0.0
 
 
-def bso_server(database_url: str, directory: Path, *arguments: str) -> str:
+def bso_server(database_url: str, directory: Path, *arguments: str) -> None:
     """Run a `bso-server` command to its end.
 
-    Returns:
-        What it wrote to its standard output.
-
     Raises:
-        BenchmarkError: It failed.
+        BenchmarkError: The command failed.
     """
     done = subprocess.run(  # noqa: S603 - the project's own program
         [sys.executable, "-m", "bso_server", *arguments],
@@ -110,63 +100,60 @@ def bso_server(database_url: str, directory: Path, *arguments: str) -> str:
     )
     if done.returncode:
         raise BenchmarkError(f"bso-server {' '.join(arguments)} failed: {done.stderr.strip()}")
-    return done.stdout
 
 
 @contextmanager
-def serving(
+def serving_bso(
     name: str,
-    module: str,
-    arguments: Sequence[str],
-    *,
     database_url: str,
     directory: Path,
+    *arguments: str,
     settings: Mapping[str, str] | None = None,
+    launcher: Sequence[str] = (),
 ) -> Iterator[Target]:
-    """A server that runs within the block: ``python -m module arguments --port …``.
+    """Run `bso-server serve` within the block, on a database whose schema is brought up to date first.
 
     Args:
-        name: What the tables call it.
-        module: The module to run.
-        arguments: Its arguments, without the port.
-        database_url: Its database.
-        directory: Where it runs and where its log goes.
+        name: As in `serving`.
+        database_url: The database.
+        directory: As in `serving`.
+        arguments: Of `bso-server serve`.
         settings: More environment variables of the server.
+        launcher: A module that starts the server's module, with its own arguments.
 
     Raises:
-        BenchmarkError: It did not start.
+        BenchmarkError: The server did not start.
+    """
+    bso_server(database_url, directory, "db", "upgrade")
+    command = [sys.executable, "-m", *launcher, "bso_server", "serve", *arguments]
+    with serving(name, command, directory, environment(database_url) | dict(settings or {})) as target:
+        yield target
+
+
+@contextmanager
+def serving(name: str, command: Sequence[str], directory: Path, environ: Mapping[str, str]) -> Iterator[Target]:
+    """Run a server within the block.
+
+    Args:
+        name: Its name in the tables.
+        command: Starts the server; ``--port PORT`` is added.
+        directory: The server's working directory, which gets its log.
+        environ: All environment variables of the server.
+
+    Raises:
+        BenchmarkError: The server did not start.
     """
     port = _free_port()
     log = directory / f"{port}.log"
-    command = [sys.executable, "-m", module, *arguments, "--port", str(port)]
-    begin = time.perf_counter()
-    with _process(
-        command, env=environment(database_url) | dict(settings or {}), directory=directory, log=log
-    ) as process:
-        _await_listening(process, port, log)
-        start_s = time.perf_counter() - begin
-        meter = Meter(process.pid)
-        _await_quiet(meter)
-        yield Target(name, HOST, port, meter, start_s)
-
-
-def environment(database_url: str) -> dict[str, str]:
-    """The environment without the user's own server settings. A URL may hold a password, which arguments would show."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("ZEUS_BSO_")}
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return kept | {"ZEUS_BSO_DATABASE_URL": database_url, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-@contextmanager
-def _process(
-    command: Sequence[str], *, env: Mapping[str, str], directory: Path, log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("w") as output:
-        process = subprocess.Popen(  # noqa: S603 - the project's own programs
-            command, env=env, cwd=directory, stdout=output, stderr=subprocess.STDOUT
+        process = subprocess.Popen(  # noqa: S603 - the project's own programs, and Zeus's server
+            [*command, "--port", str(port)], env=environ, cwd=directory, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        yield process
+        _await_listening(process, port, log)
+        meter = Meter(process.pid)
+        _await_quiet(meter)
+        yield Target(name, HOST, port, meter)
     finally:
         process.terminate()
         try:
@@ -174,6 +161,16 @@ def _process(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def environment(database_url: str) -> dict[str, str]:
+    """Return the environment without the user's own server settings, for a server on this database.
+
+    The URL stands there because it may hold a password, which arguments would show to everyone on the machine.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("ZEUS_BSO_")}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return kept | {"ZEUS_BSO_DATABASE_URL": database_url, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _free_port() -> int:
@@ -198,7 +195,7 @@ def _await_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> 
 
 
 def _await_quiet(meter: Meter) -> None:
-    """Wait for workers that still start, whose imports would count as requests. Gives up on a server never quiet."""
+    """Wait for workers that still start, whose imports would count as requests; give up on a server never quiet."""
     deadline = time.monotonic() + START_LIMIT_S
     used = meter.cpu_s()
     while used is not None and time.monotonic() < deadline:

@@ -1,195 +1,383 @@
-"""The results as text."""
+"""All tables: of servers for the terminal; of policies, real trainings and the fleet's year for documents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.growth import BLOCK_REQUESTS, Cost, GrowthFigures
-from benchmarks.load import LoadFigures
-from benchmarks.marks import Mark
-from benchmarks.overhead import OverheadFigures, Ratio
-from benchmarks.pages import PageFigures
-from benchmarks.starts import StartFigures
-from benchmarks.suite import Results, Skipped
-from benchmarks.watching import WatchFigures
+from benchmarks.policies.cases import ROWS
+from benchmarks.policies.contest import CONTENDERS, FLOOR
+from benchmarks.recurrences.tasks import DEFAULT, GPU, SIMULATED
+from benchmarks.reports import MAIN_ROWS, MARKS, Entry, PolicyResults, ProofResults, in_order, robustness
+from zeus_plugins.protocol import GP_VOI, ZEUS
 
-LOAD_COLUMNS = (
-    *("server", "clients", "request", "n", "answers", "req/s"),
-    *("server CPU ms", "least", "generator CPU ms", "p50 ms", "p95 ms", "p99 ms"),
-)
-GROWTH_COLUMNS = ("trials", "request", "n", "server CPU ms", "/ at 10", "p50 ms", "/ at 10")
-OVERHEAD_COLUMNS = ("framework", "epochs", "steps", "epoch without ms", "epoch with ms", "report ms", "ratio", "of CPU")
-NUMBER = re.compile(r"[\d.]+|–")
-MARK_COLUMNS = ("mark", "goal", "measured", "result")
+if TYPE_CHECKING:
+    from benchmarks.fleet_load import FleetFigures
+    from benchmarks.whole_trials import TrialFigures
 
-
-def text(results: Results, marks: Sequence[Mark]) -> str:
-    """All tables."""
-    return "\n".join(_lines(results, marks))
+_END = "<!-- end of table -->"
+_NUMBER = re.compile(r"[\d.,]+|–")
 
 
-def _lines(results: Results, marks: Sequence[Mark]) -> Iterator[str]:
-    machine, shape = results.machine, results.plan.shape
-    yield f"{results.started_at}, {results.database}, {', '.join(f'{name} {of}' for name, of in machine.items())}"
-    yield ""
-    yield (
-        f"Under load: {shape.jobs} jobs × {shape.concurrency} concurrent trials × {shape.epochs} epochs, "
-        f"{results.load[0].rounds} of {shape.rounds} rounds"
-    )
-    yield from _load_table(results.load)
-    yield f"One client: {shape.epochs} epochs, {results.one_client[0].rounds} of {shape.rounds} rounds"
-    yield from _load_table(results.one_client)
-    yield "Policy gp_voi: trials of a few epochs, with as many clients as under load"
-    yield from _load_table((results.gp_voi,))
-    yield "Peer: under load, then one client"
-    yield from _load_table(results.peer)
-    yield "Growth of one job, one client"
-    yield from _growth_table(results.growth)
-    yield "One and two workers under load"
-    yield from _load_table(results.workers)
-    yield "SQLite in threads (sqlite://) and over aiosqlite (sqlite+aiosqlite://) under load"
-    yield from _load_table(results.drivers)
-    yield from _driver_ratio(results.drivers)
-    yield "SQLite and other databases under load"
-    yield from _load_table(results.databases)
-    yield f"The quickest of {results.starts.times} starts"
-    yield from _start_lines(results.starts)
-    yield "Ids, metrics and traces, without HTTP"
-    yield from _watching_lines(results.watching)
-    yield f"The dashboard with {results.pages.jobs} jobs, ms of server CPU"
-    yield from _page_lines(results.pages)
-    yield "Epochs of a training without and with the callback"
-    yield from _overhead_table(results.overhead)
-    yield "Marks"
-    yield from _table(MARK_COLUMNS, [(mark.what, mark.limit, _number(mark.measured), mark.outcome) for mark in marks])
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first line is its head."""
+    head, *body = ("| " + " | ".join(cells) + " |" for cells in lines)
+    return "\n".join([head, "|" + "---|" * len(lines[0]), *body])
 
 
-def _load_table(servers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
-    if isinstance(servers, Skipped):
-        yield f"  skipped: {servers.skipped}"
-        yield ""
-        return
-    rows = [
-        (
-            server.target,
-            str(server.clients),
-            route.route,
-            str(route.requests),
-            " ".join(f"{n}×{status}" for status, n in route.answers.items()),
-            f"{route.requests_per_s:.0f}",
-            *map(_number, (route.server_cpu_ms, route.least_cpu_ms)),
-            *map(_number, (route.generator_cpu_ms, route.p50_ms, route.p95_ms, route.p99_ms)),
-        )
-        for server in servers
-        for route in server.routes
+def mark_of(name: str) -> str:
+    """Return the line above a table in a document; below the table stands ``<!-- end of table -->``."""
+    return f"<!-- table: {name} -->"
+
+
+def write_tables(tables: Mapping[str, str], files: Iterable[Path]) -> None:
+    """Replace each table, by its name, in the documents that have its marks.
+
+    Raises:
+        ValueError: A document has marks for none of the tables, or lacks the mark at a table's end.
+    """
+    for file in files:
+        shown = file.read_text("utf-8")
+        wanted = {name: table for name, table in tables.items() if mark_of(name) in shown}
+        if not wanted:
+            raise ValueError(f"{file} has no line such as {mark_of(next(iter(tables)))} for a table")
+        for name, table in wanted.items():
+            before, mark, rest = shown.partition(f"{mark_of(name)}\n")
+            _, end, after = rest.partition(_END)
+            if not end:
+                raise ValueError(f"{file}: there is no line {_END} below {mark_of(name)}")
+            shown = f"{before}{mark}{table}\n{end}{after}"
+        file.write_text(shown, "utf-8")
+
+
+def text_table(lines: Sequence[Sequence[str]]) -> str:
+    """Return a table for the terminal: columns as wide as their widest cell, numbers to the right."""
+    head, *rows = lines
+    columns = [
+        (max(map(len, cells)), all(map(_NUMBER.fullmatch, cells[1:]))) for cells in zip(head, *rows, strict=True)
     ]
-    yield from _table(LOAD_COLUMNS, rows)
-    resident = (f"{server.target} {_mib(server.rss_mib)}" for server in servers)
-    yield f"  resident memory afterwards: {', '.join(resident)}"
-    yield ""
-
-
-def _driver_ratio(drivers: Sequence[LoadFigures] | Skipped) -> Iterator[str]:
-    if isinstance(drivers, Skipped):
-        return
-    threads_ms, aiosqlite_ms = (server.server_cpu_ms for server in drivers)
-    if threads_ms is not None and aiosqlite_ms is not None:
-        yield f"  server CPU per request over all routes, aiosqlite / in threads: {aiosqlite_ms / threads_ms:.2f}"
-        yield ""
-
-
-def _start_lines(starts: StartFigures) -> Iterator[str]:
-    yield f"  server: {_number(starts.server_s)} s until it listens, {_number(starts.server_cpu_s)} s of CPU time"
-    yield (
-        f"  in a training's process: {_number(starts.embedded_s)} s of CPU time for the first request, "
-        f"{_number(starts.embedded_imports_s)} s for the imports before it"
-    )
-    yield ""
-
-
-def _watching_lines(watching: WatchFigures) -> Iterator[str]:
-    yield (
-        f"  ms of CPU a report: metrics {_number(watching.alone_ms)} in one process, {_number(watching.several_ms)} in "
-        f"one of several; traces {_number(watching.traced_ms)}"
-    )
-    yield ""
-
-
-def _page_lines(pages: PageFigures) -> Iterator[str]:
-    yield f"  the first page of all: {_number(pages.first_ms)}"
-    yield f"  a list of jobs that nobody has looked at: {_number(pages.overview_ms)}, again: {_number(pages.again_ms)}"
-    yield (
-        f"  a poll that finds no change: {_number(pages.poll_ms)} of a job, {_number(pages.overview_poll_ms)} of the "
-        f"list; the bare route: {_number(pages.bare_ms)}"
-    )
-    yield ""
-
-
-def _growth_table(growth: GrowthFigures | Skipped) -> Iterator[str]:
-    if isinstance(growth, Skipped):
-        yield f"  skipped: {growth.skipped}"
-        yield ""
-        return
-    rows = [
-        (str(point.trials), kind, str(times), *_cost_cells(cost))
-        for point in growth.points
-        for kind, times, cost in (
-            ("suggest", point.requests, point.suggest),
-            ("final report", point.requests, point.final_report),
-            ("page", point.requests // BLOCK_REQUESTS, point.page),
+    aligned = (
+        "  ".join(
+            cell.rjust(width) if is_number else cell.ljust(width)
+            for cell, (width, is_number) in zip(line, columns, strict=True)
         )
+        for line in lines
+    )
+    return "\n".join(f"  {line}".rstrip() for line in aligned)
+
+
+def _percent(share: float, *, digits: int = 0, sign: str = "") -> str:
+    percent = round(100 * share, digits) + 0.0  # no negative zero
+    return f"{percent:{sign if percent else ''}.{digits}f} %".replace("-", "−")
+
+
+# Servers under load
+
+
+def fleet_text(figures: FleetFigures) -> str:
+    """Return what a fleet asked, and what it cost the server."""
+    cores, memory = _or_dash(figures.server_cores, 2), _or_dash(figures.rss_mib, 0)
+    lines = [
+        f"{figures.requests_per_s:.0f} requests/s for {figures.window_s:.0f} s, {figures.failures} without success",
+        f"server {cores} cores, {memory} MiB; load generator {figures.generator_cores:.2f} cores",
+        _kinds_text([("", kind) for kind in figures.kinds]),
+        f"rows: {', '.join(f'{name} {number}' for name, number in figures.rows.items())}",
     ]
-    yield from _table(GROWTH_COLUMNS, rows)
-    yield f"  size of the last page as sent: {growth.points[-1].page_bytes / 1024:.1f} KiB"
-    if growth.note is not None:
-        yield f"  {growth.note}"
-    yield ""
+    if figures.database_bytes is not None:
+        per_trial = figures.database_bytes / (figures.rows["trials"] or 1)
+        lines.append(f"database: {per_trial:.0f} bytes for each trial with its reports")
+    return "\n".join(lines)
 
 
-def _overhead_table(frameworks: Mapping[str, OverheadFigures | Skipped]) -> Iterator[str]:
-    rows = []
-    for name, figures in frameworks.items():
-        if isinstance(figures, Skipped):
-            yield f"  {name} skipped: {figures.skipped}"
-            continue
-        times_ms = (figures.without_ms, figures.with_ms, figures.report_ms)
-        cells = (
-            str(figures.epochs),
-            str(figures.steps),
-            *map(_number, times_ms),
-            _ratio(figures.wall),
-            _ratio(figures.cpu),
-        )
-        rows.append((name, *cells))
-    if rows:
-        yield from _table(OVERHEAD_COLUMNS, rows)
-    yield ""
+def trials_text(servers: Sequence[TrialFigures]) -> str:
+    """Return what whole trials cost each server, beside the first of them."""
+    lines = [["server", "requests", "requests/s", "CPU ms a request", "of the first", "MiB"]]
+    for server in servers:
+        ratio = server.cpu_ms / servers[0].cpu_ms if server.cpu_ms and servers[0].cpu_ms else None
+        extent = [server.server, str(server.requests), f"{server.requests_per_s:.0f}"]
+        lines.append([*extent, _or_dash(server.cpu_ms, 3), _or_dash(ratio, 2), _or_dash(server.rss_mib, 0)])
+    return f"{text_table(lines)}\n{_kinds_text([(each.server, kind) for each in servers for kind in each.kinds])}"
 
 
-def _ratio(ratio: Ratio) -> str:
-    return f"{ratio.median:.3f} ± {ratio.error:.3f}"
+def _kinds_text(kinds: Sequence[tuple[str, Any]]) -> str:
+    lines = [["server", "request", "n", "p50 ms", "p99 ms", "answers"]]
+    for server, kind in kinds:
+        answers = " ".join(f"{number}×{status}" for status, number in kind.answers.items())
+        lines.append([server, kind.request, str(kind.due), f"{kind.p50_ms:.1f}", f"{kind.p99_ms:.1f}", answers])
+    return text_table(lines if kinds[0][0] else [line[1:] for line in lines])
 
 
-def _cost_cells(cost: Cost) -> tuple[str, ...]:
-    return tuple(map(_number, (cost.server_cpu_ms, cost.cpu_ratio, cost.p50_ms, cost.p50_ratio)))
+def _or_dash(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as their widest cell; numbers to the right."""
-    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
-    numeric = [all(map(NUMBER.fullmatch, cells)) for cells in zip(*rows, strict=True)]
-    for row in (columns, *rows):
-        cells = [
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ]
-        yield f"  {'  '.join(cells)}".rstrip()
+# Policies and their rivals in simulated jobs
+
+_LABELS = {
+    "default": "the default for ever, full power",
+    "grid": "each size once, then the best",
+    "halving": "successive halving",
+    "thompson": "Thompson sampling, nothing stopped",
+    "optuna-tpe": "Optuna, TPE",
+    "optuna-gp": "Optuna, GP",
+    FLOOR: "floor: default once, then clairvoyant",
+}
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+def policy_tables(results: PolicyResults) -> dict[str, str]:
+    """Return the tables of all rows that have results."""
+    made = {row: _main_row(results[row]) for row in MAIN_ROWS if row in results}
+    if robust := robustness(results):
+        made["robustness"] = _robust_rows(robust)
+    return made
 
 
-def _mib(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.0f} MiB"
+def label(name: str) -> str:
+    """Return a contender's name as tables have it; policies have their own."""
+    return _LABELS.get(name, f"`{name}`")
+
+
+def _main_row(entries: Mapping[str, Entry]) -> str:
+    """A line for each contender."""
+    lines = [["", *(f"N = {mark}" for mark in MARKS), "worst", "given up", "seeds"]]
+    for name in in_order(entries, CONTENDERS):
+        found = entries[name]
+        worst = " / ".join(_ratio_to_oracle(found["worst"].get(str(mark))) for mark in MARKS)
+        means = (_ratio_to_oracle(found["geometric_mean"].get(str(mark))) for mark in MARKS)
+        lines.append([label(name), *means, worst, str(found["given_up"]), str(found["seeds"])])
+    return markdown_table(lines)
+
+
+def _robust_rows(rows: PolicyResults) -> str:
+    """A line for each row and N, with a column for each contender: the mean, and in brackets the worst case."""
+    names = in_order({name for entries in rows.values() for name in entries}, CONTENDERS)
+    lines = [["case", "N", *map(label, names)]]
+    for row, entries in rows.items():
+        marks = [mark for mark in MARKS if any(str(mark) in each["worst"] for each in entries.values())]
+        for mark in marks:
+            cells = (_mean_and_worst(entries[name], str(mark)) if name in entries else "" for name in names)
+            lines.append([ROWS[row].title if mark == marks[0] else "", str(mark), *cells])
+    for title, key, combined in (("recurrences given up, in all cases", "given_up", sum), ("seeds", "seeds", max)):
+        found = ([entries[name][key] for entries in rows.values() if name in entries] for name in names)
+        lines.append([title, "", *(str(combined(numbers)) for numbers in found)])
+    return markdown_table(lines)
+
+
+def _mean_and_worst(found: Entry, mark: str) -> str:
+    return f"{_ratio_to_oracle(found['geometric_mean'].get(mark))} ({_ratio_to_oracle(found['worst'].get(mark))})"
+
+
+def _ratio_to_oracle(ratio: float | None) -> str:
+    """Four significant digits, or ∞ for a job that is never finished."""
+    if ratio is None:
+        return "∞"
+    return f"{ratio:.3f}" if ratio < 10 else f"{ratio:.4g}"
+
+
+# Real trainings
+
+_ENOUGH_RECURRENCES = 10
+"""The summary leaves out tasks that recurred less often, unless all did."""
+
+
+def proof_tables(results: ProofResults) -> dict[str, str]:
+    """Return the tables of a measurement of real trainings."""
+    is_of_gpu = results["device"] == GPU
+    made = {"": _savings(results), "-sizes": _sizes(results), "-overhead": _overhead(results)}
+    made["-conditions"] = _conditions(results)
+    if is_of_gpu:
+        made["-status"] = _gpu_status(results)
+    if not _is_simulated(results):
+        made["-summary"] = _summary(results)
+    return {f"{'gpu' if is_of_gpu else 'proof'}{name}": table for name, table in made.items()}
+
+
+def energy_of(results: ProofResults) -> str:
+    """Return the sources of the energies, in words; those of a simulated GPU say so."""
+    sources = "; ".join(results["energy_sources"])
+    return f"{SIMULATED}: {sources}" if _is_simulated(results) else sources
+
+
+def _is_simulated(results: ProofResults) -> bool:
+    """True if any of the trainings ran on a CPU in place of a GPU."""
+    return any(SIMULATED in device for device in results.get("trained_on", ()))
+
+
+def _on_simulated(results: ProofResults) -> str:
+    return f" (on a {SIMULATED})" if _is_simulated(results) else ""
+
+
+def _savings(results: ProofResults) -> str:
+    head = ["task", "jobs, recurrences", "contender", f"energy, kJ ({energy_of(results)})"]
+    saved = ["energy saved", "time saved", "cost saved (95 %)", "in the later half", "break-even at"]
+    lines = [[*head, *saved, "regret", "trainings", "given up"]]
+    for name, task in results["tasks"].items():
+        extent = [name, f"{task['jobs']}, {task['recurrences']}"]
+        for who in (GP_VOI, ZEUS, DEFAULT):
+            found = task["contenders"].get(who)
+            if found is None:
+                continue
+            label = f"always {task['default']}" if who == DEFAULT else f"`{who}`"
+            cells = ["–"] * 5
+            if who != DEFAULT:
+                cells = [_percent(found["saved"][measure][0]) for measure in ("energy_j", "time_s")]
+                cells += [_interval(found["saved"]["cost_j"]), _interval(found["later"])]
+                cells.append("not yet" if found["break_even"] is None else str(found["break_even"]))
+            regret = "–" if found["regret"] is None else _percent(found["regret"], sign="+")
+            counts = [regret, str(found["tries"]), str(found["given_up"])]
+            lines.append([*extent, label, _three_digits(found["energy_j"] / 1000), *cells, *counts])
+    return markdown_table(lines)
+
+
+def _interval(found: Sequence[float]) -> str:
+    value, low, high = map(_percent, found)
+    return f"{value} ({low} to {high})"
+
+
+def _three_digits(value: float) -> str:
+    """The number without an exponent."""
+    return f"{float(f'{value:.3g}'):.15g}"
+
+
+def _sizes(results: ProofResults) -> str:
+    """A line for each task, and for each phase of one that drifts."""
+    tasks = results["tasks"].items()
+    sizes = sorted({found["batch_size"] for _, task in tasks for found in task["sizes"]})
+    lines = [[f"cost until the target, J ({energy_of(results)})", "runs of each", *map(str, sizes)]]
+    for name, task in tasks:
+        for drifted in (False, True):
+            of_phase = {found["batch_size"]: found for found in task["sizes"] if found["drifted"] == drifted}
+            costs_j = [found["cost_j"] for found in of_phase.values() if found["cost_j"] is not None]
+            if costs_j:
+                runs = sorted({found["runs"] for found in of_phase.values()})
+                cells = [_size(of_phase.get(size), task["default"], min(costs_j)) for size in sizes]
+                lines.append([name + (", after the drift" if drifted else ""), "–".join(map(str, runs)), *cells])
+    return markdown_table(lines)
+
+
+def _size(found: dict[str, Any] | None, default: int, least_j: float) -> str:
+    """The cost at one size, the best in bold and the default in italics; ∞ where no run has reached the target."""
+    if found is None:
+        return ""
+    if found["cost_j"] is None:
+        return "∞"
+    cost = _three_digits(found["cost_j"])
+    if found["batch_size"] == default:
+        cost = f"*{cost}*"
+    return f"**{cost}**" if found["cost_j"] == least_j else cost
+
+
+def _overhead(results: ProofResults) -> str:
+    head = [f"task{_on_simulated(results)}", "pairs", "CPU s without", "with", "CPU time, with / without"]
+    lines = [[*head, "time, with / without"]]
+    for name, task in results["tasks"].items():
+        if (found := task["overhead"]) is not None:
+            seconds = [f"{found['cpu_s'][who]:.2f}" for who in ("without", "with")]
+            ratios = ["{:.3f} ({:.3f} to {:.3f})".format(*found[clock]) for clock in ("cpu", "wall")]
+            lines.append([name, str(found["pairs"]), *seconds, *ratios])
+    return markdown_table(lines)
+
+
+def _conditions(results: ProofResults) -> str:
+    load = results["load"]
+    lines = [
+        ["condition", ""],
+        ["from, to", f"{results['begun_at']}, {results['ended_at']}"],
+        ["machine", ", ".join(f"{name} {of}" for name, of in results["machine"].items())],
+        ["trained on", "; ".join(results.get("trained_on", ()))],
+        ["energy", energy_of(results)],
+        ["load of the machine (1 min)", f"median {load['median']:.1f}, highest {load['highest']:.1f}"],
+        ["trainings", str(results["trainings"])],
+    ]
+    return markdown_table(lines)
+
+
+def _gpu_status(results: ProofResults) -> str:
+    """Tell a reader whether there are figures of a GPU, before any of them."""
+    devices = "; ".join(results["trained_on"])
+    if _is_simulated(results):
+        return f"**No figure of a GPU exists.** All figures [below](#on-a-gpu) show that the harness works: {devices}."
+    return f"The figures of a GPU are [below](#on-a-gpu): {devices}."
+
+
+def _summary(results: ProofResults) -> str:
+    """For the README: means over the tasks with their extremes, and the fleet's figures where there are some."""
+    enough = [task for task in results["tasks"].values() if task["longest_job"] >= _ENOUGH_RECURRENCES]
+    tasks = enough or list(results["tasks"].values())
+    recurrences = sum(task["recurrences"] for task in tasks)
+    which = f" that recurred {_ENOUGH_RECURRENCES} times or more" if enough else ""
+    command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
+    if results["device"] == GPU:
+        command, device = "python -m benchmarks.recurrences run --device gpu", "; ".join(results["trained_on"])
+    where = f"(`{command}`; {device}, {results['begun_at'][:10]}; energy is {energy_of(results)})"
+    lines = [["measured: [docs/proof.md](docs/proof.md)", "against always the default size, tries paid", ""]]
+    for policy in (GP_VOI, ZEUS):
+        found = [task["contenders"][policy] for task in tasks if policy in task["contenders"]]
+        if found:
+            what = f"{len(found)} kinds of real trainings{which}, {recurrences} recurrences {where}"
+            saved = _spread([each["saved"]["energy_j"][0] for each in found])
+            later = _spread([each["later"][0] for each in found])
+            extent = what if policy == GP_VOI else "the same"
+            lines.append([f"`{policy}`, {extent}", f"energy saved: {saved}", f"later half: {later}"])
+    if fleet := results.get("fleet"):
+        extent = f"{fleet['jobs']} jobs of a year, {fleet['recurrences']} recurrences, simulated"
+        saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
+        lines.append([f"{extent} (`python -m benchmarks.year`)", f"energy saved: {saved}", ""])
+    return markdown_table(lines)
+
+
+def _spread(shares: Sequence[float]) -> str:
+    """The mean, and the least and the most of the tasks."""
+    return f"{_percent(mean(shares))} ({_percent(min(shares))} to {_percent(max(shares))} by kind)"
+
+
+# The fleet's year
+
+
+def year_tables(results: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tables of a simulated year: what the fleet has spent, and what its server did."""
+    return {"fleet": _year_totals(results), "fleet-server": _year_server(results)}
+
+
+def _year_totals(results: Mapping[str, Any]) -> str:
+    policies = results["policies"]
+    lines = [["simulated", "energy, MWh", "saved", "time, h", "saved", "runs", "given up"]]
+    lines.append(["always the default", *_spent(results["default"], "–", "–"), str(results["recurrences"]), "0"])
+    for policy, found in policies.items():
+        saved = [_percent(found[f"{measure}_share_saved"], digits=1) for measure in ("energy", "time")]
+        lines.append([f"`{policy}`", *_spent(found, *saved), str(found["runs"]), str(found["given_up"])])
+    less = 1 - policies[GP_VOI]["energy_j"] / policies[ZEUS]["energy_j"]
+    return f"{markdown_table(lines)}\n\n`{GP_VOI}` against `{ZEUS}`: {_percent(less, digits=1)} of the energy saved."
+
+
+def _spent(found: Mapping[str, Any], energy_saved: str, time_saved: str) -> list[str]:
+    return [f"{found['energy_kwh'] / 1000:.1f}", energy_saved, f"{found['time_h']:.0f}", time_saved]
+
+
+def _year_server(results: Mapping[str, Any]) -> str:
+    server = results["server"]
+    ends: Counter[str] = Counter()
+    for found in results["policies"].values():
+        ends.update(found["ends"])
+    growth = f"{server['database_bytes'] / 2**20:.1f} MiB, {server['bytes_per_trial']:.0f} bytes a trial"
+    lines = [
+        ["measured", ""],
+        ["date", results["at"]],
+        ["jobs, recurrences", f"{results['jobs']}, {results['recurrences']}, with each policy"],
+        ["recurrences of a job in flight", str(results["in_flight"])],
+        ["jobs whose data drift", str(results["drifting"])],
+        ["runs that crashed", str(ends["crash"])],
+        ["runs that were preempted and resumed", str(ends["preemption"])],
+        ["runs that vanished without a word", str(ends["vanishing"])],
+        ["requests", str(sum(server["requests"].values()))],
+        ["of these repeated, as the database was busy", str(ends["asked again"])],
+        ["requests, decisions per second", f"{server['requests_per_s']:.0f}, {server['decisions_per_s']:.0f}"],
+        ["CPU time of the server per request", f"{_or_dash(server['cpu_ms_per_request'], 2)} ms"],
+        ["stuck jobs", str(server["stuck_jobs"])],
+        ["growth of the database", growth],
+    ]
+    return markdown_table(lines)

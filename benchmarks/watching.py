@@ -1,4 +1,9 @@
-"""Watching: what ids, metrics and traces cost a request, without HTTP; also ``python -m benchmarks.watching WAY``."""
+"""``python -m benchmarks.watching``: what ids, metrics and traces cost a request, in CPU time without HTTP.
+
+An application that does nothing answers blocks of 2,000 requests with one transaction and one group of reports each,
+watched and not watched in turn. A server in one process and one of several, which count together, choose their
+metrics when they are imported; each is therefore measured in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
-from bso_server.core.watch import Outcome, ReportsCommitted, TransactionDone
-from bso_server.metrics.processes import DIRECTORY_VARIABLE
+from bso_server.core.occurrences import Outcome, ReportsCommitted, TransactionDone
+from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.metrics.watch import Watch
 
-# The ways of a server: in one process, as one of several, with traces that nobody takes.
-ALONE, SEVERAL, TRACED = "alone", "several", "traced"
+WAYS = {
+    "alone": "ids and metrics of a server in one process",
+    "several": "ids and metrics of one of several processes",
+    "traced": "ids and traces that go nowhere, without metrics",
+}
+_BLOCKS = 10
+_REQUESTS = 2000
 
 _SCOPE = {
     "type": "http",
@@ -30,61 +38,21 @@ _DONE = TransactionDone(writes=True, outcome=Outcome.COMMITTED, duration_s=0.001
 _COMMITTED = ReportsCommitted(1)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchFigures:
-    """Milliseconds of CPU time that watching adds to a report with a transaction of its own, in its least block.
-
-    Attributes:
-        blocks: Blocks of requests, each beside as many that nobody watches.
-        alone_ms: Ids and metrics of a server in one process.
-        several_ms: The same in one of several processes, which count together.
-        traced_ms: Ids and traces without metrics; None where OpenTelemetry is not installed.
-    """
-
-    blocks: int
-    alone_ms: float
-    several_ms: float
-    traced_ms: float | None
-
-
-def run_watching(*, blocks: int) -> WatchFigures:
-    """Measure each way in a process of its own.
-
-    Raises:
-        BenchmarkError: One did not end well.
-    """
+def main() -> int:
+    """Measure each way in a process of its own, or the one that is named in this one; print ms a request."""
+    if sys.argv[1:]:
+        print(f"{asyncio.run(_least_ms(sys.argv[1])):.4f} ms: {WAYS[sys.argv[1]]}")
+        return 0
     with tempfile.TemporaryDirectory(prefix="bso-bench-") as directory:
-        return WatchFigures(
-            blocks=blocks,
-            alone_ms=_measured(ALONE, blocks),
-            several_ms=_measured(SEVERAL, blocks, {DIRECTORY_VARIABLE: directory}),
-            traced_ms=_measured(TRACED, blocks) if _can_trace() else None,
-        )
+        for way in WAYS:
+            environ = {name: value for name, value in os.environ.items() if name != DIRECTORY_VARIABLE}
+            environ |= {DIRECTORY_VARIABLE: directory} if way == "several" else {}
+            command = [sys.executable, "-m", "benchmarks.watching", way]
+            subprocess.run(command, env=environ, check=True)  # noqa: S603 - this module
+    return 0
 
 
-def _can_trace() -> bool:
-    try:
-        import bso_server.metrics.tracing  # noqa: F401 - to see whether it can be imported
-    except ValueError:
-        return False
-    return True
-
-
-def _measured(way: str, blocks: int, environment: dict[str, str] | None = None) -> float:
-    kept = {name: value for name, value in os.environ.items() if name != DIRECTORY_VARIABLE}
-    done = subprocess.run(  # noqa: S603 - this module
-        [sys.executable, "-m", "benchmarks.watching", way, str(blocks)],
-        env={**kept, **(environment or {})},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise BenchmarkError(f"watching, {way}: {done.stderr.strip()}")
-    return float(done.stdout)
-
-
-async def _answered(_scope: Any, _receive: Any, send: Any) -> None:
+async def _answer(_scope: Any, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"{}"})
 
@@ -94,8 +62,8 @@ async def _send(_message: Any) -> None:
 
 
 def _watch(way: str) -> Watch:
-    watch = Watch(counts=way != TRACED, traces=False)
-    if way == TRACED:
+    watch = Watch(counts=way != "traced", traces=False)
+    if way == "traced":
         from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
         from bso_server.metrics.tracing import Tracing
@@ -108,27 +76,28 @@ def _watch(way: str) -> Watch:
     return watch
 
 
-async def _least_ms(way: str, blocks: int, requests: int = 2000) -> float:
+async def _least_ms(way: str) -> float:
+    """Return what watching adds to a request in the blocks that took least."""
     watch = _watch(way)
-    watched = watch.around(_answered)
+    watched = watch.around(_answer)
 
-    async def block(is_watched: bool) -> float:
+    async def block_ms(is_watched: bool) -> float:
         begun = time.process_time()
-        for _ in range(requests):
+        for _ in range(_REQUESTS):
             scope = dict(_SCOPE)
             if is_watched:
                 watch.hear(_DONE)
                 watch.hear(_COMMITTED)
                 await watched(scope, None, _send)
             else:
-                await _answered(scope, None, _send)
-        return 1000 * (time.process_time() - begun) / requests
+                await _answer(scope, None, _send)
+        return 1000 * (time.process_time() - begun) / _REQUESTS
 
-    await block(True)
-    pairs = [(await block(True), await block(False)) for _ in range(blocks)]
+    await block_ms(True)
+    pairs = [(await block_ms(True), await block_ms(False)) for _ in range(_BLOCKS)]
     await watch.close()
     return min(with_it for with_it, _ in pairs) - min(without for _, without in pairs)
 
 
 if __name__ == "__main__":
-    print(asyncio.run(_least_ms(sys.argv[1], int(sys.argv[2]))))
+    sys.exit(main())

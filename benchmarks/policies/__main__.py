@@ -1,15 +1,54 @@
-"""``python -m benchmarks.policies``: what policies cost in simulated jobs."""
+"""``python -m benchmarks.policies``: the costs of policies in simulated jobs.
+
+``report`` compares them with what people would otherwise do, row by row; ``study`` is `bso-server simulate` under more
+conditions, with every trial.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
 
-from benchmarks.policies.report_command import add_report_command
-from benchmarks.policies.study_command import add_study_command
-from bso_server.cli.common import CommandError
+from benchmarks.plots import plot_policies, require_matplotlib
+from benchmarks.policies.cases import ROWS, shuffled, with_bad_neighbours
+from benchmarks.policies.contest import CONTENDERS, RIVALS, SAMPLERS, Task, check_requirements, simulate
+from benchmarks.policies.study import Study, study
+from benchmarks.reports import (
+    MAIN_ROWS,
+    MARKS,
+    RESULTS,
+    PolicyResults,
+    entry,
+    read_policy_results,
+    write_policy_results,
+)
+from benchmarks.tables import policy_tables, write_tables
+from bso_server.cli.common import CommandError, Commands
+from bso_server.cli.simulate import (
+    add_arguments,
+    at_least_0,
+    at_least_1,
+    policies_of,
+    policy_name,
+    results_json,
+    results_text,
+    settings_of,
+    subject_of,
+    write_json,
+)
 from bso_server.errors import BsoError
+from bso_server.service.reading import csv_of
+from bso_server.simulate.workload import Workload
+
+# Seeds of a task: few enough that all processes end at about the same time, and that progress shows.
+_SEEDS_EACH = 8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.policies", description="Costs of policies in simulated jobs. See docs/policy.md."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_report_command(commands)
-    add_study_command(commands)
+    _add_report(commands)
+    _add_study(commands)
     options = parser.parse_args(arguments)
     try:
         options.run(options)
@@ -27,6 +66,199 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.policies: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _add_report(commands: Commands) -> None:
+    """Add ``report``."""
+    parser = commands.add_parser("report", help="policies and their rivals on traces, MLPerf's file, and robustness")
+    parser.add_argument(
+        "--traces", type=Path, metavar="DIR", help="folder of the traces and of mlperf_convergence.json"
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="ROW", help=f"of {', '.join(ROWS)}"
+    )
+    parser.add_argument(
+        "--policies",
+        nargs="+",
+        type=_contender,
+        default=CONTENDERS,
+        metavar="NAME",
+        help=f"of {', '.join(CONTENDERS)}, or another policy that is installed",
+    )
+    parser.add_argument("--seeds", type=at_least_1, default=24, metavar="N", help="simulated jobs (default 24)")
+    parser.add_argument(
+        "--optuna-seeds",
+        type=at_least_1,
+        default=4,
+        metavar="N",
+        help="of Optuna's samplers, which are slow, at most (default 4)",
+    )
+    parser.add_argument(
+        "--workers", type=at_least_1, default=os.cpu_count(), metavar="N", help="processes (default: one a core)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS / "policies.json",
+        metavar="FILE",
+        help="JSON in which what is measured replaces what was there before (default: the source tree's)",
+    )
+    parser.add_argument("--write", type=Path, metavar="FILE", help="Markdown file in which to replace the tables")
+    parser.add_argument("--images", type=Path, metavar="DIR", help="folder in which to write the pictures, as SVG")
+    parser.set_defaults(run=_report)
+
+
+def _report(options: argparse.Namespace) -> None:
+    if options.images is not None:
+        require_matplotlib("--images")
+    results = read_policy_results(options.results)
+    if options.traces is not None:
+        check_requirements(options.policies)
+        _measure(options, results)
+        write_policy_results(results, options.results)
+    tables = policy_tables(results)
+    if options.write is not None:
+        write_tables(tables, [options.write])
+    if options.images is not None:
+        plot_policies(results, options.images)
+    print("\n\n".join(tables.values()))
+
+
+def _measure(options: argparse.Namespace, results: PolicyResults) -> None:
+    """Play what the options name, and put it into the results."""
+    rows = {row: ROWS[row].cases(options.traces, MARKS[-1]) for row in dict.fromkeys(options.only)}
+    pairs = [(row, name) for row in rows for name in dict.fromkeys(options.policies)]
+    tasks = [Task(case, name, seeds) for row, name in pairs for case in rows[row] for seeds in _seeds(name, options)]
+    played = iter(simulate(tasks, options.workers, _Progress()))
+    for row, name in pairs:
+        blocks = len(_seeds(name, options))
+        jobs = [list(chain.from_iterable(islice(played, blocks))) for _ in rows[row]]
+        results.setdefault(row, {})[name] = entry(rows[row], jobs, with_curve=row in MAIN_ROWS)
+
+
+def _contender(name: str) -> str:
+    return name if name in RIVALS else policy_name(name)
+
+
+def _seeds(name: str, options: argparse.Namespace) -> list[range]:
+    count = min(options.seeds, options.optuna_seeds) if name in SAMPLERS else options.seeds
+    return [range(first, min(first + _SEEDS_EACH, count)) for first in range(0, count, _SEEDS_EACH)]
+
+
+class _Progress:
+    """One line on standard error, written anew every second."""
+
+    def __init__(self) -> None:
+        self._began_s = self._shown_s = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if done < total and now_s < self._shown_s + 1:
+            return
+        self._shown_s, took_s = now_s, now_s - self._began_s
+        line = f"\r{done} of {total} parts, {took_s:.0f} s, about {took_s * (total - done) / done:.0f} s to go "
+        print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
+def _add_study(commands: Commands) -> None:
+    """Add ``study``."""
+    parser = commands.add_parser("study", help="policies on one workload or six, with every trial")
+    add_arguments(parser)
+    parser.add_argument(
+        "--no-foresight",
+        dest="foresight",
+        action="store_false",
+        help="trainings end after the epoch that crosses their cost bound, not before it",
+    )
+    parser.add_argument(
+        "--cost-noise",
+        type=at_least_0,
+        default=0.0,
+        metavar="SD",
+        help="σ of the log of a factor on each trial's time and energy, as on a busy machine (default 0)",
+    )
+    parser.add_argument(
+        "--drift",
+        type=_drift,
+        metavar="reversed@N",
+        help="from recurrence N on (counting from 1), sizes need the epochs of those in reverse order",
+    )
+    parser.add_argument(
+        "--landscape",
+        type=_landscape,
+        metavar="shuffled@SEED|bad-neighbours",
+        help="sizes need each other's epochs, dealt out by chance; or those beside the default three times theirs",
+    )
+    parser.add_argument("--history", type=Path, metavar="FILE", help="write every trial of the first seed as CSV")
+    parser.set_defaults(run=_simulate)
+
+
+def _simulate(options: argparse.Namespace) -> None:
+    subject = subject_of(options)
+    workloads = subject.workloads
+    if options.landscape is not None:
+        workloads = [options.landscape(workload) for workload in workloads]
+    studies = [
+        study(
+            workload,
+            policies_of(options),
+            setting,
+            foresight=options.foresight,
+            cost_noise_sd=options.cost_noise,
+            drift_at=options.drift,
+        )
+        for setting in settings_of(options, subject)
+        for workload in workloads
+    ]
+    comparisons = [each.comparison for each in studies]
+    if options.json is not None:
+        document = results_json(comparisons, options, subject.recorded)
+        for each, of_it in zip(studies, document.get("workloads", [document]), strict=True):
+            each.add_ratios_since_drift(of_it)
+        write_json(document, options.json)
+    if options.history is not None:
+        options.history.write_text(csv_of(_history(studies)), encoding="utf-8", newline="")
+    print(results_text(comparisons, options, subject))
+
+
+def _history(studies: Sequence[Study]) -> list[dict[str, Any]]:
+    return [
+        {
+            "workload": each.comparison.workload.name,
+            "policy": str(policy),
+            "eta": each.comparison.eta,
+            "recurrence": trial.recurrence + 1,
+            "trial_number": trial.record.trial_number,
+            "batch_size": trial.record.batch_size,
+            "origin": str(trial.record.origin),
+            "state": str(trial.record.state),
+            "epochs": trial.record.epoch,
+            "time_s": trial.record.time_s,
+            "energy_j": trial.record.energy_j,
+            "cost_j": trial.cost_j,
+            "reason": trial.record.reason,
+            "message": trial.record.message,
+        }
+        for each in studies
+        for policy, job in each.first_jobs.items()
+        for trial in job.trials
+    ]
+
+
+def _landscape(text: str) -> Callable[[Workload], Workload]:
+    match = re.fullmatch(r"bad-neighbours|shuffled@(\d+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no landscape: write shuffled@1 or bad-neighbours")
+    if match[1] is None:
+        return with_bad_neighbours
+    return lambda workload: shuffled(workload, int(match[1]))
+
+
+def _drift(text: str) -> int:
+    match = re.fullmatch(r"reversed@([1-9][0-9]*)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no drift: write reversed@50")
+    return int(match[1]) - 1
 
 
 if __name__ == "__main__":

@@ -1,25 +1,189 @@
-"""The rows of the report: on which jobs, and under which conditions, policies are compared."""
+"""The jobs and conditions of the comparison: rows of cases, made of recorded and published trainings.
+
+The traces are those of the Zeus paper. MLPerf's file holds published reference convergence points: for each benchmark
+its global batch sizes, and the evaluations to the target that each training took, hyper-parameters being tuned for each
+size. It says nothing on time or power, which follow a law here:
+
+- Time per epoch, of which an evaluation ends each, is ``t₀ · (1 + b₀ / b)``: throughput saturates at b₀.
+- Power is 35 % of the largest, and 65 % of it times the utilisation ``b / (b + b₀)``.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.policies.conditions import (
-    VaryingConditions,
-    dearer_when_larger,
-    in_reverse,
-    shuffled,
-    with_bad_neighbours,
-    with_two_sizes,
-)
-from benchmarks.policies.mlperf import mlperf_workloads
-from bso_server.simulate.play import Played
+import numpy as np
+from numpy.typing import NDArray
+
+from bso_server.simulate.play import Conditions, Played
 from bso_server.simulate.results import Setting, landscape_of, oracle_costs_j, played
 from bso_server.simulate.traces import PAPER_WORKLOADS, Traces
-from bso_server.simulate.workload import Workload
+from bso_server.simulate.workload import Epoch, Landscape, SizeTrace, Workload
+
+# Conditions, and jobs that are not smooth
+
+OUTLIER_FACTOR = 4.0
+"""Factor on the time and energy of a trial that is an outlier."""
+
+
+@dataclass(frozen=True)
+class VaryingConditions(Conditions):
+    """Conditions that change from recurrence to recurrence.
+
+    Attributes:
+        drift_at: The first recurrence after a drift, counted from 0; None without one.
+        landscape_after: Every batch size from then on; None without a drift.
+        cost_noise_sd: σ of the log of a factor on the time and energy of each trial, whose mean is 1: that of a machine
+            on which others work, too.
+        epoch_noise_sd: The same of each epoch of a trial, independently of the others.
+        outlier: Number of the one trial that takes `OUTLIER_FACTOR` times its time and energy; None without one.
+    """
+
+    drift_at: int | None = None
+    landscape_after: Landscape | None = None
+    cost_noise_sd: float = 0.0
+    epoch_noise_sd: float = 0.0
+    outlier: int | None = None
+
+    def landscape_at(self, recurrence: int) -> Landscape:
+        """Every batch size at a recurrence, counted from 0."""
+        has_drifted = self.drift_at is not None and recurrence >= self.drift_at
+        return self.landscape_after if has_drifted and self.landscape_after is not None else self.landscape
+
+    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
+        """A factor on the time and energy of one trial."""
+        sd = self.cost_noise_sd
+        noise = float(draws.lognormal(-sd * sd / 2, sd)) if sd else 1.0
+        return noise * OUTLIER_FACTOR if trial_number == self.outlier else noise
+
+    def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:
+        """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
+        sd = self.epoch_noise_sd
+        return draws.lognormal(-sd * sd / 2, sd, epochs) if sd else None
+
+
+def in_reverse(workload: Workload) -> Workload:
+    """The same job after a drift: the largest size now needs the epochs that the smallest did, and so on."""
+    return _needing(workload, [size.epochs_to_target for size in reversed(workload.sizes)])
+
+
+def dearer_when_larger(workload: Workload) -> Workload:
+    """The same job after a drift: an epoch costs what it did at the smallest size, and eight times that at the largest.
+
+    So do, say, longer texts of which a large batch is mostly padding.
+    """
+    octaves = np.linspace(0, 3, len(workload.sizes)).tolist()
+    sizes = (
+        replace(size, epochs={power_w: _times(epoch, 2.0**octave) for power_w, epoch in size.epochs.items()})
+        for size, octave in zip(workload.sizes, octaves, strict=True)
+    )
+    return replace(workload, sizes=tuple(sizes))
+
+
+def shuffled(workload: Workload, seed: int) -> Workload:
+    """A job that is not smooth: its sizes' epochs to the target, dealt out anew; the default reaches the target."""
+    rng = np.random.default_rng(seed)
+    while True:
+        paths = [workload.sizes[index].epochs_to_target for index in rng.permutation(len(workload.sizes))]
+        if min(paths[_default_place(workload)]) <= workload.max_epochs:
+            return _needing(workload, paths)
+
+
+def with_bad_neighbours(workload: Workload) -> Workload:
+    """A job whose default is a hill's top as seen from beside it: the next sizes need three times their epochs."""
+    place = _default_place(workload)
+    factors = [3.0 if abs(number - place) == 1 else 1.0 for number in range(len(workload.sizes))]
+    paths = [
+        tuple(factor * epochs for epochs in size.epochs_to_target)
+        for size, factor in zip(workload.sizes, factors, strict=True)
+    ]
+    return _needing(workload, paths)
+
+
+def with_two_sizes(workload: Workload, sizes: Landscape) -> Workload:
+    """A job of two sizes: the default, and the cheapest of the others (`sizes`: all that it has)."""
+    others = [each for each in sizes.profiles.values() if each.batch_size != workload.default_batch_size]
+    cheapest = min(others, key=lambda profile: profile.expected_cost_j)
+    kept = {workload.default_batch_size, cheapest.batch_size}
+    return replace(workload, sizes=tuple(size for size in workload.sizes if size.batch_size in kept))
+
+
+def _times(epoch: Epoch, factor: float) -> Epoch:
+    return Epoch(factor * epoch.time_s, factor * epoch.energy_j)
+
+
+def _default_place(workload: Workload) -> int:
+    return [size.batch_size for size in workload.sizes].index(workload.default_batch_size)
+
+
+def _needing(workload: Workload, paths: Sequence[tuple[float, ...]]) -> Workload:
+    sizes = (replace(size, epochs_to_target=path) for size, path in zip(workload.sizes, paths, strict=True))
+    return replace(workload, sizes=tuple(sizes))
+
+
+# MLPerf's file
+
+# b₀ over the geometric mean of the sizes: throughput saturates below the sizes, among them, or above.
+_SATURATIONS = (1 / 8, 1.0, 8.0)
+_IDLE_SHARE = 0.35
+_MAX_POWER_W = 400.0
+# t₀; neither it nor the largest power changes a ratio of costs.
+_EPOCH_S = 600.0
+
+
+def mlperf_workloads(file: Path) -> list[Workload]:
+    """All jobs of a file: each benchmark with three values of b₀, and two defaults.
+
+    The defaults are the second-smallest and the second-largest size. `max_epochs` is three times the mean of the
+    default's epochs to the target, rounded up.
+
+    Args:
+        file: JSON, ``{"jobs": {NAME: {"sizes": [b, …], "reports_to_target": [[evaluations of each run, …], …]}}}`` with
+            ascending sizes, and a list of runs for each.
+
+    Raises:
+        ValueError: The file is no such JSON, or a job has a single size.
+    """
+    try:
+        jobs = json.loads(file.read_text("utf-8"))["jobs"]
+        return [
+            _workload(name, job["sizes"], job["reports_to_target"], saturation, place)
+            for name, job in jobs.items()
+            for saturation in _SATURATIONS
+            for place in (1, -2)
+        ]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} does not hold jobs with sizes and reports_to_target: {error!r}") from error
+
+
+def _workload(
+    name: str, sizes: Sequence[int], runs: Sequence[Sequence[float]], saturation: float, place: int
+) -> Workload:
+    saturates_at = saturation * math.exp(sum(map(math.log, sizes)) / len(sizes))
+    return Workload(
+        name=f"{name}, b₀ {saturation:g}, default {sizes[place]}",
+        sizes=tuple(
+            SizeTrace(size, tuple(map(float, epochs)), {_MAX_POWER_W: _epoch(size, saturates_at)})
+            for size, epochs in zip(sizes, runs, strict=True)
+        ),
+        default_batch_size=sizes[place],
+        max_epochs=math.ceil(3 * sum(runs[place]) / len(runs[place])),
+        max_power_w=_MAX_POWER_W,
+    )
+
+
+def _epoch(size: int, saturates_at: float) -> Epoch:
+    time_s = _EPOCH_S * (1 + saturates_at / size)
+    utilisation = size / (size + saturates_at)
+    return Epoch(time_s, time_s * _MAX_POWER_W * (_IDLE_SHARE + (1 - _IDLE_SHARE) * utilisation))
+
+
+# The rows
 
 _GPUS = ("v100", "a40")
 _ETAS = (0.0, 0.5, 1.0)

@@ -1,19 +1,208 @@
-"""The contenders of the report, the server's policies and their rivals alike, and their costs of a job."""
+"""The contenders of the report, the server's policies and their rivals, and their costs of a job.
+
+Rivals know finished runs alone, and stop none. Every rival but `Default` has the power limits that the server's
+policies have, tried out in the same way.
+"""
 
 from __future__ import annotations
 
 import heapq
+import importlib
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+import os
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.policies.cases import Case
-from benchmarks.policies.optuna_study import SAMPLERS, OptunaStudy, load_optuna
-from benchmarks.policies.rivals import Clairvoyant, Default, Rival, Rounds, Thompson
+from bso_server.cli.common import CommandError
+from bso_server.core.model import Statistics
 from bso_server.simulate.workload import Epoch
 from zeus_plugins.protocol import OWN_POLICIES, cost
+
+
+class Rival(ABC):
+    """A strategy for one job.
+
+    Attributes:
+        full_power: All runs have the maximum power limit; else each size has its best.
+    """
+
+    full_power = False
+
+    @abstractmethod
+    def next_size(self) -> int:
+        """The batch size of the next recurrence."""
+
+    def learn(self, batch_size: int, cost_j: float) -> None:  # noqa: B027 - some learn nothing
+        """Take note of a finished recurrence.
+
+        Args:
+            batch_size: The size with which it began.
+            cost_j: What it cost, joules, with the runs of the default that had to follow if it missed the target.
+        """
+
+
+class Default(Rival):
+    """The default for ever, at the maximum power limit: nobody has looked for anything better."""
+
+    full_power = True
+
+    def __init__(self, default: int) -> None:
+        self._default = default
+
+    def next_size(self) -> int:
+        """The default."""
+        return self._default
+
+
+class Clairvoyant(Rival):
+    """The default once, then what costs least on average at that recurrence: no policy can expect to cost less."""
+
+    def __init__(self, case: Case) -> None:
+        self._case, self._started = case, 0
+
+    def next_size(self) -> int:
+        """The default or the oracle's size."""
+        recurrence, self._started = self._started, self._started + 1
+        if recurrence == 0:
+            return self._case.workload.default_batch_size
+        return self._case.conditions.landscape_at(recurrence).oracle.batch_size
+
+
+class Rounds(Rival):
+    """Every size measured, then the cheapest for ever: a grid search; or halving the field before, again and again.
+
+    The first round runs each size once, the default first. With `halving`, the cheaper half by mean cost is left after
+    each round, and each of its sizes is run twice as often in the next, until one is left: successive halving for the
+    best arm (Karnin, Koren and Somekh, 2013), with runs to the target for a budget.
+    """
+
+    def __init__(self, sizes: Sequence[int], default: int, *, halving: bool = False) -> None:
+        self._field = sorted(sizes, key=lambda size: (size != default, size))
+        self._halving, self._runs_each, self._runs_needed = halving, 1, 1
+        self._costs_j = dict.fromkeys(self._field, Statistics())
+        self._queue = list(self._field)
+
+    def next_size(self) -> int:
+        """The next of the round, or the best while the round's last runs are under way and after all rounds."""
+        measured = all(self._costs_j[size].count >= self._runs_needed for size in self._field)
+        if measured and len(self._field) > 1:
+            self._close_round()
+        return self._queue.pop(0) if self._queue else min(self._field, key=self._mean_j)
+
+    def learn(self, batch_size: int, cost_j: float) -> None:
+        """As in `Rival.learn`."""
+        self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
+
+    def _close_round(self) -> None:
+        left = math.ceil(len(self._field) / 2) if self._halving else 1
+        self._field = sorted(self._field, key=self._mean_j)[:left]
+        self._runs_each *= 2
+        self._runs_needed += self._runs_each
+        if left > 1:
+            self._queue = self._field * self._runs_each
+
+    def _mean_j(self, size: int) -> float:
+        # What was not measured yet stands last.
+        return self._costs_j[size].mean if self._costs_j[size].count else math.inf
+
+
+class Thompson(Rival):
+    """Gaussian Thompson sampling over all sizes, each measured twice at first, the default before all others.
+
+    An arm's draw is ``N(mean, variance / n)`` with the population's variance of its n costs, as policy `zeus` draws;
+    there is no pruning, and no run is stopped.
+    """
+
+    def __init__(self, sizes: Sequence[int], default: int, seed: int) -> None:
+        order = sorted(sizes, key=lambda size: (size != default, size))
+        self._queue = order * 2
+        self._costs_j = dict.fromkeys(order, Statistics())
+        self._rng = np.random.default_rng(seed)
+
+    def next_size(self) -> int:
+        """The next to be measured, or the one with the lowest draw."""
+        if self._queue:
+            return self._queue.pop(0)
+        return min(self._costs_j, key=lambda size: self._draw_j(self._costs_j[size]))
+
+    def learn(self, batch_size: int, cost_j: float) -> None:
+        """As in `Rival.learn`."""
+        self._costs_j[batch_size] = self._costs_j[batch_size].including(cost_j)
+
+    def _draw_j(self, costs_j: Statistics) -> float:
+        # A size whose runs are never finished stands last, as does one whose first run is still under way.
+        if not costs_j.count or not math.isfinite(costs_j.mean):
+            return math.inf
+        return float(self._rng.normal(costs_j.mean, math.sqrt(costs_j.variance / costs_j.count)))
+
+
+SAMPLERS = {"optuna-tpe": "TPESampler", "optuna-gp": "GPSampler"}
+"""Optuna's samplers by the names of the rivals; both as Optuna has them without further arguments."""
+
+TRIALS = 20
+"""A study's trials; what cost least in them is played from then on."""
+
+
+class OptunaStudy(Rival):
+    """A study of `TRIALS` recurrences, which begins with the default; then the size of its best trial for ever.
+
+    The parameter is the size's place in their order, as an integer, so that a sampler may know which are neighbours.
+    """
+
+    def __init__(self, sizes: Sequence[int], default: int, sampler: str, seed: int) -> None:
+        optuna = load_optuna()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._sizes = list(sizes)
+        self._study = optuna.create_study(sampler=getattr(optuna.samplers, SAMPLERS[sampler])(seed=seed))
+        self._study.enqueue_trial({"place": self._sizes.index(default)})
+        self._asked = 0
+        # Cost (J) and size of the best trial; Optuna would look it up among copies of all trials.
+        self._best: tuple[float, int] | None = None
+        self._under_way: dict[int, list[Any]] = defaultdict(list)
+
+    def next_size(self) -> int:
+        """The next trial's, or the best trial's."""
+        if self._asked >= TRIALS and self._best is not None:
+            return self._best[1]
+        self._asked += 1
+        trial = self._study.ask()
+        size: int = self._sizes[trial.suggest_int("place", 0, len(self._sizes) - 1)]
+        self._under_way[size].append(trial)
+        return size
+
+    def learn(self, batch_size: int, cost_j: float) -> None:
+        """As in `Rival.learn`."""
+        if self._under_way[batch_size]:
+            self._study.tell(self._under_way[batch_size].pop(0), cost_j)
+            self._best = min(self._best or (cost_j, batch_size), (cost_j, batch_size))
+
+
+def load_optuna() -> Any:
+    """The module.
+
+    Raises:
+        CommandError: Optuna, or what its Gaussian process needs, is not installed.
+    """
+    try:
+        import optuna
+
+        importlib.import_module("scipy")
+        importlib.import_module("torch")
+    except ImportError as error:
+        raise CommandError(
+            f"Optuna's samplers need another package ({error}): pip install 'zeus-plugins[bench]'"
+        ) from error
+    return optuna
+
 
 # A recurrence whose runs miss the target so often in a row costs infinitely much.
 _PATIENCE = 100
@@ -126,3 +315,57 @@ class _Contest:
             return math.inf
         max_power_w, eta = self._case.workload.max_power_w, self._case.setting.eta
         return cost(energy_j=consumed.energy_j, time_s=consumed.time_s, max_power_w=max_power_w, eta=eta)
+
+
+# Threads of numerical libraries would compete with the processes for the same cores.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """The jobs of some seeds, in one case, with one contender."""
+
+    case: Case
+    name: str
+    seeds: range
+
+
+def simulate(tasks: Sequence[Task], workers: int, progress: Callable[[int, int], None]) -> list[list[Paid]]:
+    """Play all tasks, each in one process.
+
+    Args:
+        tasks: The tasks.
+        workers: Processes; with 1 there is only this one.
+        progress: Called after each task with the number of tasks that are done, and of all.
+
+    Returns:
+        In the order of the tasks, what the job of each seed has cost.
+    """
+    results: list[list[Paid]] = []
+    with ExitStack() as stack:
+        played: Iterable[list[Paid]] = map(_jobs, tasks)
+        if workers > 1:
+            stack.enter_context(_single_threaded())
+            # Forking a process that may have threads is unsafe; other systems than Linux do not even offer it.
+            pool = stack.enter_context(ProcessPoolExecutor(workers, mp_context=get_context("spawn")))
+            played = pool.map(_jobs, tasks)
+        for jobs in played:
+            results.append(jobs)
+            progress(len(results), len(tasks))
+    return results
+
+
+def _jobs(task: Task) -> list[Paid]:
+    return [paid(task.case, task.name, seed) for seed in task.seeds]
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """Let processes that start within the block compute in one thread each."""
+    before = dict(os.environ)
+    os.environ.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -1,25 +1,15 @@
-"""Policies on a workload, looked at more closely: curves, the job of the first seed, and what follows a drift."""
+"""Policies on a workload under conditions of its own: the first seed's job, and the costs after a drift."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
-from benchmarks.policies.conditions import VaryingConditions, in_reverse
+from benchmarks.policies.cases import VaryingConditions, in_reverse
 from bso_server.simulate.play import Conditions, Played
-from bso_server.simulate.results import (
-    Comparison,
-    Setting,
-    compare,
-    landscape_of,
-    mean_curve,
-    oracle_costs_j,
-    played,
-    running_ratios,
-)
+from bso_server.simulate.results import Comparison, Setting, compare, landscape_of, oracle_costs_j, played
 from bso_server.simulate.workload import Workload
 
 
@@ -42,22 +32,6 @@ class Study:
         """By policy the job of the first seed, played once more."""
         workload, conditions = self.comparison.workload, self.comparison.conditions
         return {policy: played(workload, conditions, policy, self.setting, 0) for policy in self.comparison.results}
-
-    @property
-    def curves(self) -> Mapping[str, Sequence[float]]:
-        """By policy the mean over the seeds of the total cost over the oracle's, after each recurrence."""
-        return {
-            policy: mean_curve([running_ratios(job_j, self._oracle_j) for job_j in costs_j])
-            for policy, costs_j in self.comparison.costs_j.items()
-        }
-
-    @property
-    def regrets(self) -> Mapping[str, Sequence[float]]:
-        """Likewise of the sum of the costs above the oracle's, in runs of the oracle."""
-        return {
-            policy: mean_curve([_running_regrets(job_j, self._oracle_j) for job_j in costs_j])
-            for policy, costs_j in self.comparison.costs_j.items()
-        }
 
     def ratio_since_drift(self, policy: str) -> float | None:
         """Cost of all recurrences since the drift over the oracle's, mean over the seeds; None without a drift."""
@@ -109,7 +83,3 @@ def study(
         cost_noise_sd=cost_noise_sd,
     )
     return Study(compare(workload, policies, setting, conditions), setting, drift_at)
-
-
-def _running_regrets(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
-    return list(accumulate(cost_j / least_j - 1 for cost_j, least_j in zip(costs_j, oracle_j, strict=True)))

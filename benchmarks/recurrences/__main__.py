@@ -11,16 +11,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.recurrences.harness import Parts, measure
-from benchmarks.recurrences.parts import read_parts
+from benchmarks.plots import plot_trainings
+from benchmarks.processes import BenchmarkError
+from benchmarks.recurrences.harness import State, measure, read_records, write_whole
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
-from benchmarks.recurrences.plots import plot
-from benchmarks.recurrences.power import READ, REPLAY, SET
-from benchmarks.recurrences.report import fleet_summary, machine, results_of
-from benchmarks.recurrences.state import State, read_records, write_whole
-from benchmarks.recurrences.tables import text, write_tables
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
+from benchmarks.reports import fleet_summary, machine, proof_results
+from benchmarks.tables import proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
 
 LEFT_STATUS = 3
@@ -67,15 +64,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--minutes", type=float, metavar="M", help="end after so many, and go on at the next call")
     shrinks = "shrink the GPU's models, for tests; without a GPU a CPU stands for it, and all tables say so"
     run.add_argument("--shrink", type=int, default=1, metavar="N", help=shrinks)
-    limits = run.add_mutually_exclusive_group()
-    limits.add_argument(
-        "--read-power-limits",
-        action="store_true",
-        help="show the GPU's limits without permission, not a pretended GPU's",
-    )
-    limits.add_argument(
-        "--set-power-limits", action="store_true", help="set the GPU's power limits: only if it is yours"
-    )
     run.add_argument("--state", type=Path, default=_STATE, metavar="DIR", help=f"what was measured (default {_STATE})")
     run.set_defaults(run=_run)
     collect = commands.add_parser("collect", help="tables, JSON, pictures and documents of what was measured")
@@ -98,14 +86,11 @@ def _run(options: argparse.Namespace) -> int:
     extent = replace(QUICK if options.quick else ON_GPU if options.device == GPU else Extent(), **given)
     tasks = tasks_for(options.device, options.tasks, shrink=options.shrink)
     state = State(options.state)
-    parts = None
     if options.device == GPU:
         require_gpu(options.shrink)
-        mode = SET if options.set_power_limits else READ if options.read_power_limits else REPLAY
-        parts = Parts(options.shrink, mode)
     require_one_kind(options.state, {"device": options.device, "shrink": options.shrink})
     write_whole(options.state / _MACHINE, json.dumps(machine(options.device)) + "\n")
-    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say, parts=parts)
+    left = measure(list(steps(tasks, extent)), state, minutes=options.minutes, say=_say)
     if left:
         _say(f"{left} steps are left: run the same command again")
         return LEFT_STATUS
@@ -149,15 +134,16 @@ def _collect(options: argparse.Namespace) -> int:
         results = json.loads(options.source.read_text("utf-8"))
     else:
         told = json.loads((options.state[0] / _MACHINE).read_text("utf-8"))
-        results = results_of(read_records(options.state), told) | {"parts": read_parts(options.state)}
+        results = proof_results(read_records(options.state), told)
     if options.fleet is not None:
         results["fleet"] = fleet_summary(json.loads(options.fleet.read_text("utf-8")))
     if options.results is not None:
         options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
-    write_tables(results, options.write)
+    tables = proof_tables(results)
+    write_tables(tables, options.write)
     if options.images is not None:
-        plot(results, options.images)
-    print(text(results))
+        plot_trainings(results, options.images)
+    print("\n\n".join(tables.values()))
     return 0
 
 

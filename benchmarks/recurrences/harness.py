@@ -1,43 +1,94 @@
-"""Runs the steps of a measurement, each training in a fresh process, through a real server on SQLite."""
+"""Runs the steps of a measurement, each training in a fresh process, through a real server on SQLite.
+
+The trainings measured so far are kept in a directory: a measurement that was killed continues at the next call.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.processes import bso_server, serving
-from benchmarks.recurrences.parts import Bench, do_parts, parts_to_do
+from benchmarks.processes import BenchmarkError, serving_bso
 from benchmarks.recurrences.plan import Step
-from benchmarks.recurrences.runs import FAILED_STATUS, REFUSED, Order
-from benchmarks.recurrences.state import Record, State
+from benchmarks.recurrences.runs import FAILED_STATUS, Order
+from benchmarks.recurrences.tasks import REFUSED
+from benchmarks.reports import Record
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.protocol import Ending, TrialId, TrialState
 
 MAX_TRIES = 12
-"""Trainings of one recurrence; if none of them has reached the target, it is given up, or if the policy refuses."""
+"""Trainings of one recurrence, after which it is given up if none of them has reached the target."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """The order for the parts of a GPU; fields as in `Bench`."""
+class State:
+    """The records of one directory, which it makes.
 
-    shrink: int
-    power_limits: str
+    Args:
+        directory: Holds them, and whatever else a measurement keeps.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self._file = directory / "runs.jsonl"
+        self.records = read_records([directory])
+        if self._file.exists() and not self._file.read_bytes().endswith(b"\n"):
+            # The last line was not written to its end.
+            whole = self._file.read_bytes().rpartition(b"\n")
+            self._file.write_bytes(whole[0] + whole[1])
+
+    def of(self, key: str) -> list[Record]:
+        """Return the trainings of a step, in the order in which they ran."""
+        return [record for record in self.records if record["key"] == key]
+
+    def add(self, record: Record) -> None:
+        """Keep a training that has ended."""
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        self.records.append(record)
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that is there with all of its text or not at all, whenever this process is killed."""
+    part = file.with_suffix(".part")
+    part.write_text(text, "utf-8")
+    part.replace(file)
+
+
+def read_records(directories: Iterable[Path]) -> list[Record]:
+    """Return the records of several directories.
+
+    Raises:
+        ValueError: Two directories have the same step: they are parts of two measurements, not of one.
+    """
+    records: list[Record] = []
+    owners: dict[str, Path] = {}
+    for directory in directories:
+        file = directory / "runs.jsonl"
+        lines = file.read_text("utf-8").splitlines(keepends=True) if file.exists() else []
+        for record in (json.loads(line) for line in lines if line.endswith("\n")):
+            other = owners.setdefault(record["key"], directory)
+            if other != directory:
+                raise ValueError(
+                    f"{other} and {directory} have both measured {record['key']}: give parts of one measurement, "
+                    "with other --tasks or another --first-seed each"
+                )
+            records.append(record)
+    return records
 
 
 class Trainings:
-    """Trains in fresh processes, forks of one that has imported the frameworks, and keeps what came of it.
+    """Trains in fresh processes, forks of one that has imported the frameworks, and keeps each outcome.
 
     Args:
-        state: Where it is kept, and the logs.
+        state: Keeps the outcomes, and the logs.
         server_url: The server.
     """
 
@@ -46,60 +97,35 @@ class Trainings:
         self._launcher = Launcher("benchmarks.recurrences.training")
 
     def attempt(self, step: Step) -> None:
-        """The next training of a step: of a recurrence, the first or another one after those that missed the target.
+        """Run the next training of a step: of a recurrence, the first, or another one after those that missed.
 
         Raises:
             BenchmarkError: The training broke.
         """
         tried = self._state.of(step.key)
-        record = self.run(replace(step.order, seed=step.order.seed + len(tried)))
+        record = self._run(replace(step.order, seed=step.order.seed + len(tried)))
         facts = {"stage": step.stage, "task": step.task, "seed": step.seed, "number": step.number, "who": step.who}
         self._state.add({"key": step.key, **facts, "drifted": step.order.drifted, **record})
 
-    def run(self, order: Order, *, may_break: bool = False) -> Record:
-        """Train once; the outcome, when it was, and the machine's load.
-
-        Raises:
-            BenchmarkError: The training broke, which it may if `may_break` says so.
-        """
-        return self.runs_at_once([order], may_break=may_break)[0]
-
-    def runs_at_once(self, orders: Sequence[Order], *, may_break: bool = False) -> list[Record]:
-        """Train in several processes at the same time; as `run`."""
-        log = self._state.directory / "training.log"
+    def _run(self, order: Order) -> Record:
+        """Train once; return the outcome, with its begin and the machine's load."""
+        log, file = self._state.directory / "training.log", self._state.directory / "outcome.json"
         begun_at, begun_s = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        files = [self._state.directory / f"outcome-{place}.json" for place in range(len(orders))]
-        processes = []
-        for order, file in zip(orders, files, strict=True):
-            file.unlink(missing_ok=True)
-            arguments = ["--order", order.to_json(), "--server-url", self._server_url, "--output", str(file)]
-            processes.append(self._launcher.start(arguments, log))
+        file.unlink(missing_ok=True)
+        arguments = ["--order", order.to_json(), "--server-url", self._server_url, "--output", str(file)]
+        process = self._launcher.start(arguments, log)
         try:
-            for process in processes:
-                process.join()
+            process.join()
         finally:
-            for process in processes:
-                process.terminate()  # only an interruption leaves one running
-                process.join()
-        records = []
-        for process, file in zip(processes, files, strict=True):
-            outcome = outcome_in(file)
-            broke = process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == "broken"
-            if broke and not may_break:
-                told = outcome["detail"] or f"exit status {process.exitcode}"
-                raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
-            file.unlink(missing_ok=True)
-            process_s = time.monotonic() - begun_s
-            records.append({**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]})
-        return records
-
-
-def outcome_in(file: Path) -> Record:
-    """The outcome that a training has written, or what is said of one that ended without a word."""
-    if file.exists():
-        outcome: Record = json.loads(file.read_text("utf-8"))
-        return outcome
-    return {"state": "broken", "detail": "", "batch_size": None, "energy_source": None, "notes": {}}
+            process.terminate()  # only an interruption leaves it running
+            process.join()
+        outcome: Record = json.loads(file.read_text("utf-8")) if file.exists() else {"state": "broken", "detail": ""}
+        if process.exitcode not in (0, FAILED_STATUS) or outcome["state"] == "broken":
+            told = outcome["detail"] or f"exit status {process.exitcode}"
+            raise BenchmarkError(f"a training broke: {told.strip()} ({log} may say more)")
+        file.unlink()
+        process_s = time.monotonic() - begun_s
+        return {**outcome, "begun_at": begun_at, "process_s": process_s, "load_1": os.getloadavg()[0]}
 
 
 def is_done(step: Step, tried: Sequence[Record]) -> bool:
@@ -127,21 +153,20 @@ class Piece:
         return allowed
 
 
-def measure(
-    steps: Sequence[Step],
-    state: State,
-    *,
-    minutes: float | None,
-    say: Callable[[str], None],
-    parts: Parts | None = None,
-) -> int:
-    """Do the parts and the steps that are not done yet, for so many minutes at most.
+def measure(steps: Sequence[Step], state: State, *, minutes: float | None, say: Callable[[str], None]) -> int:
+    """Do the steps that are not done yet, for so many minutes at most.
 
     No training is begun that would end later, if it takes as long as the longest one of its task until then; but one
     thing is done in any case.
 
+    Args:
+        steps: The steps.
+        state: Keeps what was measured.
+        minutes: How long; None: until nothing is left.
+        say: Gets a line for each step.
+
     Returns:
-        The number of parts and steps that are left.
+        The number of steps that are left.
 
     Raises:
         BenchmarkError: The server did not start, or a training broke.
@@ -149,15 +174,13 @@ def measure(
     piece = Piece(minutes)
     left = [step for step in steps if not is_done(step, state.of(step.key))]
     say(f"{len(steps) - len(left)} of {len(steps)} steps are done")
-    parts_left = 0 if parts is None else parts_to_do(state.directory)
-    if not left and not parts_left:
+    if not left:
         return 0
-    with served(state.directory) as url:
-        withdraw_unfinished(url)
+    with _served(state.directory) as url:
+        with BsoClient(url) as client:
+            _withdraw_unfinished(client)
         trainings = Trainings(state, url)
-        if parts is not None:
-            parts_left = _show_parts(parts, trainings, url, state.directory, say, piece)
-        while left and not parts_left and piece.may_begin(_longest_s(state, left[0].task)):
+        while left and piece.may_begin(_longest_s(state, left[0].task)):
             step = left[0]
             trainings.attempt(step)
             if not is_done(step, tried := state.of(step.key)):
@@ -167,7 +190,7 @@ def measure(
                 f"{len(steps) - len(left)} of {len(steps)}: {step.key}: size {tried[-1]['batch_size']}, "
                 f"{tried[-1]['state']}, {tried[-1]['cost_j']:.0f} J, load {tried[-1]['load_1']:.1f}"
             )
-    return len(left) + parts_left
+    return len(left)
 
 
 def _longest_s(state: State, task: str) -> float:
@@ -175,35 +198,18 @@ def _longest_s(state: State, task: str) -> float:
 
 
 @contextmanager
-def served(directory: Path) -> Iterator[str]:
-    """The URL of a server within the block, on the database of a state's directory."""
+def _served(directory: Path) -> Iterator[str]:
+    """Run a server on the database of a state's directory within the block; yield its URL."""
     database_url = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}"
-    bso_server(database_url, directory, "db", "upgrade")
     # A server that outlived a harness that was killed would write into the same database.
-    following, command = "benchmarks.recurrences.following", ("bso_server", "serve")
-    with serving("bso-server", following, command, database_url=database_url, directory=directory) as target:
+    with serving_bso("bso-server", database_url, directory, launcher=("benchmarks.recurrences.following",)) as target:
         yield f"http://{target.host}:{target.port}"
 
 
-def _show_parts(
-    parts: Parts, trainings: Trainings, url: str, directory: Path, say: Callable[[str], None], piece: Piece
-) -> int:
-    """As `do_parts`, with the trainings and the server of a measurement."""
-    with BsoClient(url) as client:
-        bench = Bench(
-            train=lambda orders: trainings.runs_at_once(orders, may_break=True),
-            state_of=lambda job_id, number: client.show_job(job_id).trials[number - 1].state.name,
-            shrink=parts.shrink,
-            power_limits=parts.power_limits,
-        )
-        return do_parts(bench, directory, say, may_begin=piece.may_begin)
-
-
-def withdraw_unfinished(server_url: str) -> None:
+def _withdraw_unfinished(client: BsoClient) -> None:
     """Withdraw the trials of trainings that were killed with an earlier harness: they say nothing on their sizes."""
-    with BsoClient(server_url) as client:
-        for summary in client.list_jobs().jobs:
-            for trial in client.show_job(summary.job_id).trials:
-                if trial.state is TrialState.RUNNING:
-                    of = TrialId(job_id=summary.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
-                    client.end_trial(of, Ending(outcome=TrialState.WITHDRAWN, detail="the measurement was killed"))
+    for summary in client.list_jobs().jobs:
+        for trial in client.show_job(summary.job_id).trials:
+            if trial.state is TrialState.RUNNING:
+                of = TrialId(job_id=summary.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number)
+                client.end_trial(of, Ending(outcome=TrialState.WITHDRAWN, detail="the measurement was killed"))

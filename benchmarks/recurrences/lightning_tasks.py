@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from transformers import ResNetConfig, ResNetForImageClassification
 
 from benchmarks.recurrences import data
-from benchmarks.recurrences.models import resnet
-from benchmarks.recurrences.power import power_limits_of
 from benchmarks.recurrences.runs import Run
 from benchmarks.recurrences.tasks import GPU
-from zeus_plugins.lightning import ZeusBSOCallback, ZeusPowerLimitCallback
+from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.training.trial import TrialInfo
 
 _VALIDATION_BATCH = 500
@@ -33,22 +31,17 @@ class Learner(LightningModule):
         metric: ``val_acc`` or ``val_r2``.
         optimizer: ``sgd`` or ``adamw``.
         lr: Its learning rate.
-        steps: Called with the size of the batch in each training step, by what only pretends to be a GPU.
     """
 
-    def __init__(
-        self, network: nn.Module, metric: str, optimizer: str, lr: float, steps: Sequence[Callable[[int], object]]
-    ) -> None:
+    def __init__(self, network: nn.Module, metric: str, optimizer: str, lr: float) -> None:
         super().__init__()
         self.network = network
-        self._metric, self._optimizer, self._lr, self._steps = metric, optimizer, lr, steps
+        self._metric, self._optimizer, self._lr = metric, optimizer, lr
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         """Cross-entropy, or squared error."""
         inputs, targets = batch
-        for step in self._steps:
-            step(len(inputs))
         outputs = self(inputs)
         if self._metric == "val_r2":
             return nn.functional.mse_loss(outputs.squeeze(1), targets)
@@ -56,8 +49,9 @@ class Learner(LightningModule):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """The network's answer; images may come as bytes."""
-        outputs: Tensor = self.network(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs)
-        return outputs
+        outputs = self.network(inputs.float() / 255 if inputs.dtype == torch.uint8 else inputs)
+        answer: Tensor = getattr(outputs, "logits", outputs)
+        return answer
 
     def validation_step(self, batch: list[Tensor]) -> None:
         """Keep what is needed for the metric."""
@@ -92,13 +86,6 @@ def train(run: Run) -> TrialInfo | None:
     if run.job is not None:
         zeus = ZeusBSOCallback(run.job, task.metric, **run.callback_arguments)
         callbacks.append(zeus)
-    steps: list[Callable[[int], object]] = [] if order.fits is None else [partial(_fill, order.fits)]
-    limits = None
-    if order.power_limits is not None:
-        search = power_limits_of(order.power_limits)
-        limits = ZeusPowerLimitCallback(**search.arguments)
-        callbacks.append(limits)
-        steps += [] if search.step is None else [search.step]
     trainer = Trainer(
         accelerator="gpu" if task.device == GPU and torch.cuda.is_available() else "cpu",
         devices=1,
@@ -116,10 +103,7 @@ def train(run: Run) -> TrialInfo | None:
     loader = _batches_at_once if task.device == GPU else _batches_of_samples
     train_loader = loader(samples.train, run.batch_size, shuffle=True)
     validation_loader = loader(samples.validation, _VALIDATION_BATCH, shuffle=False)
-    trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr), steps), train_loader, validation_loader)
-    if limits is not None:
-        run.notes["chosen_limit_w"] = limits.chosen_limit_w
-        run.notes["limits_w"] = [] if limits.profile is None else list(limits.profile.limits_w)
+    trainer.fit(Learner(network, task.metric, optimizer, run.scaled(lr)), train_loader, validation_loader)
     return None if zeus is None else zeus.trial
 
 
@@ -152,12 +136,6 @@ def _batches_of_samples(tensors: Sequence[Tensor], size: int, *, shuffle: bool) 
     return DataLoader(TensorDataset(*tensors), size, shuffle=shuffle)
 
 
-def _fill(fits: int, batch_size: int) -> None:
-    """Run out of a pretended memory; a GPU's own is limited by the process's fraction of it."""
-    if not torch.cuda.is_available() and batch_size > fits:
-        raise torch.OutOfMemoryError(f"pretended: a batch of {batch_size} does not fit")
-
-
 def _making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
     """Data, network, optimizer and learning rate at the default size."""
     order, shrink = run.order, run.task.shrink
@@ -183,5 +161,18 @@ def _making(run: Run) -> tuple[data.Data, nn.Module, str, float]:
         samples=max(5_000 // shrink**2, 400),
         contrast=min(100.0, _CONTRASTS[run.task.name] * shrink**2),
     )
-    network = resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)
-    return pictures, network, "adamw", 0.001 * shrink
+    residual = _resnet(depth, classes=pictures.classes, width=max(8, 64 // shrink), shrink=shrink)
+    return pictures, residual, "adamw", 0.001 * shrink
+
+
+def _resnet(depth: int, *, classes: int, width: int, shrink: int) -> ResNetForImageClassification:
+    """An untrained residual network (He et al. 2016); `shrink` divides its blocks, of which one a stage is left."""
+    is_basic = depth == 18
+    config = ResNetConfig(
+        embedding_size=width,
+        hidden_sizes=[(width << stage) * (1 if is_basic else 4) for stage in range(4)],
+        depths=[max(1, blocks // shrink) for blocks in ((2, 2, 2, 2) if is_basic else (3, 4, 6, 3))],
+        layer_type="basic" if is_basic else "bottleneck",
+    )
+    config.num_labels = classes
+    return ResNetForImageClassification(config)

@@ -6,16 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from benchmarks.recurrences.runs import DEFAULT, Order
-from benchmarks.recurrences.tasks import Task
-from zeus_plugins.protocol import OWN_POLICIES
+from benchmarks.recurrences.runs import Order
+from benchmarks.recurrences.tasks import CONTENDERS, DEFAULT, Task
 
 T = TypeVar("T")
 
 Stage = Literal["recurrence", "size", "overhead"]
-
-CONTENDERS = (*OWN_POLICIES, DEFAULT)
-"""The policies, and their rival: always the default size."""
 
 OVERHEAD_EPOCHS = 3
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,8 @@ from zeus_plugins.energy import EnergyMonitor
 from zeus_plugins.protocol import JobSpec
 from zeus_plugins.training.lr_scaling import lr_factor
 
-DEFAULT = "default"
-"""The rival of the policies: always the default size."""
-
 OUT_OF_MEMORY = "out_of_memory"
 """State of a training whose batches did not fit: an outcome like any other that misses the target."""
-
-REFUSED = "refused"
-"""State of a recurrence for which the policy has no size left: nothing is trained."""
-
-SIMULATED = "simulated GPU"
-"""Begins the name of a device that is none: no figure of it is a GPU's."""
 
 _NEVER = 1e9
 
@@ -45,10 +36,6 @@ class Order:
         epochs: Epochs to train, whatever is reached; None: until the target.
         policy_seed: Seeds the draws of policy `zeus`.
         shrink: As in `Task`.
-        batch_sizes: Sizes of the job, in place of the task's; the largest is its default.
-        memory_gib: GiB of the GPU's memory that the process may take; None: all.
-        fits: Without a GPU, larger batches run out of a pretended memory.
-        power_limits: A mode of `benchmarks.recurrences.power`; None: leave power limits alone.
     """
 
     task: str
@@ -61,10 +48,6 @@ class Order:
     epochs: int | None = None
     policy_seed: int = 0
     shrink: int = 1
-    batch_sizes: tuple[int, ...] | None = None
-    memory_gib: float | None = None
-    fits: int | None = None
-    power_limits: str | None = None
 
     def to_json(self) -> str:
         """One line."""
@@ -82,14 +65,12 @@ class Order:
         if self.epochs is not None:
             out_of_reach = _NEVER if task.higher_is_better else -_NEVER
             task = replace(task, target=out_of_reach, max_epochs=self.epochs)
-        if self.batch_sizes is not None:
-            task = replace(task, batch_sizes=self.batch_sizes, default_batch_size=max(self.batch_sizes))
         return task.job(self.job_id, policy=self.policy, batch_size=self.batch_size, seed=self.policy_seed)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An order in its process: where to ask, what measures, where to write, and what else there is to tell."""
+    """An order in its process: where to ask, what measures, and where to write."""
 
     order: Order
     task: Task
@@ -97,7 +78,6 @@ class Run:
     server_url: str
     monitor: EnergyMonitor
     folder: Path
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def batch_size(self) -> int:
@@ -139,7 +119,6 @@ class Outcome:
         metric: The last one.
         fit_wall_s: Seconds of the whole training, measured around the trainer's call.
         fit_cpu_s: CPU seconds of the process in it.
-        notes: What else the training has told.
         detail: The error, if there was one.
     """
 
@@ -156,7 +135,6 @@ class Outcome:
     metric: float | None
     fit_wall_s: float
     fit_cpu_s: float
-    notes: dict[str, Any] = field(default_factory=dict)
     detail: str = ""
 
     def to_json(self) -> dict[str, Any]:

@@ -7,12 +7,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Literal
 
-from zeus_plugins.protocol import ZEUS, JobSpec
+from zeus_plugins.protocol import OWN_POLICIES, ZEUS, JobSpec
 from zeus_plugins.training.lr_scaling import LrScaling
 
 Device = Literal["cpu", "gpu"]
 CPU: Final = "cpu"
 GPU: Final = "gpu"
+
+DEFAULT = "default"
+"""The rival of the policies: always the default size."""
+
+CONTENDERS = (*OWN_POLICIES, DEFAULT)
+"""The policies and their rival."""
+
+REFUSED = "refused"
+"""State of a recurrence for which the policy has no size left: nothing is trained."""
+
+SIMULATED = "simulated GPU"
+"""Begins the name of a CPU that stands for a GPU: no figure of it is a GPU's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import seed_everything
 
 from benchmarks.recurrences import huggingface_tasks, lightning_tasks
 from benchmarks.recurrences.following import end_with_parent
-from benchmarks.recurrences.monitors import monitor_for
-from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, REFUSED, SIMULATED, Order, Outcome, Run
-from benchmarks.recurrences.tasks import GPU, Task
-from benchmarks.trainings import quiet
-from zeus_plugins.energy import EnergyMonitor
+from benchmarks.recurrences.runs import FAILED_STATUS, OUT_OF_MEMORY, Order, Outcome, Run
+from benchmarks.recurrences.tasks import GPU, REFUSED, SIMULATED, Device, Task
+from zeus_plugins.energy import EnergyMonitor, EstimateMonitor, auto
+from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, stated_power_w
 from zeus_plugins.errors import ZeusBSORuntimeError
 from zeus_plugins.protocol import cost
 from zeus_plugins.training.trial import TrialInfo
@@ -68,14 +69,11 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
     torch.set_num_threads(1)
     task = order.training
     job = order.spec() if order.with_callback else None
-    if order.memory_gib is not None and torch.cuda.is_available():
-        _, whole = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, order.memory_gib * 2**30 / whole))
-    state, detail, notes = "bare", "", dict[str, Any]()
-    with quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
+    state, detail = "bare", ""
+    with _quiet(), tempfile.TemporaryDirectory(prefix="recurrence-") as folder:
         seed_everything(order.seed, verbose=False)
         trial: TrialInfo | None = None
-        run = Run(order, task, job, server_url, monitor, Path(folder), notes)
+        run = Run(order, task, job, server_url, monitor, Path(folder))
         wall_s, cpu_s = time.perf_counter(), time.process_time()
         monitor.begin_window(_WHOLE)
         try:
@@ -109,9 +107,40 @@ def trained(order: Order, server_url: str, monitor: EnergyMonitor) -> Outcome:
         metric=None if trial is None or trial.metric is None or math.isnan(trial.metric) else trial.metric,
         fit_wall_s=wall_s,
         fit_cpu_s=cpu_s,
-        notes=notes,
         detail=detail,
     )
+
+
+def monitor_for(device: Device) -> EnergyMonitor:
+    """The best monitor that the machine offers; on a CPU without a counter, stated watts × the process's CPU time.
+
+    The trainings on the CPU have one thread, so that on an idle machine CPU time and time are the same, and on one that
+    others use, too, CPU time says better what a run would have taken alone.
+    """
+    if device == GPU:
+        return auto()
+    monitor = auto(device_indices=())
+    if not isinstance(monitor, EstimateMonitor):
+        return monitor
+    stated_w = stated_power_w()
+    power_w, basis = (DEFAULT_ESTIMATED_POWER_W, "assumed") if stated_w is None else (stated_w, "stated")
+    return EstimateMonitor(power_w, basis=f"{basis} × CPU time", clock=time.process_time)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence the frameworks' remarks on so small a training."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "transformers", "zeus_plugins")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":

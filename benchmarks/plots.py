@@ -1,0 +1,173 @@
+"""All pictures: of policies and their rivals, and of real trainings.
+
+matplotlib, which takes a second to load and is an extra of its own, is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.policies.cases import ROWS
+from benchmarks.policies.contest import CONTENDERS, FLOOR
+from benchmarks.recurrences.tasks import DEFAULT
+from benchmarks.reports import MAIN_ROWS, Entry, PolicyResults, ProofResults, robustness
+from benchmarks.tables import energy_of, label
+from bso_server.cli.common import CommandError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def require_matplotlib(option: str) -> None:
+    """Raise `CommandError` if matplotlib, which this option needs, is not installed: before anything is simulated."""
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise CommandError(f"{option} needs matplotlib ({error}): pip install 'zeus-plugins[plot]'") from error
+
+
+@contextmanager
+def _written(file: Path, width: float, height: float) -> Iterator[Figure]:
+    """A figure of so many inches, written when the block ends; the same numbers give the same file."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    yield figure
+    # A file with letters as letters is a third as large.
+    with mpl.rc_context({"svg.hashsalt": "zeus-plugins", "svg.fonttype": "none"}):
+        figure.savefig(file, metadata={"Date": None})
+
+
+def _scatter(panel: Axes, places: Sequence[tuple[float, float]], **looks: Any) -> None:
+    """Markers above all lines; nothing, and nothing in the legend, where there are none."""
+    if places:
+        across, up = zip(*places, strict=True)
+        panel.scatter(across, up, zorder=3, **looks)
+
+
+# Policies and their rivals
+
+# Contenders that cost more stand at the edge: a grid search may cost a thousand times the oracle.
+_HIGHEST = 2.5
+_TICKS = [1, 2, 5, 10, 20, 50, 100]
+_MARKERS = "osD^vP*Xh"
+
+
+def plot_policies(results: PolicyResults, folder: Path) -> None:
+    """Draw ``policies-costs.svg`` and ``policies-robustness.svg``, as far as there are results for them.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    if main := [row for row in MAIN_ROWS if row in results]:
+        with _written(folder / "policies-costs.svg", 5.6 * len(main), 4.8) as figure:
+            panels = figure.subplots(1, len(main), squeeze=False).flat
+            for panel, row in zip(panels, main, strict=True):
+                _draw_curves(panel, row, results[row])
+            figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    if robust := robustness(results):
+        with _written(folder / "policies-robustness.svg", 11.0, 1.8 + 0.5 * len(robust)) as figure:
+            panel = figure.subplots()
+            _draw_robustness(panel, robust)
+            figure.legend(*panel.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
+def _draw_curves(panel: Axes, row: str, entries: Mapping[str, Entry]) -> None:
+    """Geometric mean of the total cost over the oracle's, after each recurrence."""
+    for name, colour in _colours(entries).items():
+        curve = [math.nan if ratio is None else ratio for ratio in entries[name]["curve"]]
+        style = ":" if name == FLOOR else "-"
+        panel.plot(range(1, len(curve) + 1), curve, style, color=colour, label=label(name).strip("`"))
+    panel.set(title=ROWS[row].title, xlabel="recurrences", ylabel="total cost / oracle's", xscale="log")
+    panel.set_xticks(_TICKS, labels=map(str, _TICKS))
+    panel.set_xticks([], minor=True)
+    panel.set_ylim(1.0, _HIGHEST)
+
+
+def _draw_robustness(panel: Axes, rows: PolicyResults) -> None:
+    """The same after a hundred recurrences, a line for each row and a marker for each contender."""
+    colours = _colours({name: found for entries in rows.values() for name, found in entries.items()})
+    for number, (name, colour) in enumerate(colours.items()):
+        places = [
+            (min(ratio, _HIGHEST), height)
+            for height, entries in enumerate(rows.values())
+            if name in entries and (ratio := entries[name]["geometric_mean"]["100"]) is not None
+        ]
+        marker = _MARKERS[number % len(_MARKERS)]
+        _scatter(panel, places, color=colour, marker=marker, label=label(name).strip("`"), clip_on=False)
+    panel.set_yticks(range(len(rows)), labels=[ROWS[row].title for row in rows])
+    panel.invert_yaxis()
+    panel.grid(axis="y", alpha=0.4)
+    panel.set(xlabel=f"total cost / oracle's, N = 100 ({_HIGHEST:g} and more at the edge)")
+    panel.set_xlim(1.0, _HIGHEST)
+
+
+def _colours(names: Mapping[str, Entry]) -> dict[str, str]:
+    """A colour for each contender, in the order of the report, the same in every picture."""
+    known = [*CONTENDERS, *sorted(names.keys() - set(CONTENDERS))]
+    return {name: f"C{known.index(name) % 10}" for name in known if name in names}
+
+
+# Real trainings
+
+_COLUMNS = 3
+
+
+def plot_trainings(results: ProofResults, folder: Path) -> None:
+    """Draw ``proof-DEVICE-recurrences.svg`` and ``proof-DEVICE-sizes.svg``.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    tasks = results["tasks"]
+    columns = min(_COLUMNS, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    for name, draw in (("recurrences", _draw_totals), ("sizes", _draw_sizes)):
+        file = folder / f"proof-{results['device']}-{name}.svg"
+        with _written(file, 4.4 * columns, 3.4 * rows) as figure:
+            panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+            for panel, (task_name, task) in zip(panels, tasks.items(), strict=False):
+                draw(panel, task)
+                panel.set_title(task_name)
+                if panel.get_legend_handles_labels()[0]:
+                    panel.legend(fontsize="small")
+            for panel in panels[len(tasks) :]:
+                panel.set_visible(False)
+            figure.suptitle(f"energy: {energy_of(results)}", fontsize="small")
+
+
+def _draw_totals(panel: Axes, task: dict[str, Any]) -> None:
+    """Total cost over that of always the default."""
+    from matplotlib.ticker import MaxNLocator
+
+    for who, found in task["contenders"].items():
+        if who != DEFAULT:
+            panel.plot(range(1, len(found["curve"]) + 1), found["curve"], marker=".", label=who)
+    panel.axhline(1.0, color="grey", linestyle=":", label=f"always {task['default']}")
+    panel.set(xlabel="recurrences", ylabel="total cost / the default's")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _draw_sizes(panel: Axes, task: dict[str, Any]) -> None:
+    """Cost of a run until the target, by size."""
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
+
+    for drifted, words in ((False, "cost"), (True, "after the drift")):
+        known = [each for each in task["sizes"] if each["drifted"] == drifted and each["cost_j"] is not None]
+        if known:
+            sizes, costs_j = [each["batch_size"] for each in known], [each["cost_j"] for each in known]
+            panel.plot(sizes, costs_j, marker="o", label=words)
+    panel.axvline(task["default"], color="grey", linestyle=":", label=f"default {task['default']}")
+    panel.set(xlabel="batch size", ylabel="cost until the target (J)", yscale="log")
+    panel.set_xscale("log", base=2)
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_formatter(ScalarFormatter())

@@ -1,0 +1,429 @@
+"""The figures of all reports, as JSON's types: of policies in simulated jobs, real trainings, and the fleet's year."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.policies.cases import ROWS, Case
+from benchmarks.policies.contest import CONTENDERS, Paid
+from benchmarks.recurrences import tasks
+from benchmarks.recurrences.tasks import CPU, DEFAULT, REFUSED, TASKS, Device
+from bso_server.simulate.results import mean_curve
+from bso_server.simulate.workload import Consumption, Savings
+from zeus_plugins.energy import auto
+from zeus_plugins.energy.estimate import cpu_model_name
+
+if TYPE_CHECKING:
+    from benchmarks.year import Spent
+
+RESULTS = Path(__file__).parent / "results"
+"""The latest figures of each report, as far as they are in the documentation."""
+
+
+def in_order(names: Iterable[str], order: Iterable[str]) -> list[str]:
+    """Return the names in this order, those that it does not have at the end."""
+    left = set(names)
+    known = [name for name in order if name in left]
+    return known + sorted(left.difference(known))
+
+
+# Policies and their rivals in simulated jobs
+
+MARKS = (10, 20, 50, 100)
+"""Costs are compared after so many recurrences."""
+
+MAIN_ROWS = ("traces", "mlperf")
+"""Rows with a table and a panel of their own; the others share one."""
+
+Entry: TypeAlias = dict[str, Any]
+"""Results of one contender in one row; see `entry`."""
+
+PolicyResults: TypeAlias = dict[str, dict[str, Entry]]
+"""Entries by row and contender."""
+
+
+def entry(cases: Sequence[Case], jobs: Sequence[Sequence[Paid]], *, with_curve: bool) -> Entry:
+    """Summarise what a contender has cost in the cases of a row.
+
+    Args:
+        cases: The cases.
+        jobs: For each case what the job of each seed has cost; shape (cases, seeds).
+        with_curve: Include the curve.
+
+    Returns:
+        ``{seeds, cases, geometric_mean: {N: …}, worst: {N: …}, worst_case, given_up, curve: […]}``. For each case the
+        total cost over the oracle's after N recurrences is averaged over the seeds: the geometric mean and the largest
+        of these over the cases. Then the case that is worst in the end, the recurrences that were given up in all
+        jobs, and the geometric mean after each recurrence. An infinite ratio is None.
+    """
+    curves = [
+        mean_curve([case.ratios(job.costs_j) for job in of_case]) for case, of_case in zip(cases, jobs, strict=True)
+    ]
+    first = cases[0].counted_from
+    marks = [mark for mark in MARKS if first < mark <= first + len(curves[0])]
+    columns = list(zip(*curves, strict=True))
+    means = [math.exp(math.fsum(map(math.log, column)) / len(column)) for column in columns]
+    last = columns[-1]
+    return {
+        "seeds": len(jobs[0]),
+        "cases": len(cases),
+        "geometric_mean": {str(mark): _rounded(means[mark - first - 1]) for mark in marks},
+        "worst": {str(mark): _rounded(max(columns[mark - first - 1])) for mark in marks},
+        "worst_case": cases[last.index(max(last))].name,
+        "given_up": sum(job.given_up for of_case in jobs for job in of_case),
+        **({"curve": [_rounded(mean) for mean in means]} if with_curve else {}),
+    }
+
+
+def _rounded(ratio: float) -> float | None:
+    return round(ratio, 4) if math.isfinite(ratio) else None
+
+
+def read_policy_results(file: Path) -> PolicyResults:
+    """Return earlier measurements; an empty result where there is no such file."""
+    results: PolicyResults = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return results
+
+
+def write_policy_results(results: PolicyResults, file: Path) -> None:
+    """Write JSON with a line for each entry, rows and contenders in the report's order."""
+    rows = []
+    for row in in_order(results, ROWS):
+        entries = [
+            f'    "{name}": {json.dumps(results[row][name], ensure_ascii=False)}'
+            for name in in_order(results[row], CONTENDERS)
+        ]
+        rows.append(f'  "{row}": {{\n' + ",\n".join(entries) + "\n  }")
+    file.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
+
+
+def robustness(results: PolicyResults) -> PolicyResults:
+    """Return the results of the rows that share a table, in the report's order."""
+    return {row: results[row] for row in ROWS if row in results and row not in MAIN_ROWS}
+
+
+# Real trainings
+
+Record: TypeAlias = dict[str, Any]
+"""One training: the fields of its step and of its outcome, and when and under which load it ran."""
+
+ProofResults: TypeAlias = dict[str, Any]
+"""``{device, trained_on, machine, begun_at, ended_at, energy_sources, load, tasks}``; `_task_results` has each task."""
+
+Recurrence: TypeAlias = tuple[int, int]
+"""A seed and a number."""
+
+Numbers: TypeAlias = npt.NDArray[np.float64]
+
+MEASURES = ("cost_j", "energy_j", "time_s")
+
+_RESAMPLES = 2000
+_TAILS = (2.5, 97.5)
+
+
+class Interval(NamedTuple):
+    """A value and the interval that holds it in 95 % of bootstrap samples."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeFigure:
+    """The cost of one size in hindsight.
+
+    Attributes:
+        batch_size: The size.
+        runs: Runs that were measured.
+        reached: Those of them that reached the target.
+        cost_j: Of a run, and of the runs that have to be repeated because they miss the target; None if all do.
+    """
+
+    batch_size: int
+    runs: int
+    reached: int
+    cost_j: float | None
+
+
+def machine(device: Device = CPU) -> dict[str, str]:
+    """Return the machine's kind, the driver's name of its GPUs where they train, and the versions that matter."""
+    gpus = {} if device == CPU else {"GPU": auto().gpus().gpu_model}
+    return {
+        **gpus,
+        "CPU": cpu_model_name(),
+        "cores": str(os.cpu_count()),
+        "Python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "lightning", "transformers", "zeus-plugins")},
+    }
+
+
+def proof_results(records: Sequence[Record], of_machine: dict[str, str]) -> ProofResults:
+    """Return the figures of all tasks.
+
+    Args:
+        records: Of all trainings.
+        of_machine: Where they ran, as `machine` tells.
+
+    Raises:
+        ValueError: There are no records, or they are of two devices.
+    """
+    if not records:
+        raise ValueError("nothing has been measured yet: run `python -m benchmarks.recurrences run` first")
+    names = [name for name in TASKS if any(record["task"] == name for record in records)]
+    devices = {TASKS[name].device for name in names}
+    if len(devices) > 1:
+        raise ValueError("CPU and GPU have both been measured there: collect the --state of one device")
+    loads = [record["load_1"] for record in records]
+    return {
+        "device": devices.pop(),
+        "trained_on": sorted({record["device"] for record in records if "device" in record}),
+        "machine": of_machine,
+        "begun_at": min(record["begun_at"] for record in records),
+        "ended_at": max(record["begun_at"] for record in records),
+        "energy_sources": sorted({record["energy_source"] for record in records if record["energy_source"]}),
+        "load": {"median": median(loads), "highest": max(loads)},
+        "trainings": len(records),
+        "tasks": {name: _task_results(name, [each for each in records if each["task"] == name]) for name in names},
+    }
+
+
+def _task_results(name: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Return the figures of one task.
+
+    Returns:
+        ``{title, default, jobs, recurrences, longest_job, contenders: {NAME: {cost_j, energy_j, time_s,
+        saved: {cost_j, …}, later, break_even, regret, tries, given_up, curve}}, sizes: [{batch_size, runs, reached,
+        cost_j, drifted}], best_sizes, overhead: {pairs, cpu, wall}}``. Sums are over all recurrences that every
+        contender has finished; `saved` has the share saved with its interval, `later` the same of the cost of the
+        later half of each job, `curve` the total cost over the default's after each recurrence. None stands for what
+        was not measured.
+    """
+    of_stage: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        of_stage[record["stage"]].append(record)
+    paid = {who: _paid(of_stage["recurrence"], who) for who in tasks.CONTENDERS}
+    common = sorted(set.intersection(*(set(each) for each in paid.values())))
+    drifted = {(record["seed"], record["number"]): record["drifted"] for record in of_stage["recurrence"]}
+    sizes = {phase: _sizes(of_stage["size"], drifted=phase) for phase in (False, True)}
+    best = {phase: best_size(of_phase) for phase, of_phase in sizes.items()}
+    best_j = [None if (found := best[drifted[each]]) is None else found.cost_j for each in common]
+    return {
+        "title": TASKS[name].title,
+        "default": TASKS[name].default_batch_size,
+        "jobs": len({seed for seed, _ in common}),
+        "recurrences": len(common),
+        "longest_job": len({number for _, number in common}),
+        "contenders": {who: _contender(each, paid[DEFAULT], common, best_j) for who, each in paid.items() if common},
+        "sizes": [{**asdict(each), "drifted": phase} for phase, of_phase in sizes.items() for each in of_phase],
+        "best_sizes": [found.batch_size for found in best.values() if found is not None],
+        "overhead": _overhead(of_stage["overhead"]),
+    }
+
+
+def _paid(records: Iterable[Record], who: str) -> dict[Recurrence, dict[str, float]]:
+    """The costs of each recurrence: sums over its trainings by measure, its `tries`, and 1 if it was `given_up`."""
+    tries: dict[Recurrence, list[Record]] = defaultdict(list)
+    for record in records:
+        if record["who"] == who:
+            tries[record["seed"], record["number"]].append(record)
+    return {
+        of: {measure: sum(each[measure] for each in trained) for measure in MEASURES}
+        | {
+            "tries": sum(each["state"] != REFUSED for each in trained),
+            "given_up": float(not any(each["reached"] for each in trained)),
+        }
+        for of, trained in tries.items()
+    }
+
+
+def _contender(
+    paid: Mapping[Recurrence, Mapping[str, float]],
+    default: Mapping[Recurrence, Mapping[str, float]],
+    common: Sequence[Recurrence],
+    best_j: Sequence[float | None],
+) -> dict[str, Any]:
+    """Figures of one contender; the default finishes the recurrences that it has given up."""
+    spent = {
+        measure: [paid[of][measure] + paid[of]["given_up"] * default[of][measure] for of in common]
+        for measure in MEASURES
+    }
+    needed = {measure: [default[of][measure] for of in common] for measure in MEASURES}
+    numbers = sorted({number for _, number in common})
+    later = [place for place, (_, number) in enumerate(common) if number >= numbers[len(numbers) // 2]]
+    cost_j, default_j = spent["cost_j"], needed["cost_j"]
+    by_number, default_by_number = (
+        [sum(each[place] for place, of in enumerate(common) if of[1] == number) for number in numbers]
+        for each in (cost_j, default_j)
+    )
+    known_j = [each for each in best_j if each is not None]
+    return {
+        **{measure: sum(spent[measure]) for measure in MEASURES},
+        "saved": {measure: _saved(spent[measure], needed[measure]) for measure in MEASURES},
+        "later": _saved([cost_j[place] for place in later], [default_j[place] for place in later]),
+        "break_even": break_even(by_number, default_by_number),
+        "regret": regret(cost_j, known_j) if len(known_j) == len(cost_j) else None,
+        "tries": int(sum(paid[of]["tries"] for of in common)),
+        "given_up": int(sum(paid[of]["given_up"] for of in common)),
+        "curve": [
+            total_j / default_total_j
+            for total_j, default_total_j in zip(accumulate(by_number), accumulate(default_by_number), strict=True)
+        ],
+    }
+
+
+def _saved(spent: Sequence[float], needed: Sequence[float]) -> Interval:
+    return bootstrap(list(zip(spent, needed, strict=True)), share_saved)
+
+
+def _sizes(records: Iterable[Record], *, drifted: bool) -> list[SizeFigure]:
+    runs: dict[int, list[tuple[float, bool]]] = defaultdict(list)
+    for record in records:
+        if record["drifted"] == drifted:
+            runs[record["batch_size"]].append((record["cost_j"], record["reached"]))
+    return hindsight(runs)
+
+
+def _overhead(records: Iterable[Record]) -> dict[str, Any] | None:
+    """Ratios of whole trainings with the callback over those without, pair by pair."""
+    pairs: dict[Recurrence, dict[str, Record]] = defaultdict(dict)
+    for record in records:
+        pairs[record["seed"], record["number"]][record["who"]] = record
+    whole = [pair for pair in pairs.values() if len(pair) == 2]
+    if not whole:
+        return None
+    ratios = {
+        clock: bootstrap([(pair["with"][field], pair["without"][field]) for pair in whole], median_ratio)
+        for clock, field in (("cpu", "fit_cpu_s"), ("wall", "fit_wall_s"))
+    }
+    seconds = {who: median(pair[who]["fit_cpu_s"] for pair in whole) for who in ("with", "without")}
+    return {"pairs": len(whole), **ratios, "cpu_s": seconds}
+
+
+def bootstrap(samples: Sequence[Sequence[float]], statistic: Callable[[Numbers], float]) -> Interval:
+    """Return a statistic of samples, and its 2.5th and 97.5th percentile when samples are drawn with replacement.
+
+    Args:
+        samples: Shape (samples, values): the values of a sample stay together. The draws are the same at each call.
+        statistic: Of such samples.
+
+    Raises:
+        ValueError: There is no sample.
+    """
+    values = np.asarray(samples, dtype=np.float64)
+    if not len(values):
+        raise ValueError("there are no samples")
+    rng = np.random.default_rng(0)
+    drawn = [statistic(values[rng.integers(0, len(values), len(values))]) for _ in range(_RESAMPLES)]
+    low, high = np.percentile(drawn, _TAILS)
+    return Interval(statistic(values), float(low), float(high))
+
+
+def share_saved(pairs: Numbers) -> float:
+    """Return the share of the second column's sum that the first column's is less."""
+    return float(1 - pairs[:, 0].sum() / pairs[:, 1].sum())
+
+
+def median_ratio(pairs: Numbers) -> float:
+    """Return the median of the first column over the second."""
+    return float(np.median(pairs[:, 0] / pairs[:, 1]))
+
+
+def break_even(costs_j: Sequence[float], default_j: Sequence[float]) -> int | None:
+    """Return the recurrence, from 1, from which on the total never exceeds the default's; None if there is none.
+
+    Args:
+        costs_j: Of each recurrence.
+        default_j: Of the same recurrences at the default size.
+    """
+    totals = zip(accumulate(costs_j), accumulate(default_j), strict=True)
+    behind = [number for number, (spent_j, needed_j) in enumerate(totals, start=1) if spent_j > needed_j]
+    last = behind[-1] if behind else 0
+    return last + 1 if last < len(costs_j) else None
+
+
+def hindsight(runs: Mapping[int, Sequence[tuple[float, bool]]]) -> list[SizeFigure]:
+    """Return the cost of each size, ascending; `runs` has each run's cost in joules, and if it reached the target."""
+    figures = []
+    for size, of_size in sorted(runs.items()):
+        reached = sum(is_reached for _, is_reached in of_size)
+        cost_j = sum(cost_j for cost_j, _ in of_size) / reached if reached else None
+        figures.append(SizeFigure(size, len(of_size), reached, cost_j))
+    return figures
+
+
+def best_size(figures: Sequence[SizeFigure]) -> SizeFigure | None:
+    """Return the cheapest size in hindsight; None if none has reached the target."""
+    known = [(figure.cost_j, figure) for figure in figures if figure.cost_j is not None]
+    return min(known, key=lambda pair: pair[0])[1] if known else None
+
+
+def regret(costs_j: Sequence[float], best_j: Sequence[float]) -> float:
+    """Return the cost of recurrences above that of the same at the best size, as a share of the latter."""
+    return sum(costs_j) / sum(best_j) - 1
+
+
+# The fleet's year
+
+
+def fleet_summary(year: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the summary says of a fleet's year: its extent, and the share of energy saved by policy."""
+    saved = {policy: found["energy_share_saved"] for policy, found in year["policies"].items()}
+    return {"jobs": year["jobs"], "recurrences": year["recurrences"], "policies": saved}
+
+
+def spent_by_policy(spent: Sequence[Spent], default: Consumption) -> dict[str, Any]:
+    """Return what the jobs of one policy have spent, beside the same at the default size."""
+    consumed = sum((each.consumed for each in spent), Consumption())
+    ends: Counter[str] = Counter()
+    for each in spent:
+        ends.update(each.ends)
+    return {
+        **Savings(sum(each.reached + each.given_up for each in spent), consumed, default).as_json(None),
+        "given_up": sum(each.given_up for each in spent),
+        "runs": sum(each.runs for each in spent),
+        "ends": dict(ends),
+    }
+
+
+def server_of_year(
+    spent: Sequence[Spent], *, wall_s: float, cpu_s: float | None, stuck_jobs: int, database_bytes: int
+) -> dict[str, Any]:
+    """Return the work of the server for all jobs that were played.
+
+    Args:
+        spent: Of each job with each policy.
+        wall_s: Seconds that all of it took.
+        cpu_s: CPU seconds of the server in that time, or None.
+        stuck_jobs: Jobs with a trial that is neither over nor given up.
+        database_bytes: Bytes by which the database has grown.
+    """
+    requests: Counter[str] = Counter()
+    for each in spent:
+        requests.update(each.requests)
+    decisions = sum(count for route, count in requests.items() if route.startswith("GET"))
+    return {
+        "wall_s": wall_s,
+        "cpu_s": cpu_s,
+        "requests": dict(requests),
+        "decisions_per_s": decisions / wall_s,
+        "requests_per_s": requests.total() / wall_s,
+        "cpu_ms_per_request": None if cpu_s is None else 1e3 * cpu_s / requests.total(),
+        "stuck_jobs": stuck_jobs,
+        "database_bytes": database_bytes,
+        "bytes_per_trial": database_bytes / sum(each.runs for each in spent),
+    }
