@@ -30,16 +30,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from zeus_plugins import energy
-from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor
 from zeus_plugins.errors import ZeusBSOBadOperationError
 from zeus_plugins.protocol import JobSpec
-from zeus_plugins.training.configured import as_job
-from zeus_plugins.training.entry import OnUnreachable, check_on_unreachable
-from zeus_plugins.training.failures import show_in_one_paragraph, train_fail_error
-from zeus_plugins.training.session import TrialSession
-from zeus_plugins.training.signals import raise_at_sigterm, termination
+from zeus_plugins.signals import raise_at_sigterm, termination
+from zeus_plugins.training.defaults import as_job
+from zeus_plugins.training.outcomes import show_in_one_paragraph, train_fail_error
+from zeus_plugins.training.session import OnUnreachable, TrialSession, check_on_unreachable
 
 __all__ = ["BatchSizeOptimizer"]
 
@@ -130,7 +129,7 @@ class BatchSizeOptimizer:
 
     @property
     def training_finished(self) -> bool:
-        """Whether the server said stop: the target was reached, or `on_evaluate` raised that the trial failed."""
+        """True if the server said stop: the target was reached, or `on_evaluate` raised that the trial failed."""
         return self._session.finished
 
     def get_batch_size(self) -> int:
@@ -148,10 +147,8 @@ class BatchSizeOptimizer:
         if not self._session.has_trial:
             self._session.ask()
             trial = self._session.trial
-            _logger.info(
-                "job %s, %s: batch size %d (%s)",
-                *(trial.job_id, trial.name, trial.batch_size, trial.reason or "chosen by the server"),
-            )
+            reason = trial.reason or "chosen by the server"
+            _logger.info("job %s, %s: batch size %d (%s)", trial.job_id, trial.name, trial.batch_size, reason)
             self._undo_signals.append(raise_at_sigterm())
         return self._session.trial.batch_size
 
@@ -177,7 +174,7 @@ class BatchSizeOptimizer:
             ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOOperationOrderError: `on_train_begin` was not called yet, or the training is finished.
         """
-        verdict = self._session.report(metric)
+        verdict = self._session.report_evaluation(metric)
         if self._session.failed:
             show_in_one_paragraph()
             raise train_fail_error(verdict, self._session.trial.advice)

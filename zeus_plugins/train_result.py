@@ -13,9 +13,9 @@ from typing import Self
 
 from pydantic import ValidationError
 
+from zeus_plugins import environment
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import Finite, Joules, NonNegativeFinite, NonNegativeInt, Seconds, WireMessage
-from zeus_plugins.training import environment
 
 __all__ = ["TrainResult", "Variables", "result_path", "write_atomically"]
 

@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _demo(options: argparse.Namespace) -> None:
     try:
-        from zeus_plugins.demo.runner import run
+        from zeus_plugins.demo.runner import run_demo
     except ModuleNotFoundError as error:
         raise ZeusBSOError(f"{error.name} is not installed: pip install 'zeus-plugins[demo]'") from None
-    run(options.recurrences, options.directory, options.policy, opens=options.open)
+    run_demo(options.recurrences, options.directory, options.policy, opens=options.open)

@@ -11,16 +11,16 @@ import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.nvml_gpus import NvmlGpu, open_gpus
-from zeus_plugins.energy.nvml_power import AGREEMENT, compare_nvml
+from zeus_plugins.energy.nvml import AGREEMENT, compare_nvml, open_gpus
+from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
     ZeusBSOError,
@@ -28,12 +28,10 @@ from zeus_plugins.errors import (
     ZeusBSOServerUnreachableError,
     ZeusBSOTokenError,
 )
-from zeus_plugins.gpu_check.examination import Examination
-from zeus_plugins.gpu_check.results import Verdict, table
+from zeus_plugins.gpu_check import Examination, Verdict, table
 from zeus_plugins.power_limit import find_devices
-from zeus_plugins.power_limit.reset import reset_limits
+from zeus_plugins.power_limit.guard import reset_limits
 from zeus_plugins.protocol import TrialId
-from zeus_plugins.training.environment import STATE_DIRECTORY, VARIABLES
 
 DISTRIBUTIONS = (
     "zeus-plugins",
@@ -122,11 +120,18 @@ def _nvidia_gpus() -> Iterator[Finding]:
         return
     both = True
     for gpu in gpus:
-        numbers = _numbers(gpu)
-        answers = {"energy counter": numbers["counter_j"], "power reading": numbers["power_w"]}
+        energy_uj, power_w = _answer(gpu.energy_uj), _answer(gpu.power_w)
+        answers = {"energy counter": energy_uj, "power reading": power_w}
         both = both and None not in answers.values()
         text = ", ".join(f"{'no ' if answer is None else ''}{what}" for what, answer in answers.items())
-        yield Finding("nvidia", Level.OK, f"{gpu}: {text}", {"index": gpu.index, "name": gpu.name} | numbers)
+        details = {
+            "index": gpu.index,
+            "name": gpu.name,
+            "counter_j": None if energy_uj is None else energy_uj / 1e6,
+            "power_w": power_w,
+            "max_power_w": _answer(partial(getattr, gpu, "max_power_w")),
+        }
+        yield Finding("nvidia", Level.OK, f"{gpu}: {text}", details)
     if both:
         yield _comparison()
 
@@ -136,15 +141,6 @@ def _answer(question: Callable[[], float]) -> float | None:
         return question()
     except EnergyUnavailableError:
         return None
-
-
-def _numbers(gpu: NvmlGpu) -> dict[str, float | None]:
-    energy_uj = _answer(gpu.energy_uj)
-    return {
-        "counter_j": None if energy_uj is None else energy_uj / 1e6,
-        "power_w": _answer(gpu.power_w),
-        "max_power_w": _answer(lambda: gpu.max_power_w),
-    }
 
 
 def _comparison() -> Finding:
@@ -219,20 +215,15 @@ def _outbox() -> Finding:
         "waiting": [str(path) for path in waiting],
         "refused": [str(path) for path in refused],
     }
-    if not _is_writable(outbox.directory):
-        text = (
-            f"{outbox.directory} cannot be written, so results are lost when a training ends while the server is away"
-        )
-        return Finding("outbox", Level.WARNING, f"{text}: set {STATE_DIRECTORY}", details)
+    there = next(folder for folder in (outbox.directory, *outbox.directory.absolute().parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+        lost = "results are lost when a training ends while the server is away"
+        text = f"{outbox.directory} cannot be written, so {lost}: set {STATE_DIRECTORY}"
+        return Finding("outbox", Level.WARNING, text, details)
     text = f"{outbox.directory}: {len(waiting)} waiting, {len(refused)} refused by a server"
     if waiting:
         text += "; `zeus-plugins sync` delivers what waits"
     return Finding("outbox", Level.WARNING if waiting or refused else Level.OK, text, details)
-
-
-def _is_writable(directory: Path) -> bool:
-    there = next(folder for folder in (directory, *directory.absolute().parents) if folder.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def reset_power_limits() -> Iterator[Finding]:
@@ -275,24 +266,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.set_defaults(run=_doctor)
 
 
-def examination() -> Examination:
-    """The look at this machine's GPUs."""
-    return Examination()
-
-
-def _check_gpus(*, as_json: bool) -> int:
-    results = list(examination().results())
-    if as_json:
-        doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
-        print(json.dumps({"doubtful": doubtful, "results": [asdict(each) for each in results]}, indent=2))
-    else:
-        print(table(results))
-    return 0
-
-
 def _doctor(options: argparse.Namespace) -> int:
     if options.gpu_check:
-        return _check_gpus(as_json=options.json)
+        results = list(Examination().results())
+        doubtful = sum(each.verdict is Verdict.DOUBTFUL for each in results)
+        as_json = {"doubtful": doubtful, "results": [asdict(each) for each in results]}
+        print(json.dumps(as_json, indent=2) if options.json else table(results))
+        return 0
     findings = []
     for finding in reset_power_limits() if options.reset_power_limits else examine():
         findings.append(finding)

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ _WINDOW = "command"
 def _make(name: str, power_w: float | None) -> EnergyMonitor:
     """One monitor by name; an estimate needs watts."""
     from zeus_plugins import energy
-    from zeus_plugins.energy.auto import stated_power_w
+    from zeus_plugins.energy.monitor import stated_power_w
 
     if name == "estimate":
         stated_w = stated_power_w(power_w)
@@ -97,7 +97,7 @@ def _energy(options: argparse.Namespace) -> int:
 
 def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, *, as_json: bool) -> tuple[int, str]:
     """Run the command; its exit status, and what to tell of it."""
-    from zeus_plugins.energy.breakdown import Breakdown, price_of
+    from zeus_plugins.energy.meter import Breakdown, price_of
 
     monitor = _make(monitor_name, power_w)
     gpus = monitor.gpus()
@@ -106,7 +106,7 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
     monitor.begin_window(_WINDOW)
     breakdown.begin()
     try:
-        status = _run(command)
+        status = _execute(command)
     except OSError:
         breakdown.end()
         monitor.end_window(_WINDOW)
@@ -136,7 +136,7 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
     )
 
 
-def _run(command: Sequence[str]) -> int:
+def _execute(command: Sequence[str]) -> int:
     """Run a command to its end, passing on signals; its exit status as a shell gives it."""
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
@@ -147,23 +147,14 @@ def _run(command: Sequence[str]) -> int:
         elif not (signal.Signals(number).name in _FROM_KEYBOARD and _has_keyboard()):
             process.send_signal(number)
 
-    with _handling(forward):
+    with ExitStack() as restored:
+        for forwarded in [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]:
+            restored.callback(signal.signal, forwarded, signal.signal(forwarded, forward))
         process = subprocess.Popen(command)  # noqa: S603 - running what the user says is what this is for
         for number in received:
             process.send_signal(number)
         status = process.wait()
     return _KILLED_BY - status if status < 0 else status
-
-
-@contextmanager
-def _handling(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    numbers = [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
 
 
 def _has_keyboard() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from zeus_plugins.errors import ZeusBSOConfigError
 
 if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
     from zeus_plugins.master import BatchSizeChooser, Executor, Job
-    from zeus_plugins.master.config import MasterConfig
+    from zeus_plugins.master.job import MasterConfig
     from zeus_plugins.protocol import GpuConfig
 
 
@@ -51,9 +51,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def _run(options: argparse.Namespace) -> None:
     from zeus_plugins import energy
     from zeus_plugins.master import MasterState, ZeusMaster
-    from zeus_plugins.master.config import read_config
     from zeus_plugins.master.display import conclusion, display
-    from zeus_plugins.training.signals import raise_at_sigterm
+    from zeus_plugins.master.job import read_config
+    from zeus_plugins.signals import raise_at_sigterm
 
     config, job = read_config(options.job)
     master = config.master
@@ -109,7 +109,7 @@ def _resumable(named: str, log_base: Path, job: Job) -> Path:
 
 @contextmanager
 def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChooser]:
-    from zeus_plugins.client.connect import client_from_environment
+    from zeus_plugins.client import client_from_environment
     from zeus_plugins.master import PolicyOptimizer, ServerOptimizer
 
     options = config.optimizer.options
@@ -127,23 +127,16 @@ def _optimizer(config: MasterConfig, gpus: GpuConfig) -> Iterator[BatchSizeChoos
 
 
 def _executor(config: MasterConfig) -> Executor:
-    parameters = config.executor.parameters
+    from zeus_plugins.master import LocalExecutor, clusters
+
+    if config.executor.kind == "local":
+        return LocalExecutor()
+    executors: dict[str, Callable[..., Executor]] = {
+        "slurm": clusters.SubmititExecutor,
+        "ray": clusters.RayExecutor,
+        "kubeflow": clusters.KubeflowExecutor,
+    }
     try:
-        match config.executor.kind:
-            case "slurm":
-                from zeus_plugins.master.slurm import SubmititExecutor
-
-                return SubmititExecutor(**parameters)
-            case "ray":
-                from zeus_plugins.master.ray_jobs import RayExecutor
-
-                return RayExecutor(**parameters)
-            case "kubeflow":
-                from zeus_plugins.master.kubeflow_jobs import KubeflowExecutor
-
-                return KubeflowExecutor(**parameters)
+        return executors[config.executor.kind](**config.executor.parameters)
     except TypeError as error:
         raise ZeusBSOConfigError(f"executor.parameters: {error}") from None
-    from zeus_plugins.master import LocalExecutor
-
-    return LocalExecutor()

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 
-from zeus_plugins.client.connect import client_from_environment
+from zeus_plugins import environment
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.delivery import Delivered, deliver_waiting, listed
 from zeus_plugins.client.outbox import Outbox, default_outbox
 from zeus_plugins.client.port import EMBEDDED, NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
-from zeus_plugins.training import environment
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from zeus_plugins import environment
 from zeus_plugins.client.port import DEFAULT_TIMEOUT_S, EMBEDDED, SERVER_URL_VARIABLE, TOKEN_VARIABLE
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training import environment
 
 if TYPE_CHECKING:
     from zeus_plugins.client.http import BsoClient
@@ -25,7 +25,7 @@ def client_from_environment(
     timeout_s: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> BsoClient | LocalServer:
-    """Make a client; what is not given comes from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
+    """Make a client; arguments that are not given come from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
 
     Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
 

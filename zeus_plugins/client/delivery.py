@@ -14,9 +14,10 @@ from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
     FINAL,
+    CreatedJob,
     Ending,
     HeartbeatResponse,
-    JobRegistration,
+    JobSpecFromClient,
     OfflineTrial,
     PowerLimitChoice,
     RefusalReason,
@@ -32,7 +33,7 @@ _MOST_TAKE_OVERS = 10
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the server does not want what was sent, and never will.
+    """True if the server does not want what was sent, and never will.
 
     A server that is away, fails, or does not accept the token may take the same later; and what answers in its place
     with something else than expected (a proxy) may go away.
@@ -44,12 +45,12 @@ def is_refusal(error: Exception) -> bool:
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
-def registered_as(client: ServerPort, registration: JobRegistration, guessed: Collection[str]) -> JobRegistration:
+def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collection[str]) -> CreatedJob:
     """Register a job, or find it with other values in place of those that were guessed.
 
     Args:
         client: Talks to the server.
-        registration: The job.
+        job: The job.
         guessed: Names of its fields that a registration under its id overrides.
 
     Returns:
@@ -60,39 +61,37 @@ def registered_as(client: ServerPort, registration: JobRegistration, guessed: Co
         ZeusBSORuntimeError: As of `ServerPort.register`.
     """
     try:
-        return client.register(registration)
+        return client.register(job)
     except ZeusBSOConfigError as conflict:
-        if conflict.status != HTTPStatus.CONFLICT or not guessed:
+        if conflict.status != HTTPStatus.CONFLICT or not guessed or job.job_id is None:
             raise
         try:
-            known = client.show_job(registration.job_id or "", limit=1).job
+            known = client.show_job(job.job_id, limit=1).job
         except ZeusBSORuntimeError as error:
             if error.is_outage:
                 raise
             raise conflict from None
-    return client.register(registration.model_copy(update={name: getattr(known, name) for name in guessed}))
+    return client.register(job.model_copy(update={name: getattr(known, name) for name in guessed}))
 
 
 def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
-    """Have the server record a trial that began without it; the same trial each time."""
+    """Have the server record a trial that began without it, once however often it is called; return the trial."""
     registered = registered_as(client, sender.registration, sender.guessed)
-    offline = OfflineTrial(job_id=registered.job_id or "", batch_size=sender.batch_size)
-    dispatch = client.record_offline(offline, sender.key or "")
-    return TrialId(**dispatch.model_dump())
+    offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size)
+    return TrialId(**client.record_offline(offline, sender.key or "").model_dump())
 
 
 def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatResponse]:
     """Have the server give a trial to this run of its training, which resumes: no earlier one may speak for it then.
 
-    The trial with its new lease epoch, which is None if the server counts none, and where it stands. One that has ended
-    stays as it is.
+    Return the trial with its new lease epoch, and where it stands. A trial that has ended stays as it is.
     """
     known = trial
     for _ in range(_MOST_TAKE_OVERS):
         if known.lease_epoch is None:
             heard = client.heartbeat(known, regular=False)
             known = known.model_copy(update={"lease_epoch": heard.lease_epoch})
-            if heard.lease_epoch is None or heard.state in FINAL:
+            if heard.state in FINAL:
                 return known, heard
         try:
             heard = client.heartbeat(known, regular=False, resumes=True)
@@ -116,7 +115,9 @@ def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitC
         _logger.warning(
             "the server does not keep the power limits of trial %d of job %s, and later trainings measure them again: "
             "%s",
-            *(trial.trial_number, trial.job_id, error),
+            trial.trial_number,
+            trial.job_id,
+            error,
         )
 
 
@@ -127,35 +128,40 @@ def deliver(
     lock: AbstractContextManager[object] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> ReportResponse | None:
-    """Deliver all that waits in a box, in order; what was not delivered when this raises is still there.
+    """Have the box's trial recorded or taken over, if need be, and deliver what waits, in order.
 
-    The lock is held while the box is used, and not while the server is waited for; `is_stopped` is asked before each
-    item whether to leave the rest. Returns the server's last verdict, or None when no evaluation was delivered.
+    What was not delivered when this raises is still there.
+
+    Args:
+        box: The box.
+        client: Talks to the server.
+        lock: Held while the box is used, and not while the server is waited for.
+        is_stopped: Asked before each request whether to leave the rest.
+
+    Returns:
+        The server's last verdict, or None when no evaluation was delivered.
     """
     lock = lock or nullcontext()
     verdict: ReportResponse | None = None
     while not is_stopped():
         with lock:
-            item, trial = box.first, box.trial
-        if item is None:
-            break
-        if trial is None:
-            trial = recorded(client, box.sender)
-            with lock:
-                box.name(trial, resumes=box.resumes)
-            continue
-        if box.resumes:
-            trial, _ = taken_over(client, trial)
+            item, trial, resumes = box.first, box.trial, box.resumes
+        if trial is None or resumes:
+            trial = trial or recorded(client, box.sender)
+            if resumes:
+                trial, _ = taken_over(client, trial)
             with lock:
                 box.name(trial)
             continue
+        if item is None:
+            break
         is_last_word = False
         if isinstance(item, Ending):
             client.end_trial(trial, box.true_ending(item))
         elif isinstance(item, PowerLimitChoice):
             deliver_power_limits(client, trial, item)
         else:
-            verdict = client.report(TrainingResult(**trial.model_dump(), **item.model_dump()))
+            verdict = client.send_report(TrainingResult(**trial.model_dump(), **item.model_dump()))
             is_last_word = verdict.stop_train
         with lock:
             # A server that judged otherwise takes no result after its last word.
@@ -173,14 +179,27 @@ class Delivered:
     """
 
     path: Path
-    job_id: str
-    server_url: str
-    delivered: int
-    left: int
+    job_id: str = ""
+    server_url: str = ""
+    delivered: int = 0
+    left: int = 0
     problem: str | None = None
     set_aside: Path | None = None
     damaged_lines: int = 0
     needs_token: bool = False
+
+    @classmethod
+    def of(cls, box: OutboxFile, *, problem: ZeusBSOError | str | None = None) -> Delivered:
+        """Describe a file as it is now."""
+        return cls(
+            box.path,
+            box.sender.registration.job_id,
+            box.sender.server_url,
+            left=len(box),
+            problem=None if problem is None else str(problem),
+            damaged_lines=box.damaged_lines,
+            needs_token=isinstance(problem, ZeusBSOTokenError),
+        )
 
 
 def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
@@ -201,7 +220,7 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
             problem_of[server_url] = str(unusable)
             client = None
         if server_url in problem_of:
-            yield _described(box, problem=problem_of[server_url])
+            yield Delivered.of(box, problem=problem_of[server_url])
             box.close()
         elif client is None:
             box.close()
@@ -214,52 +233,39 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
 
 
 def listed(outbox: Outbox) -> Iterator[Delivered]:
-    """The files that `deliver_waiting` would find, left as they are."""
+    """Describe the files that `deliver_waiting` would find, and leave them as they are."""
     for box in _opened(outbox):
         if isinstance(box, Delivered):
             yield box
         else:
-            yield _described(box)
+            yield Delivered.of(box)
             box.close()
 
 
 def _opened(outbox: Outbox) -> Iterator[OutboxFile | Delivered]:
-    """The boxes that nobody has, and what is to be said of files that are none."""
+    """Open each file that no process has; describe those that cannot be read."""
     for path in outbox.waiting():
         try:
             yield outbox.open(path)
         except (FileNotFoundError, OutboxFileBusyError):
             continue
         except (OutboxFileError, OSError) as error:
-            yield Delivered(path, "", "", 0, 0, problem=str(error))
+            yield Delivered(path, problem=str(error))
 
 
 def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
-    waiting = len(box)
+    waiting, is_ended = len(box), box.has_ending
     problem: ZeusBSOError | None = None
     try:
-        is_ended = box.has_ending
-        verdict = deliver(box, client)
+        # A file without results leaves its trial as it is.
+        verdict = deliver(box, client) if waiting else None
         if verdict is not None and not verdict.stop_train and not is_ended and box.trial is not None:
             _leave(client, box.trial)
     except ZeusBSOError as error:
         problem = error
-    left = len(box)
+    file = Delivered.of(box, problem=problem)
     aside = box.refuse() if problem is not None and is_refusal(problem) else box.close()
-    file = _described(box, problem=None if problem is None else str(problem))
-    needs_token = isinstance(problem, ZeusBSOTokenError)
-    return replace(file, delivered=waiting - left, left=left, set_aside=aside, needs_token=needs_token), problem
-
-
-def _described(box: OutboxFile, *, problem: str | None = None) -> Delivered:
-    header = box.sender
-    return Delivered(
-        *(box.path, header.registration.job_id or "", header.server_url),
-        delivered=0,
-        left=len(box),
-        problem=problem,
-        damaged_lines=box.damaged_lines,
-    )
+    return replace(file, delivered=waiting - file.left, set_aside=aside), problem
 
 
 def _leave(client: ServerPort, trial: TrialId) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import re
@@ -21,30 +22,26 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._job_report import JobReport
-from zeus_plugins.client._refusals import error_of, reason_in_error_body, said_in_error_body
 from zeus_plugins.client._transport import DeadlineTransport, proxy_of
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     NO_RETRIES,
     SERVER_URL_VARIABLE,
     TOKEN_VARIABLE,
+    JobReport,
     Retries,
     ServerPort,
+    error_of,
 )
-from zeus_plugins.errors import (
-    ZeusBSOConfigError,
-    ZeusBSOError,
-    ZeusBSORuntimeError,
-    ZeusBSOServerUnreachableError,
-)
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
+    CreatedJob,
     Ending,
     Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
-    JobRegistration,
+    JobSpecFromClient,
     JobView,
     OfflineTrial,
     Paths,
@@ -54,7 +51,7 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialEnd,
     TrialId,
-    TrialPage,
+    TrialList,
     TrialPowerProfile,
     TrialView,
 )
@@ -149,12 +146,12 @@ class BsoClient(ServerPort):
             self._http.close()
             self._http = None
 
-    def register(self, job: JobRegistration) -> JobRegistration:
+    def register(self, job: JobSpecFromClient) -> CreatedJob:
         """See `ServerPort.register`."""
-        return self._decode(self._request("POST", Paths.JOBS, body=job), JobRegistration)
+        return self._decode(self._request("POST", Paths.JOBS, body=job), CreatedJob)
 
-    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """See `ServerPort.suggest`."""
+    def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """See `ServerPort.request_trial`."""
         answer = self._request("GET", Paths.BATCH_SIZE, params={"job_id": job_id}, key=key or secrets.token_hex(16))
         return self._decode(answer, TrialDispatch)
 
@@ -162,8 +159,8 @@ class BsoClient(ServerPort):
         """See `ServerPort.record_offline`."""
         return self._decode(self._request("POST", Paths.TRIALS, body=trial, key=key), TrialDispatch)
 
-    def report(self, result: TrainingResult) -> ReportResponse:
-        """See `ServerPort.report`."""
+    def send_report(self, result: TrainingResult) -> ReportResponse:
+        """See `ServerPort.send_report`."""
         return self._decode(self._request("POST", Paths.REPORT, body=result), ReportResponse)
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
@@ -217,13 +214,13 @@ class BsoClient(ServerPort):
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
         params = None if limit is None else {"limit": str(limit)}
         view = self._decode(self._request("GET", path, params=params), JobView)
-        if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
+        if limit is not None or len(view.trials) >= view.trial_count:
             return view
         trials: list[TrialView] = []
         cursor: int | None = 0
         while cursor is not None:
             query = {"limit": _LARGEST_PAGE, "cursor": str(cursor)}
-            page = self._decode(self._request("GET", f"{path}/trials", params=query), TrialPage)
+            page = self._decode(self._request("GET", f"{path}/trials", params=query), TrialList)
             trials += page.trials
             cursor = page.next_cursor
         return view.model_copy(update={"trials": tuple(trials)})
@@ -283,10 +280,9 @@ class BsoClient(ServerPort):
         self._faults.append(told)
         if len(self._faults) == _FAULTS_TO_TELL:
             _logger.warning(
-                "THE SERVER AT %s FAILS: it is not away, but has answered %d requests of this training with 500, an "
-                "error of its own (%s). As long as it does, trainings take the default batch size and it learns "
-                "nothing: have whoever runs it look at its log",
-                *(self._server_url, _FAULTS_TO_TELL, told),
+                f"THE SERVER AT {self._server_url} FAILS: it is not away, but has answered {_FAULTS_TO_TELL} requests "
+                f"of this training with 500, an error of its own ({told}). As long as it does, trainings take the "
+                "default batch size and it learns nothing: have whoever runs it look at its log"
             )
 
     def _received(self, request: httpx.Request) -> httpx.Response:
@@ -355,15 +351,16 @@ class BsoClient(ServerPort):
         )
 
     def _refusal(self, answer: httpx.Response) -> ZeusBSOError:
-        request = answer.request
+        request, body = answer.request, _error_body(answer)
+        said, reason = _said_in(body), body.get("reason")
         return error_of(
             answer.status_code,
-            self._without_secrets(_refusal_text(answer)),
+            self._without_secrets(said or _excerpt_of(answer)),
             server_url=self._server_url,
             request=f"{request.method} {request.url}",
             is_registration=request.method == "POST" and request.url.path.endswith(Paths.JOBS),
-            is_foreign=not said_in_error_body(_text_of(answer)),
-            reason=reason_in_error_body(_text_of(answer)),
+            is_foreign=not said,
+            reason=reason if isinstance(reason, str) else None,
         )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:
@@ -414,16 +411,47 @@ def _checked_token(token: str | None) -> str | None:
     return token or None
 
 
-def _refusal_text(answer: httpx.Response) -> str:
-    """The server's own words on what is wrong, or, of another server, the beginning of its answer."""
-    said = said_in_error_body(_text_of(answer))
-    if said:
-        return said if len(said) <= _LONGEST_WORDS else f"{said[:_LONGEST_WORDS]}…"
+def _excerpt_of(answer: httpx.Response) -> str:
+    """The beginning of an answer that does not look like one of a batch size optimization server."""
     if answer.is_redirect:
         where = _without_secret_parts(answer.headers.get("location", ""))
         return f"redirected to {where}; set server_url or {SERVER_URL_VARIABLE} to the server's final address"
     excerpt = " ".join(_text_of(answer).split())[:_EXCERPT_LENGTH] or "no text"
     return f"{answer.reason_phrase}: {excerpt}. Is this a batch size optimization server? Check server_url"
+
+
+def _error_body(answer: httpx.Response) -> dict[str, Any]:
+    """The body of an error, empty if it is no JSON object."""
+    try:
+        body = json.loads(_text_of(answer))
+    except (ValueError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _said_in(body: dict[str, Any]) -> str:
+    """The message in an error's body, and the fields at fault that it does not name; empty in any other body.
+
+    Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and the framework under it
+    ``{"detail": …}`` with a text or with a list of the fields at fault.
+    """
+    texts = (body.get("message"), body.get("detail"))
+    message = next((text for text in texts if isinstance(text, str) and text), "")
+    ours, frameworks = body.get("errors"), body.get("detail")
+    fields: list[tuple[str, str]] = []
+    if isinstance(ours, list):
+        fields = [(str(item.get("field")), str(item.get("message"))) for item in ours if isinstance(item, dict)]
+    elif isinstance(frameworks, list):
+        fields = [(_dotted(item.get("loc")), str(item.get("msg"))) for item in frameworks if isinstance(item, dict)]
+    told = [f"{field}: {problem}" for field, problem in fields if not problem or problem not in message]
+    said = "; ".join(part for part in [message, *told] if part)
+    return said if len(said) <= _LONGEST_WORDS else f"{said[:_LONGEST_WORDS]}…"
+
+
+def _dotted(location: object) -> str:
+    """Return ``["body", "eta_knob"]`` as ``eta_knob``."""
+    parts = location if isinstance(location, list) else [location]
+    return ".".join(str(part) for part in parts if part not in ("body", "query"))
 
 
 def _text_of(answer: httpx.Response) -> str:

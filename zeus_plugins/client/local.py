@@ -1,11 +1,11 @@
 """`ServerPort` in the training's own process, on a SQLite file: what a training without a server URL uses.
 
 What a server does is a plain function over a transaction (`bso_server.service.commands`), which runs in the thread that
-asks; docs/architecture.md says what follows from that. SQLite must not be carried into a forked child
+asks; docs/internals.md says what follows from that. SQLite must not be carried into a forked child
 (https://www.sqlite.org/howtocorrupt.html, 2.6), so the connection to a file is closed before each `os.fork`.
 
-The only module of this package that imports `bso_server`, but for its pure policies in `zeus_plugins.master.policy`; it
-needs the extra ``server``.
+The only module of this package that imports `bso_server`, but for its pure policies in
+`zeus_plugins.master.optimizers`; it needs the extra ``server``.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from bso_server.core.access import UNRESTRICTED
-from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.errors import STATUS_OF, BsoError, DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.service import reading
 from bso_server.service.commands import Commands, with_job_id
 from bso_server.service.reports import ReportBatch
-from bso_server.service.statuses import STATUS_OF
 from bso_server.settings import Settings, problems, variable_of
-from bso_server.storage.database import SqliteFile, open_sqlite_file
-from bso_server.storage.store import SyncStore
+from bso_server.storage.database import open_sqlite_file
+from bso_server.storage.sqlite import SqliteFile, SyncStore
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.client._job_report import JobReport
-from zeus_plugins.client._refusals import error_of
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     EMBEDDED,
     SERVER_URL_VARIABLE,
+    JobReport,
     Retries,
     ServerPort,
+    error_of,
 )
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
+    CreatedJob,
     Ending,
     Explanation,
     Heartbeat,
     HeartbeatResponse,
     JobList,
-    JobRegistration,
+    JobSpecFromClient,
     JobView,
     OfflineTrial,
     PowerLimitChoice,
@@ -99,7 +100,7 @@ class LocalServer(ServerPort):
 
     @property
     def server_url(self) -> str:
-        """The same for every training on this file."""
+        """The URL that every training on this file has: ``embedded://`` and the file's path."""
         return f"{EMBEDDED}//{self._path.as_posix()}"
 
     @property
@@ -116,32 +117,39 @@ class LocalServer(ServerPort):
         """Close the connection to the file; others of this process that need it open it again."""
         _files.close(self._path)
 
-    def register(self, job: JobRegistration) -> JobRegistration:
+    def register(self, job: JobSpecFromClient) -> CreatedJob:
         """See `ServerPort.register`."""
-        registration = with_job_id(self._checked(job))
+        try:
+            registration = with_job_id(job)
+        except ValidationError as error:  # A copy of a valid job with other values need not be valid.
+            said = [
+                f"{'.'.join(map(str, line['loc'])) or 'job'}: {line['msg'].removeprefix('Value error, ')}"
+                for line in error.errors()
+            ]
+            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(said)) from None
         known = self._read("registration", lambda transaction: self._commands.registered(transaction, registration))
         if known is not None:
             return known
         return self._write("registration", lambda transaction: self._commands.register(transaction, registration))[0]
 
-    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """See `ServerPort.suggest`."""
+    def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
+        """See `ServerPort.request_trial`."""
         key = key or secrets.token_hex(16)
-        return self._write("suggestion", lambda transaction: self._commands.suggest(transaction, job_id, key))
+        return self._write("suggestion", lambda transaction: self._commands.begin_trial(transaction, job_id, key))
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
         """See `ServerPort.record_offline`."""
         return self._write("offline trial", lambda transaction: self._commands.record_offline(transaction, trial, key))
 
-    def report(self, result: TrainingResult) -> ReportResponse:
-        """See `ServerPort.report`."""
+    def send_report(self, result: TrainingResult) -> ReportResponse:
+        """See `ServerPort.send_report`."""
         sent = TrainingResult(**dict(result))  # each field told, as over HTTP
 
         def report(transaction: Transaction) -> ReportResponse:
-            (answer,) = ReportBatch(transaction, [(sent, UNRESTRICTED)], self._commands.moment()).take()
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            (outcome,) = ReportBatch(transaction, [(sent, UNRESTRICTED)], self._commands.moment()).take()
+            if not isinstance(outcome, ReportResponse):
+                raise outcome if isinstance(outcome, Exception) else AssertionError("a report waits for its rows")
+            return outcome
 
         return self._write("report", report)
 
@@ -166,15 +174,11 @@ class LocalServer(ServerPort):
 
     def list_jobs(self) -> JobList:
         """List all jobs."""
-        from bso_server.service.queries import list_jobs
-
-        return self._read("list of jobs", partial(list_jobs, limit=None))
+        return self._read("list of jobs", partial(reading.list_jobs, limit=None))
 
     def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
         """The reason for a trial's batch size; without one, what would be chosen next."""
-        from bso_server.service.queries import explain
-
-        return self._read("explanation", lambda transaction: explain(transaction, job_id, trial_number))
+        return self._read("explanation", lambda transaction: reading.explain(transaction, job_id, trial_number))
 
     def job_report(self, job_id: str) -> JobReport:
         """The job's page in one file, which a notebook shows where a cell ends with it; made in this process.
@@ -184,9 +188,9 @@ class LocalServer(ServerPort):
             ZeusBSORuntimeError: No such job (404).
         """
         try:
-            from bso_server.service.page_views import Tariff
             from bso_server.service.pages import Pages
-            from bso_server.ui.pages import report_page
+            from bso_server.service.views import Tariff
+            from bso_server.ui.html import report_page
 
             pages = Pages(Tariff.model_validate(self._settings, from_attributes=True))
             page = self._read("report", lambda transaction: pages.report(transaction, job_id))
@@ -198,9 +202,7 @@ class LocalServer(ServerPort):
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
         """See `ServerPort.show_job`."""
-        from bso_server.service.queries import show_job
-
-        return self._read("job", lambda transaction: show_job(transaction, job_id, limit=limit))
+        return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
         return self._asked(request, lambda store: store.write(work, timeout_s=self._timeout_s))
@@ -238,17 +240,6 @@ class LocalServer(ServerPort):
             reason=reason,
         )
 
-    def _checked(self, job: JobRegistration) -> JobRegistration:
-        """The job if it is valid: a copy of a valid one with other values need not be."""
-        try:
-            return JobRegistration.model_validate(job.model_dump())
-        except ValidationError as error:
-            said = [
-                f"{'.'.join(map(str, line['loc'])) or 'job'}: {line['msg'].removeprefix('Value error, ')}"
-                for line in error.errors()
-            ]
-            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(said)) from None
-
 
 class _Files:
     """The files that this process has opened, and the lock that keeps their transactions and forks apart."""
@@ -264,10 +255,10 @@ class _Files:
             if path not in self._stores:
                 self._stores[path] = SyncStore(_opened(settings), self._lock)
                 url = _database_url(path)
+                option = "" if url == Settings().database_url else f" --database-url '{url}'"
                 _logger.info(
-                    "the batch size optimization server runs in this process, on %s; look at it with: bso-server jobs "
-                    "list%s",
-                    *(path, "" if url == Settings().database_url else f" --database-url '{url}'"),
+                    f"the batch size optimization server runs in this process, on {path}; look at it with: bso-server "
+                    f"jobs list{option}"
                 )
             return self._stores[path]
 
@@ -294,10 +285,9 @@ def _settings_of(server_url: str) -> tuple[Settings, Path]:
     stated = server_url.removeprefix(EMBEDDED).removeprefix("//")
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
-    except ValidationError as error:
-        raise ZeusBSOConfigError(f"wrong setting of the server in this process: {problems(error)}") from None
     except ValueError as error:
-        raise ZeusBSOConfigError(f"wrong setting of the server in this process: {error}") from None
+        problem = problems(error) if isinstance(error, ValidationError) else error
+        raise ZeusBSOConfigError(f"wrong setting of the server in this process: {problem}") from None
     path = _opened(settings).path.absolute()
     return settings.model_copy(update={"database_url": _database_url(path)}), path
 

@@ -14,28 +14,16 @@ import hashlib
 import json
 import os
 import re
-import sys
-import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from zeus_plugins.client import _files
-from zeus_plugins.protocol import (
-    Ending,
-    Evaluation,
-    JobRegistration,
-    PowerLimitChoice,
-    TrialId,
-    TrialState,
-    WireMessage,
-)
-from zeus_plugins.training import environment
+from zeus_plugins import files
+from zeus_plugins.protocol import CreatedJob, Ending, Evaluation, PowerLimitChoice, TrialId, TrialState, WireMessage
 
 _SUFFIX = ".jsonl"
 _REFUSED_SUFFIX = ".refused"
@@ -49,14 +37,14 @@ _LARGEST_FILE_BYTES = 64 * 2**20
 _RANKS_ASKED = 8
 
 Item = Evaluation | Ending | PowerLimitChoice
-"""What can wait: where a trial stood, how it ended, and what it found out of its power limits."""
+"""A thing that can wait: where a trial stood, how it ended, or what it found out of its power limits."""
 
 
 class OutboxFileError(Exception):
     """A file of the outbox cannot be read as one."""
 
 
-OutboxFileBusyError = _files.FileBusyError
+OutboxFileBusyError = files.FileBusyError
 """Another process writes the file or delivers from it."""
 
 
@@ -64,7 +52,7 @@ class OutboxHeader(WireMessage):
     """The first line of a file: the job, the trial and the server that its results belong to.
 
     Attributes:
-        registration: The job on its hardware, with its `job_id`.
+        registration: The job on its hardware.
         guessed: Fields of the job that a registration under its id overrides.
         trial: None for one that began while the server was away.
         key: By which such a trial is recorded, once; None for any other.
@@ -73,15 +61,15 @@ class OutboxHeader(WireMessage):
     format: Literal["zeus-outbox"] = "zeus-outbox"
     version: Literal[1] = 1
     server_url: str
-    registration: JobRegistration
+    registration: CreatedJob
     batch_size: int
     guessed: tuple[str, ...] = ()
     trial: TrialId | None = None
     key: str | None = None
 
     def file_name(self, copy: int = 0) -> str:
-        """The same for the same trial of the same server and the same `copy`, and fit for every file system."""
-        job_id = self.registration.job_id or ""
+        """Return one name for the same trial of the same server and the same `copy`, fit for every file system."""
+        job_id = self.registration.job_id
         which = self.key if self.key is not None else (self.trial.trial_number if self.trial else None)
         digest = hashlib.sha256(json.dumps([self.server_url, job_id, which]).encode()).hexdigest()[:16]
         readable = "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in job_id[:_NAME_LENGTH])
@@ -102,39 +90,54 @@ class _Line(WireMessage):
     resumes: bool = False
 
 
-@dataclass(frozen=True)
-class _Waiting:
+def _line_of(item: Item) -> _Line:
+    match item:
+        case Evaluation():
+            return _Line(evaluation=item)
+        case Ending():
+            return _Line(ending=item)
+        case PowerLimitChoice():
+            return _Line(power_limits=item)
+
+
+class _Waiting(NamedTuple):
     """An item and, once it is on the disk, its number among the items of the file."""
 
     item: Item
-    number: int | None = None
+    number: int | None
 
 
 class OutboxFile:
-    """One open and locked file of the outbox; not for several threads at once. `Outbox` opens it.
+    """A trial's results that wait, in one open and locked file; not for several threads at once.
 
-    Without a file, what is put in is kept in memory alone. `trial` is None while the server has not recorded it; while
-    the box `resumes`, the trial is to be taken over from an earlier run of the training before anything is delivered;
-    `latest` is the last evaluation that was put in, delivered or not. Lines that cannot be read hold up no other: there
-    are `damaged_lines` of them, and the file is set aside with them once nothing else in it waits.
+    They are in memory alone until `Outbox` opens the file, and again after `close`. `trial` is None while the server
+    has not recorded it; while the file `resumes`, the trial is to be taken over from an earlier run of the training
+    before anything is delivered; `latest` is the last evaluation that was put in, delivered or not. Lines that cannot
+    be read hold up no other: there are `damaged_lines` of them, and the file is set aside with them once nothing else
+    in it waits.
     """
 
-    def __init__(self, path: Path, file: IO[bytes] | None, sender: OutboxHeader) -> None:
-        self.path = path
-        self._file = file
+    def __init__(self, sender: OutboxHeader, *, resumes: bool = False) -> None:
         self.sender = sender
+        self.path = Path(sender.file_name())
         self.trial = sender.trial
-        self.resumes = False
+        self.resumes = resumes
+        self.damaged_lines = 0
+        self.latest: Evaluation | None = None
+        self._file: IO[bytes] | None = None
         # Those on the disk come first.
         self._waiting: deque[_Waiting] = deque()
         self._written = 0
-        self.damaged_lines = 0
-        self.latest: Evaluation | None = None
 
     @property
     def is_on_disk(self) -> bool:
-        """Whether there is a file, open, and not only this process's memory."""
+        """True if the file is open, and not all in this process's memory alone."""
         return self._file is not None
+
+    @property
+    def is_delivered(self) -> bool:
+        """True if the server knows the trial and nothing waits."""
+        return self.trial is not None and not self.resumes and not self._waiting
 
     @property
     def first(self) -> Item | None:
@@ -143,7 +146,7 @@ class OutboxFile:
 
     @property
     def has_ending(self) -> bool:
-        """Whether the last thing to be delivered, but for power limits, is how the training ended."""
+        """True if the last item, but for power limits, is how the training ended."""
         others = (it.item for it in reversed(self._waiting) if not isinstance(it.item, PowerLimitChoice))
         return isinstance(next(others, None), Ending)
 
@@ -157,8 +160,8 @@ class OutboxFile:
         return len(self._waiting)
 
     def put(self, item: Item) -> None:
-        """Add something to be delivered, on the disk; where that raises, it is still delivered by this process."""
-        self._take_in(item)
+        """Add something to be delivered, on the disk; if that raises, this process still delivers it."""
+        self._take_in(item, None)
         self.keep()
 
     def keep(self) -> None:
@@ -169,15 +172,15 @@ class OutboxFile:
                 self._waiting[index] = _Waiting(waiting.item, self._written)
 
     def true_ending(self, ending: Ending) -> Ending:
-        """The end of the training: not as this process takes it if memory ran out on another of its ranks."""
+        """Return the end of the training, which differs from this process's if memory ran out on another rank."""
         if ending.outcome not in (TrialState.FAILED, TrialState.SUSPENDED):
             return ending
         for copy in range(_RANKS_ASKED):
             path = self.path.with_name(self.sender.file_name(copy))
             # The rank that wrote it may still have it locked.
-            with contextlib.suppress(OSError, ValueError, IndexError, _files.ForeignFileError):  # empty, too
+            with contextlib.suppress(OSError, ValueError, IndexError, files.ForeignFileError):  # empty, too
                 if path != self.path:
-                    with _files.open_own(path) as file:
+                    with files.open_own(path) as file:
                         last = _Line.model_validate_json(file.read(_LARGEST_FILE_BYTES).splitlines()[-1:][0]).ending
                     if last is not None and last.outcome is TrialState.INFEASIBLE:
                         return last
@@ -191,8 +194,8 @@ class OutboxFile:
             self._write(_Line(trial=trial, resumes=True) if resumes else _Line(trial=trial))
 
     def drop_first(self) -> None:
-        """Note that the first item was delivered."""
-        number = self._waiting.popleft().number
+        """Note that the first item was delivered, unless the box was refused meanwhile."""
+        number = self._waiting.popleft().number if self._waiting else None
         if number is None:
             return
         # Without the note it is delivered again, which the server bears.
@@ -214,7 +217,7 @@ class OutboxFile:
         aside: Path | None = None
         # Somebody may have removed it, or taken the right to its directory.
         with contextlib.suppress(OSError):
-            aside = _files.set_aside(self.path, _REFUSED_SUFFIX) if self._file is not None else None
+            aside = files.set_aside(self.path, _REFUSED_SUFFIX) if self._file is not None else None
         self._waiting.clear()
         self._release()
         return aside
@@ -223,17 +226,22 @@ class OutboxFile:
         """Let others have the file. It is removed if nothing in it waits; where it is now if it was set aside."""
         aside: Path | None = None
         if self._file is not None and not self._waiting:
-            # What stays is found to be delivered already.
+            # If the file cannot be removed, its next reader finds everything delivered.
             with contextlib.suppress(OSError):
                 if self.damaged_lines:
-                    aside = _files.set_aside(self.path, _DAMAGED_SUFFIX)
+                    aside = files.set_aside(self.path, _DAMAGED_SUFFIX)
                 else:
                     self.path.unlink()
         self._release()
         return aside
 
+    def _release(self) -> None:
+        if self._file is not None:
+            files.close(self._file)
+            self._file = None
+
     def _write(self, line: WireMessage) -> bool:
-        """Whether the line is on the disk: there may be no file."""
+        """Put a line on the disk; False if there is no file."""
         if self._file is None:
             return False
         end = self._file.seek(0, os.SEEK_END)
@@ -250,12 +258,35 @@ class OutboxFile:
             raise
         return True
 
-    def _take_in(self, item: Item, number: int | None = None) -> None:
+    def _begin(self, path: Path) -> None:
+        """Begin a new file."""
+        self.path, self._file, self._written, self.damaged_lines = path, files.open_locked(path, create=True), 0, 0
+        try:
+            self._write(self.sender.model_copy(update={"trial": self.trial}))
+            files.sync_directory(path.parent)
+            if self.resumes:
+                self.name(self.trial, resumes=True)
+        except OSError:
+            self.close()
+            raise
+
+    def _continue(self, earlier: OutboxFile) -> None:
+        """Go on with the file of an earlier run, whose items come first."""
+        self.path, self._file = earlier.path, earlier._file
+        self._waiting, self._written = earlier._waiting, earlier._written
+        self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
+        trial, resumes = earlier.trial or self.trial, self.resumes or earlier.resumes
+        self.trial, self.resumes = trial, resumes
+        if (trial, resumes) != (earlier.trial, earlier.resumes):
+            self.name(trial, resumes=resumes)
+
+    def _take_in(self, item: Item, number: int | None) -> None:
         self._waiting.append(_Waiting(item, number))
         if isinstance(item, Evaluation):
             self.latest = item
 
-    def _read(self, lines: Iterable[bytes]) -> None:
+    def _read(self, file: IO[bytes], lines: Iterable[bytes]) -> None:
+        self._file = file
         for text in lines:
             try:
                 line = _Line.model_validate_json(text)
@@ -275,21 +306,6 @@ class OutboxFile:
                 self._written += 1
                 self.damaged_lines += 1
 
-    def _release(self) -> None:
-        if self._file is not None:
-            _files.close(self._file)
-            self._file = None
-
-
-def _line_of(item: Item) -> _Line:
-    match item:
-        case Evaluation():
-            return _Line(evaluation=item)
-        case Ending():
-            return _Line(ending=item)
-        case PowerLimitChoice():
-            return _Line(power_limits=item)
-
 
 class Outbox:
     """A directory of results that wait; made when the first one is put into it."""
@@ -298,32 +314,52 @@ class Outbox:
         self.directory = directory
 
     def waiting(self) -> list[Path]:
-        """Files with results that wait, oldest first; the second and further ones of a trial after all first ones."""
+        """Return the files with results that wait, oldest first; further ones of a trial after all first ones."""
         return sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: (bool(_COPY.search(path.name)), *_age(path)))
 
     def refused(self) -> list[Path]:
-        """Files that a server did not want, oldest first."""
+        """Return the files that a server did not want, oldest first."""
         return sorted(self.directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
 
     def damaged(self) -> list[Path]:
-        """Files with lines that could not be read, from which all else was delivered, oldest first."""
+        """Return the files with lines that could not be read, from which all else was delivered, oldest first."""
         return sorted(self.directory.glob(f"*{_DAMAGED_SUFFIX}"), key=_age)
 
     def box(self, sender: OutboxHeader, *, is_first: bool = True) -> OutboxFile:
-        """The trial's file, as an earlier run has left it, or a new one; not the first for who only adds to it."""
-        _files.make_private(self.directory)
+        """Open the trial's file that an earlier run has left, or a new one; see `put_on_disk`."""
+        box = OutboxFile(sender)
+        self.put_on_disk(box, is_first=is_first)
+        return box
+
+    def put_on_disk(self, box: OutboxFile, *, is_first: bool = True) -> None:
+        """Give a box in which nothing waits yet its file: one that an earlier run has left, or a new one.
+
+        Args:
+            box: The box.
+            is_first: Whether the trial's first file will do; False for a process that only adds to it.
+
+        Raises:
+            OSError: The file or the directory cannot be written, or is another user's.
+        """
+        files.make_private(self.directory)
         for copy in count(0 if is_first else 1):
-            path = self.directory / sender.file_name(copy)
-            # An earlier run's may be just being delivered.
+            path = self.directory / box.sender.file_name(copy)
+            # Another process may be just delivering an earlier run's file.
             with contextlib.suppress(OutboxFileBusyError):
-                box = self._opened(path, sender)
-                if not _is_of_other_run(box.trial, sender.trial):
-                    return box
-                box.close()
-        raise AssertionError("unreachable: some name is free")
+                try:
+                    earlier = self.open(path)
+                except (FileNotFoundError, OutboxFileError) as error:
+                    if isinstance(error, OutboxFileError):
+                        files.set_aside(path, _REFUSED_SUFFIX)
+                    box._begin(path)
+                    return
+                if not _is_of_other_run(earlier.trial, box.trial):
+                    box._continue(earlier)
+                    return
+                earlier.close()
 
     def latest(self, sender: OutboxHeader) -> Evaluation | None:
-        """The trial's last evaluation that an earlier run has left, or None."""
+        """Return the trial's last evaluation that an earlier run has left, or None."""
         try:
             box = self.open(self.directory / sender.file_name())
         except (OutboxFileBusyError, OutboxFileError, OSError):
@@ -332,47 +368,32 @@ class Outbox:
         box.close()
         return latest
 
-    def _opened(self, path: Path, sender: OutboxHeader) -> OutboxFile:
-        try:
-            return self.open(path)
-        except FileNotFoundError:
-            pass
-        except OutboxFileError:
-            _files.set_aside(path, _REFUSED_SUFFIX)
-        box = OutboxFile(path, _files.open_locked(path, create=True), sender)
-        try:
-            box._write(sender)
-            _files.sync_directory(self.directory)
-        except OSError:
-            box.close()
-            raise
-        return box
-
     def open(self, path: Path) -> OutboxFile:
         """Open one of the files that wait.
 
         Raises:
             OutboxFileBusyError: Another process has it.
-            OutboxFileError: It is none, or from another version; it is left as it is.
+            OutboxFileError: It is no such file; it is left as it is.
             FileNotFoundError: Its last result was delivered meanwhile.
         """
         try:
-            file = _files.open_locked(path)
-        except _files.ForeignFileError as error:
+            file = files.open_locked(path)
+        except files.ForeignFileError as error:
             raise OutboxFileError(f"{error}: nothing is delivered from it") from None
         try:
             if os.fstat(file.fileno()).st_size > _LARGEST_FILE_BYTES:
                 raise OutboxFileError(f"{path} is too large for a file of results that wait for a server")
             # The last line, without an end, is of a process that died while it wrote.
             first, *lines = file.read().split(b"\n")
-            box = OutboxFile(path, file, OutboxHeader.model_validate_json(first if lines else b""))
-            box._read(lines[:-1])
+            box = OutboxFile(OutboxHeader.model_validate_json(first if lines else b""))
+            box.path = path
+            box._read(file, lines[:-1])
             file.truncate(sum(len(line) + 1 for line in (first, *lines[:-1])))
         except ValidationError as error:
-            _files.close(file)
+            files.close(file)
             raise OutboxFileError(f"{path} is no file of results that wait for a server: {error}") from None
         except (OSError, OutboxFileError):
-            _files.close(file)
+            files.close(file)
             raise
         return box
 
@@ -385,37 +406,13 @@ def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
     return len(epochs - {None}) > 1 or len(registrations - {None}) > 1
 
 
-def state_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """The directory of waiting results: ``ZEUS_STATE_DIR``, else ``zeus-plugins`` in the platform's place for state."""
-    stated = environment.STATE_DIRECTORY.text(environ)
-    if stated:
-        return Path(stated)
-    try:
-        home = Path.home()
-    except RuntimeError:  # A container's user without a name or a HOME. Others share the place for temporary files.
-        if sys.platform != "win32":
-            return Path(environment.XDG_STATE_HOME.text(environ) or _temporary()) / "zeus-plugins"
-        home = Path(tempfile.gettempdir())
-    if sys.platform == "win32":
-        base = Path(environment.LOCALAPPDATA.text(environ) or home / "AppData" / "Local")
-    elif sys.platform == "darwin":
-        base = home / "Library" / "Application Support"
-    else:
-        base = Path(environment.XDG_STATE_HOME.text(environ) or home / ".local" / "state")
-    return base / "zeus-plugins"
-
-
 def default_outbox(environ: Mapping[str, str] | None = None) -> Outbox:
-    """The outbox in `state_directory`."""
-    return Outbox(state_directory(environ) / "outbox")
+    """Return the outbox in this user's directory for state."""
+    return Outbox(files.state_directory(environ) / "outbox")
 
 
 def _age(path: Path) -> tuple[float, str]:
     try:
         return path.stat().st_mtime, path.name
-    except OSError:  # Removed meanwhile, or out of reach; opening it tells.
+    except OSError:  # If it was removed meanwhile or is out of reach, opening it tells.
         return 0.0, path.name
-
-
-def _temporary() -> Path:
-    return Path(tempfile.gettempdir()) / f"user-{os.geteuid()}"

@@ -1,20 +1,25 @@
 """`ServerPort`: what a training asks of a batch size optimization server, wherever that runs.
 
 There are two: `zeus_plugins.client.http.BsoClient` speaks HTTP, and `zeus_plugins.client.local.LocalServer` is the
-server in the training's own process. `tests/test_server_port.py` holds both to what is said here.
+server in the training's own process. `tests/client/test_server_port.py` holds both to what is said here.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
+from zeus_plugins import environment
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
 from zeus_plugins.protocol import (
+    CreatedJob,
     Ending,
     HeartbeatResponse,
-    JobRegistration,
+    JobSpecFromClient,
     JobView,
     OfflineTrial,
     PowerLimitChoice,
@@ -23,7 +28,6 @@ from zeus_plugins.protocol import (
     TrialDispatch,
     TrialId,
 )
-from zeus_plugins.training import environment
 
 SERVER_URL_VARIABLE = environment.SERVER_URL.name
 TOKEN_VARIABLE = environment.TOKEN.name
@@ -105,13 +109,13 @@ class ServerPort(Protocol):
     ) -> None:
         self.close()
 
-    def register(self, job: JobRegistration) -> JobRegistration:
+    def register(self, job: JobSpecFromClient) -> CreatedJob:
         """Register a job, or find it again when it is there with the same configuration.
 
         A job without a `job_id` gets a new one each time: whoever repeats the call sends the job that was answered.
 
         Returns:
-            The job as the server keeps it, with its `job_id`.
+            The job as the server keeps it.
 
         Raises:
             ZeusBSOConfigError: It is there with another configuration (409), or invalid (422).
@@ -128,7 +132,7 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such job (404).
         """
 
-    def suggest(self, job_id: str, key: str | None = None) -> TrialDispatch:
+    def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job; the answer says its global batch size.
 
         However often it is asked for with the same key, printable ASCII, it is one trial; a Zeus server starts one each
@@ -142,7 +146,7 @@ class ServerPort(Protocol):
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
         """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
 
-        The key is one as in `suggest`; its trial may have ended meanwhile.
+        The key is one as in `request_trial`; its trial may have ended meanwhile.
 
         Returns:
             The trial with its number.
@@ -152,7 +156,7 @@ class ServerPort(Protocol):
             ZeusBSOConfigError: The job has no such batch size, or the key's trial has another one (422).
         """
 
-    def report(self, result: TrainingResult) -> ReportResponse:
+    def send_report(self, result: TrainingResult) -> ReportResponse:
         """Report an evaluation of a running trial; the server hears of it as long as the answer does not say stop.
 
         The same report again gets the same answer again. A report of a trial that was given up brings it back.
@@ -203,3 +207,63 @@ class ServerPort(Protocol):
             ZeusBSORuntimeError: No such trial (404).
             ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
         """
+
+
+def error_of(
+    status: int,
+    text: str,
+    *,
+    server_url: str,
+    request: str,
+    is_registration: bool,
+    is_foreign: bool = False,
+    reason: str | None = None,
+) -> ZeusBSOError:
+    """The error that a refusal becomes, by its HTTP status or the one that it would have over HTTP.
+
+    A conflict is one of configurations if the request, told in words, was to register a job. A foreign answer is one
+    that does not look like that of a batch size optimization server.
+    """
+    if status == 401:
+        return ZeusBSOTokenError(
+            f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "
+            f"{TOKEN_VARIABLE}",
+            status=status,
+        )
+    if status == 403:
+        return ZeusBSOTokenError(
+            f"the server at {server_url} does not allow that ({status}): {text}. The token is what token= or "
+            f"{TOKEN_VARIABLE} says",
+            status=status,
+        )
+    if status == 422 or (status == 409 and is_registration):
+        return ZeusBSOConfigError(f"the server at {server_url} refuses the job ({status}): {text}", status=status)
+    return ZeusBSORuntimeError(
+        f"{request} failed ({status}): {text}", status=status, is_foreign=is_foreign, reason=reason
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """A job's page in one file, without scripts and requests: shown in a notebook, or written to be sent.
+
+    Attributes:
+        job_id: The job.
+        html: The file, a whole document.
+    """
+
+    job_id: str
+    html: str = field(repr=False)
+
+    def save(self, file: str | Path) -> Path:
+        """Write it to a file, whose path is returned."""
+        path = Path(file)
+        path.write_text(self.html, "utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        # A frame of its own: the page's style must not become the notebook's, and nothing in it may run.
+        return (
+            f'<iframe title="Report of {escape(self.job_id)}" srcdoc="{escape(self.html)}" sandbox="" '
+            'width="100%" height="900" style="border: 0"></iframe>'
+        )

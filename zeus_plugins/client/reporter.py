@@ -1,7 +1,7 @@
 """One trial's line to the server: its results arrive at once or, while the server is away, later.
 
 `TrialReporter` is what keeps a server's troubles out of a training. While the server is away it answers in its place,
-by the stop rule that came with the trial, and puts the results into the outbox. A thread of its own sends heartbeats,
+by the stop rule that came with the trial, and puts the results into the outbox. Its `_DeliveryThread` sends heartbeats,
 and delivers what waits as soon as the server is back.
 """
 
@@ -11,16 +11,17 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
+from enum import Enum, auto
 
-from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal, recorded, taken_over
+from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.errors import ZeusBSOError
 from zeus_plugins.protocol import (
     FINAL,
+    CreatedJob,
     Ending,
     Evaluation,
-    JobRegistration,
     PowerLimitChoice,
     ReportResponse,
     StopRule,
@@ -31,16 +32,27 @@ from zeus_plugins.protocol import (
 _logger = logging.getLogger("zeus_plugins")
 
 # Between heartbeats until the server says how many are wanted, and between attempts to reach one that is away.
-_INTERVAL_S = 30.0
+_INTERVAL_S = 60.0
 _FIRST_RETRY_S = 1.0
 
 
 def judged_without_server(
-    job: JobRegistration, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None
+    job: CreatedJob, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None
 ) -> ReportResponse:
-    """The verdict that the server would give by this rule; without a cost so far, its bound does not apply."""
+    """Return the verdict that the server would give by this rule; without a cost so far, its bound does not apply."""
     verdict = ReportResponse.of(rule.judge(job, metric=metric, epochs=epochs, cost_j=cost_j))
     return verdict.model_copy(update={"message": f"{verdict.message} (judged without the server)"})
+
+
+class _State(Enum):
+    """The way of a trial's results to the server."""
+
+    DIRECT = auto()
+    """The server has the trial and all its results: each result is sent at once."""
+    AWAY = auto()
+    """Results wait in the box, or the trial is still to be recorded or taken over: the thread sees to both."""
+    REFUSED = auto()
+    """The server does not want the trial: nothing more is sent."""
 
 
 class TrialReporter:
@@ -61,46 +73,38 @@ class TrialReporter:
         takes_heartbeats: bool,
         resumes: bool = False,
     ) -> None:
+        self.sender = sender
         self._client = client
         self._outbox = outbox
-        self._sender = sender
-        self.job = sender.registration
-        self._rule = rule
         self._takes_heartbeats = takes_heartbeats
-        self._trial = sender.trial
-        # While it does, everything goes through the box: the trial is still to be taken over from an earlier run.
-        self._resumes = resumes
-        self._box: OutboxFile | None = None
-        # What the thread is to send next.
-        self._power_limits: PowerLimitChoice | None = None
-        self._verdict: ReportResponse | None = None
-        self._is_refused = False
         self._warned: set[str] = set()
-        # Of the fields above, and of the box.
+        # Guards the fields below and the box.
         self._lock = threading.RLock()
-        self._wake = threading.Event()
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._is_thread_through = True
-        self._is_left_to_thread = False
-        self._is_ended = False
+        self._rule = rule
+        self._box = OutboxFile(sender, resumes=resumes)
+        self._state = _State.DIRECT if self._box.is_delivered else _State.AWAY
+        # The server's last word, if it came with a result that was delivered later.
+        self._verdict: ReportResponse | None = None
+        # To be sent by the thread.
+        self._power_limits: PowerLimitChoice | None = None
+        self._thread = _DeliveryThread(self._beat_and_deliver)
+
+    @property
+    def job(self) -> CreatedJob:
+        """The trial's job, on its hardware."""
+        return self.sender.registration
 
     @property
     def trial(self) -> TrialId | None:
         """The trial, or None while the server has not recorded it."""
         with self._lock:
-            return self._trial
-
-    @property
-    def sender(self) -> OutboxHeader:
-        """The trial to which waiting results belong."""
-        return self._sender
+            return self._box.trial
 
     @property
     def is_away(self) -> bool:
-        """True if results wait for the server, or it refuses them; or it has not heard that this run resumes."""
+        """True if the server does not have all results, or refuses them; or it has not heard that this run resumes."""
         with self._lock:
-            return self._box is not None or self._is_refused or self._resumes
+            return self._state is not _State.DIRECT
 
     @property
     def rule(self) -> StopRule:
@@ -115,20 +119,20 @@ class TrialReporter:
     def start(self) -> None:
         """Begin to send heartbeats, if the server takes them."""
         if self._takes_heartbeats:
-            self._start_thread()
+            self._thread.start()
 
-    def report(self, evaluation: Evaluation) -> ReportResponse:
+    def report_evaluation(self, evaluation: Evaluation) -> ReportResponse:
         """Report an evaluation: the server's verdict, or that of its rule while it is away.
 
         An evaluation that says by which rule it was judged keeps that one while it waits.
         """
         with self._lock:
-            if self._verdict is not None:  # It came with what was delivered later.
+            if self._verdict is not None:
                 return self._verdict
-            trial = None if self.is_away else self._trial
+            trial = self._box.trial if self._state is _State.DIRECT else None
         if trial is not None:
             try:
-                verdict = self._client.report(TrainingResult(**trial.model_dump(), **evaluation.model_dump()))
+                verdict = self._client.send_report(TrainingResult(**trial.model_dump(), **evaluation.model_dump()))
             except Exception as error:
                 self._notice(error)
             except BaseException:
@@ -152,103 +156,74 @@ class TrialReporter:
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
         """Have the thread send the trial's power limits, now or later: no step of a training waits for a server."""
         with self._lock:
-            if self._is_refused:
+            if self._state is _State.REFUSED:
                 return
             self._power_limits = choice
-        self._start_thread()
-        self._wake.set()
+        self._thread.start()
 
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
-        """The verdict on a training whose cost is no longer known: the target and `max_epochs` remain."""
+        """Judge a training whose cost is no longer known: the target and `max_epochs` remain."""
         return judged_without_server(self.job, self.rule, metric=metric, epochs=epoch, cost_j=None)
 
     def end(self, ending: Ending | None = None) -> None:
         """End the line, after one last attempt to deliver what waits; without an ending, a verdict ended the trial."""
-        if self._is_ended:
+        if self._thread.stopped.is_set():
             return
-        self._is_ended = True
-        self._stopped.set()
+        self._thread.stop()
         if ending is not None:
             # First to the disk: whoever ends the training may not have the patience for a server.
             self._keep(ending)
-        if self._stop_thread():
+        is_through = self._thread.join(self._client.timeout_s + 1, otherwise=self._close_box)
+        if is_through:
             try:
                 with self._client.with_retries(NO_RETRIES) as client:
-                    self._send_power_limits(client)
                     self._deliver(client, is_stopped=lambda: False)
             except Exception as error:
                 self._notice(error)
         with self._lock:
             self._tell_what_waits()
-            self._is_left_to_thread = not self._is_thread_through
-            if not self._is_left_to_thread:
+            if is_through:
                 self._close_box()
 
     def _tell_what_waits(self) -> None:
-        box, url = self._box, self._client.server_url
-        if box is None or not len(box):
-            return
+        box, job_id, url = self._box, self.job.job_id, self._client.server_url
         with contextlib.suppress(OSError):  # There may be room again.
             box.keep()
-        kept, lost = box.kept, len(box) - box.kept
-        if kept:
+        if box.kept:
             _logger.warning(
-                "%d results of job %s wait in %s until the server at %s takes them: the next training on this machine "
-                "delivers them, or: zeus-plugins sync",
-                *(kept, self.job.job_id, box.path, url),
+                f"{box.kept} results of job {job_id} wait in {box.path} until the server at {url} takes them: the next "
+                "training on this machine delivers them, or: zeus-plugins sync"
             )
-        if lost:
+        if len(box) > box.kept:
             _logger.warning(
-                "%d results of job %s are lost: the server at %s is away, and they could not be written to %s",
-                *(lost, self.job.job_id, url, self._outbox.directory),
+                f"{len(box) - box.kept} results of job {job_id} are lost: the server at {url} is away, and they could "
+                f"not be written to {self._outbox.directory}"
             )
 
     def _close_box(self) -> None:
-        if self._box is not None:
+        with self._lock:
             self._box.close()
-            self._box = None
-
-    def _start_thread(self) -> None:
-        if self._thread is None and not self._stopped.is_set():
-            self._is_thread_through = False
-            self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
-            self._thread.start()
-
-    def _stop_thread(self) -> bool:
-        """Whether it has stopped. Where it hangs in a request, it lets the box go once it is through."""
-        self._stopped.set()
-        self._wake.set()
-        if self._thread is None:
-            return True
-        self._thread.join(self._client.timeout_s + 1)
-        return not self._thread.is_alive()
 
     def _keep(self, item: Item) -> None:
-        """Put something into the outbox; from then on everything goes there until the server is back."""
+        """Put something into the box; from then on everything goes there until the server is back."""
         with self._lock:
-            if self._is_refused:
+            if self._state is _State.REFUSED:
                 return
-            # As the server knows it by now.
-            sender = self._sender.model_copy(update={"trial": self._trial})
+            self._state = _State.AWAY
             try:
-                if self._box is None:
-                    self._box = self._outbox.box(sender)
-                    known = self._box.trial or self._trial
-                    if self._resumes or known != self._box.trial:
-                        self._box.name(known, resumes=self._resumes)
-                self._box.put(item)
+                try:
+                    # What is in memory alone may be under way to the server, and stays in its place.
+                    if not self._box.is_on_disk and not len(self._box):
+                        self._outbox.put_on_disk(self._box)
+                finally:
+                    self._box.put(item)
             except OSError as error:
                 self._warn(
                     "outbox",
                     f"cannot write to {self._outbox.directory} ({error}): results that wait for the server are lost if "
                     "this process ends before it is back",
                 )
-                if self._box is None:
-                    self._box = OutboxFile(self._outbox.directory / sender.file_name(), None, sender)
-                    self._box.resumes = self._resumes
-                    self._box.put(item)
-        self._start_thread()
-        self._wake.set()
+        self._thread.start()
 
     def _notice(self, error: Exception) -> None:
         """Say once what is wrong; give up a trial that the server does not want."""
@@ -261,10 +236,8 @@ class TrialReporter:
             )
             return
         with self._lock:
-            self._is_refused = True
-            if self._box is not None:
-                self._box.refuse()
-                self._box = None
+            self._state = _State.REFUSED
+            self._box.refuse()
         self._warn(
             cause,
             f"the server refuses this trial: {error}. The training goes on and is judged here, and nothing more of it "
@@ -277,28 +250,19 @@ class TrialReporter:
             self._warned.add(cause)
         _logger.log(level, "%s", message)
 
-    def _run(self) -> None:
-        try:
-            self._beat_and_deliver()
-        finally:
-            with self._lock:
-                self._is_thread_through = True
-                if self._is_left_to_thread:
-                    self._close_box()
-
     def _beat_and_deliver(self) -> None:
-        interval_s, retry_s = _INTERVAL_S, _FIRST_RETRY_S
+        """Send heartbeats and deliver what waits until the thread is stopped."""
+        thread, interval_s, retry_s = self._thread, _INTERVAL_S, _FIRST_RETRY_S
         with self._client.with_retries(NO_RETRIES) as client:
-            while not self._stopped.is_set():
-                self._wake.clear()
+            while not thread.stopped.is_set():
+                thread.woken.clear()
                 try:
-                    self._send_power_limits(client)
-                    self._deliver(client, is_stopped=self._stopped.is_set)
+                    self._deliver(client, is_stopped=thread.stopped.is_set)
                     interval_s = self._beat(client) or interval_s
                 except ZeusBSOError as error:
                     self._notice(error)
                     # Results that come meanwhile wait with the others.
-                    self._stopped.wait(retry_s)
+                    thread.stopped.wait(retry_s)
                     retry_s = min(2 * retry_s, interval_s)
                 except Exception:
                     # Not worth a training: without heartbeats the trial is abandoned, until its next report.
@@ -306,14 +270,31 @@ class TrialReporter:
                     break
                 else:
                     retry_s = _FIRST_RETRY_S
-                    self._wake.wait(interval_s)
+                    thread.woken.wait(interval_s)
+
+    def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
+        """Send power limits that were not sent; have the trial recorded or taken over, and deliver what waits."""
+        self._send_power_limits(client)
+        with self._lock:
+            if self._state is not _State.AWAY:
+                return
+            waiting = len(self._box)
+        verdict = deliver(self._box, client, lock=self._lock, is_stopped=is_stopped)
+        with self._lock:
+            if verdict is not None:
+                self._rule = verdict.stop_rule or self._rule
+                self._verdict = verdict if verdict.stop_train else None
+            if self._state is _State.AWAY and self._box.is_delivered:
+                self._box.close()
+                self._state = _State.DIRECT
+                if waiting:
+                    _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
 
     def _send_power_limits(self, client: ServerPort) -> None:
-        """Send power limits that were not sent; while the server is away, or does not know the trial yet, they wait."""
         with self._lock:
             choice, self._power_limits = self._power_limits, None
-            trial = self._trial
-            if choice is None or self._is_refused:
+            trial = None if self._box.resumes else self._box.trial
+            if choice is None or self._state is _State.REFUSED:
                 return
         if trial is None:
             self._keep(choice)
@@ -324,43 +305,64 @@ class TrialReporter:
             self._keep(choice)
             raise
 
-    def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
-        """Deliver what waits, and have a trial recorded that is not."""
-        with self._lock:
-            box, trial = self._box, self._trial
-            if self._is_refused or (box is None and trial is not None and not self._resumes):
-                return
-        if box is None:
-            trial = trial or recorded(client, self._sender)
-            if self._resumes:
-                trial, _ = taken_over(client, trial)
-            with self._lock:
-                self._trial, self._resumes = trial, False
-                if self._box is not None:  # Something was put in meanwhile.
-                    self._box.name(trial)
-            return
-        waiting = len(box)
-        try:
-            verdict = deliver(box, client, lock=self._lock, is_stopped=is_stopped)
-        finally:
-            with self._lock:
-                self._trial, self._resumes = box.trial, box.resumes
-        with self._lock:
-            if verdict is not None:
-                self._rule = verdict.stop_rule or self._rule
-                self._verdict = verdict if verdict.stop_train else None
-            if not len(box):
-                self._close_box()
-                _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
-
     def _beat(self, client: ServerPort) -> float | None:
         """Send a heartbeat; seconds until the next, or None where none is wanted."""
-        trial = self.trial
-        if trial is None or self._is_refused or not self._takes_heartbeats or self._stopped.is_set():
+        with self._lock:
+            trial = None if self._state is _State.REFUSED else self._box.trial
+        if trial is None or not self._takes_heartbeats or self._thread.stopped.is_set():
             return None
         heard = client.heartbeat(trial)
         self._takes_heartbeats = heard.state not in FINAL
         return heard.interval_s
+
+
+class _DeliveryThread:
+    """A daemon thread that does a reporter's work from its first start until it is `stopped`.
+
+    What is to be done at once sets `woken`.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self.woken, self.stopped = threading.Event(), threading.Event()
+        # Guards the fields below.
+        self._lock = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._at_end: Callable[[], None] | None = None
+
+    def start(self) -> None:
+        """Start it, or wake it if it runs; once it was stopped, do nothing."""
+        with self._lock:
+            if self._thread is None and not self.stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
+                self._thread.start()
+        self.woken.set()
+
+    def stop(self) -> None:
+        """Tell it to stop, and go on."""
+        self.stopped.set()
+        self.woken.set()
+
+    def join(self, timeout_s: float, *, otherwise: Callable[[], None]) -> bool:
+        """Wait until it has stopped; True if it has. `otherwise` it hangs in a request, and does that at its end."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(timeout_s)
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():  # A fork has its parent's threads no more.
+                return True
+            self._at_end = otherwise
+            return False
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        finally:
+            with self._lock:
+                self._thread = None
+                at_end = self._at_end
+            if at_end is not None:
+                at_end()
 
 
 def _cause_of(error: Exception) -> str:

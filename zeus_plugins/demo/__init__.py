@@ -1,1 +1,24 @@
-"""A recurring training that finds its batch size on this machine: what ``zeus-plugins demo`` runs."""
+"""A recurring training that finds its batch size on this machine: what ``zeus-plugins demo`` runs.
+
+The job stands here, apart from its training in `digits`, so that reading it loads no deep-learning framework.
+"""
+
+from __future__ import annotations
+
+from zeus_plugins.protocol import JobSpec
+
+JOB = JobSpec(
+    job_id_prefix="digits",
+    job_id="digits",
+    batch_sizes=(8, 16, 32, 64, 128, 256, 512),
+    default_batch_size=256,
+    target_metric=0.97,
+    max_epochs=60,
+    num_pruning_rounds=1,
+    mab_num_explorations=2,
+    mab_seed=1,
+)
+
+
+FAILED_TRIAL_STATUS = 3
+"""Exit status of a training whose trial ended without reaching the target: launch it again."""

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch import LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
+from zeus_plugins.demo import FAILED_TRIAL_STATUS, JOB
 from zeus_plugins.errors import ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
 from zeus_plugins.protocol import OWN_POLICIES
@@ -24,31 +24,14 @@ from zeus_plugins.protocol import OWN_POLICIES
 Batch = tuple[Tensor, Tensor]
 
 
-class Digits(LightningDataModule):
-    """1,797 grey images of 8 × 8 pixels, a fifth of them for validation.
-
-    Args:
-        batch_size: Images per batch.
-    """
-
-    def __init__(self, batch_size: int) -> None:
-        super().__init__()
-        self.batch_size = batch_size
-
-    def setup(self, stage: str) -> None:  # noqa: ARG002 - Lightning's signature
-        """Load and split the images; the pixels, 0 to 16, become 0 to 1."""
-        images, labels = load_digits(return_X_y=True)
-        train_x, val_x, train_y, val_y = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
-        self.train_set = TensorDataset(torch.tensor(train_x, dtype=torch.float32), torch.tensor(train_y))
-        self.val_set = TensorDataset(torch.tensor(val_x, dtype=torch.float32), torch.tensor(val_y))
-
-    def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Shuffled."""
-        return DataLoader(self.train_set, batch_size=self.batch_size, shuffle=True)
-
-    def val_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """All in one batch."""
-        return DataLoader(self.val_set, batch_size=len(self.val_set))
+def digits(batch_size: int) -> tuple[DataLoader[tuple[Tensor, ...]], DataLoader[tuple[Tensor, ...]]]:
+    """Load 1,797 grey images of 8 × 8 pixels: in shuffled batches for training, and a fifth of them for validation."""
+    images, labels = load_digits(return_X_y=True)
+    # The pixels, 0 to 16, become 0 to 1.
+    train_x, val_x, train_y, val_y = train_test_split(images / 16, labels, test_size=0.2, random_state=0)
+    train_set = TensorDataset(torch.tensor(train_x, dtype=torch.float32), torch.tensor(train_y))
+    val_set = TensorDataset(torch.tensor(val_x, dtype=torch.float32), torch.tensor(val_y))
+    return DataLoader(train_set, batch_size=batch_size, shuffle=True), DataLoader(val_set, batch_size=len(val_set))
 
 
 class Classifier(LightningModule):
@@ -88,16 +71,17 @@ def train(server_url: str, seed: int, policy: str) -> None:
     # So small a network gains nothing from more threads, which fight over the cores of a small machine.
     torch.set_num_threads(1)
     seed_everything(seed, verbose=False)
+    job = JOB.model_copy(update={"policy": policy})
     trainer = Trainer(
         max_epochs=JOB.max_epochs,
-        callbacks=[ZeusBSOCallback(job_by(policy), monitor="val_acc", server_url=server_url)],
+        callbacks=[ZeusBSOCallback(job, monitor="val_acc", server_url=server_url)],
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Classifier(), datamodule=Digits(JOB.default_batch_size))
+    trainer.fit(Classifier(), *digits(JOB.default_batch_size))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -45,13 +45,13 @@ class Launcher:
 
     def _started(self, arguments: Sequence[str], log: Path) -> BaseProcess:
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]  # typeshed has it on the subclasses
-            target=_run, args=(self._module, list(arguments), log)
+            target=_execute_module, args=(self._module, list(arguments), log)
         )
         process.start()
         return process
 
 
-def _run(module: str, arguments: Sequence[str], log: Path) -> None:
+def _execute_module(module: str, arguments: Sequence[str], log: Path) -> None:
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -1,24 +1,37 @@
-"""The demo: a server, and a job that recurs on it, each recurrence in a process of its own, as in production."""
+"""The demo: a server, and a job that recurs on it, each recurrence in a process of its own, as in production.
+
+`Display` shows the runs on the terminal; `Outcome` is what the demo finds, for its directory: a summary and a plot.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.demo.display import Display
-from zeus_plugins.demo.job import FAILED_TRIAL_STATUS, JOB, job_by
-from zeus_plugins.demo.outcome import Outcome, plot_costs
+from zeus_plugins.demo import FAILED_TRIAL_STATUS, JOB
 from zeus_plugins.demo.processes import Launcher
 from zeus_plugins.errors import ZeusBSOError, ZeusBSORuntimeError
-from zeus_plugins.protocol import TrialView
+from zeus_plugins.protocol import GP_VOI, ZEUS, ArmView, JobSpec, JobView, TrialState, TrialView
 
 _POLL_S = 0.3
 _SERVER_START_S = 60.0
@@ -26,7 +39,7 @@ _SERVER_START_S = 60.0
 _MAX_TRIES = len(JOB.batch_sizes) + 1
 
 
-def run(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> Outcome:
+def run_demo(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: bool = False) -> Outcome:
     """Let the job recur, each time until its training reaches the target, shown on the terminal.
 
     The database, a summary and a plot are left in `directory`, where they replace those of an earlier demo. With
@@ -38,8 +51,10 @@ def run(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: b
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     launcher = Launcher("zeus_plugins.demo.digits")
-    database_url, log = _fresh_database(directory), directory / "training.log"
-    display = Display(job_by(policy), recurrences)
+    database_url, log = f"sqlite:///{directory.resolve() / 'bso.sqlite3'}", directory / "training.log"
+    for leftover in directory.glob("bso.sqlite3*"):
+        leftover.unlink()
+    display = Display(JOB.model_copy(update={"policy": policy}), recurrences)
     with (
         _server(database_url, directory / "server.log") as server_url,
         BsoClient(server_url) as client,
@@ -63,16 +78,11 @@ def run(recurrences: int, directory: Path, policy: str = JOB.policy, *, opens: b
     return outcome
 
 
-def _fresh_database(directory: Path) -> str:
-    database = directory.resolve() / "bso.sqlite3"
-    for leftover in database.parent.glob(f"{database.name}*"):
-        leftover.unlink()
-    return f"sqlite:///{database}"
-
-
 @contextmanager
 def _server(database_url: str, log: Path) -> Iterator[str]:
-    port = _free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
     command = [sys.executable, "-m", "bso_server", "serve", "--port", str(port), "--database-url", database_url]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)  # noqa: S603 - our own server
@@ -83,12 +93,6 @@ def _server(database_url: str, log: Path) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _wait_until_up(process: subprocess.Popen[bytes], server_url: str, log: Path) -> None:
@@ -127,3 +131,223 @@ def _latest_trial(client: BsoClient, known: int) -> TrialView | None:
     if not any(job.job_id == job_id and job.trials > known for job in client.list_jobs().jobs):
         return None
     return client.show_job(job_id).trials[-1]
+
+
+_BLUE, _ORANGE, _GREY = "#1f6fb2", "#c8621b", "#777777"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The findings of a demo, for its directory: the job with all its trials, as the server tells it.
+
+    The seconds include the starts of the server and of the processes. `bso-server` can show the database again.
+    """
+
+    job: JobView
+    recurrences: int
+    wall_s: float
+    database_url: str
+    directory: Path
+
+    @property
+    def best(self) -> ArmView | None:
+        """The batch size that is expected to cost least, or None."""
+        return self.job.arm_of(self.job.best_batch_size)
+
+    @property
+    def default(self) -> ArmView:
+        """The default batch size."""
+        (arm,) = (arm for arm in self.job.arms if arm.batch_size == self.job.job.default_batch_size)
+        return arm
+
+    @property
+    def cost_ratio(self) -> float | None:
+        """Mean cost at the best batch size over that at the default one; None where one of them is not known."""
+        default_j, best_j = self.default.mean_cost_j, None if self.best is None else self.best.mean_cost_j
+        return None if default_j is None or best_j is None else best_j / default_j
+
+    def write_summary(self) -> None:
+        """Write `summary.json`."""
+        summary = {
+            "policy": self.job.job.policy,
+            "recurrences": self.recurrences,
+            "trials": [trial.model_dump(mode="json") for trial in self.job.trials],
+            "best_batch_size": self.job.best_batch_size,
+            "default_batch_size": self.job.job.default_batch_size,
+            "cost_ratio_best_to_default": self.cost_ratio,
+            "database": self.database_url,
+            "wall_s": round(self.wall_s, 1),
+        }
+        (self.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+
+
+def plot_costs(outcome: Outcome, path: Path) -> None:
+    """Draw as a PNG the cost of every trial with its batch size, and as a line the mean cost at the default size."""
+    job = outcome.job
+    default, default_j = outcome.default.batch_size, outcome.default.mean_cost_j
+    measured = [(trial, trial.cost_j) for trial in job.trials if trial.cost_j is not None]
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for reached, marker, colour, label in (
+        (True, "o", _BLUE, "reached the target"),
+        (False, "X", _ORANGE, "stopped before the target"),
+    ):
+        shown = [(trial.trial_number, j) for trial, j in measured if (trial.state is TrialState.COMPLETED) == reached]
+        if shown:
+            numbers, costs = [number for number, _ in shown], [cost_j for _, cost_j in shown]
+            axes.scatter(numbers, costs, color=colour, marker=marker, s=45, label=label, zorder=3)
+    for trial, cost_j in measured:
+        place = (trial.trial_number, cost_j)
+        axes.annotate(str(trial.batch_size), place, (0, 7), textcoords="offset points", ha="center", fontsize=9)
+    if default_j is not None:
+        axes.axhline(default_j, color=_GREY, linestyle="--", label=f"mean of {default}, the default: {default_j:.0f} J")
+    axes.set_xlabel("run (the number above each point is its batch size)")
+    axes.set_ylabel("cost of the run (J)")
+    axes.set_ylim(0, 1.15 * max((cost_j for _, cost_j in measured), default=1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    title, best, ratio = "Cost of each run", job.best_batch_size, outcome.cost_ratio
+    if best is not None and ratio is not None:
+        title = f"Runs at batch size {best} have cost {1 - ratio:.0%} less than those at the default, {default}"
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+_OUTCOMES = {
+    TrialState.RUNNING: "training …",
+    TrialState.COMPLETED: "[green]target reached[/]",
+    TrialState.EARLY_STOPPED: "[yellow]too costly[/]",
+    TrialState.EXHAUSTED: "[yellow]out of epochs[/]",
+}
+
+_HOW_SIZES_ARE_CHOSEN = {
+    GP_VOI: (
+        "The server tries a size when that is expected to save later runs more than the try costs. Otherwise it takes "
+        "the best size so far."
+    ),
+    ZEUS: "First the server explores the sizes. Then it plays the cheap ones more and more.",
+}
+
+# Where the output is no terminal: a trial a line.
+_WIDTH = 140
+
+
+class Display:
+    """Shows trials as they come in, a row of a table each; in a terminal also the one under way."""
+
+    def __init__(self, job: JobSpec, recurrences: int) -> None:
+        self._job = job
+        self._recurrences = recurrences
+        self._console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+        self._live: Live | None = None
+        self.shown_trials = 0
+
+    @contextmanager
+    def live(self, dashboard_url: str) -> Iterator[None]:
+        """Introduce the job, say where the server shows it, and show the table."""
+        self._introduce()
+        self._console.print(f"Watch it meanwhile: {dashboard_url}", end="\n\n", soft_wrap=True)
+        self._console.print(_row(_COLUMNS, style="bold"))
+        if not self._console.is_terminal:
+            yield
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+            yield
+
+    def show(self, recurrence: int, trial: TrialView | None) -> None:
+        """Show a trial that is under way; None before it has a batch size."""
+        if self._live is None:
+            return
+        waiting = [str(recurrence), "", "", "", "", "starting …", ""]
+        self._live.update(_row(waiting if trial is None else self._cells(recurrence, trial)), refresh=True)
+
+    def settle(self, recurrence: int, trial: TrialView | None) -> None:
+        """Show a trial that has ended."""
+        if trial is None:
+            return
+        self.shown_trials += 1
+        self._console.print(_row(self._cells(recurrence, trial)))
+
+    def conclude(self, outcome: Outcome) -> None:
+        """Print the best size, its saving, and the use of the time."""
+        job, trials = outcome.job, outcome.job.trials
+        best, default = outcome.best, outcome.default
+        say = self._console.print
+        say()
+        if best is None or outcome.cost_ratio is None:
+            say("No batch size can be compared with the default yet: let the job recur more often.")
+        elif best == default:
+            say(f"[bold]Best batch size: {best.batch_size}[/], the default: none that was tried is cheaper.")
+        else:
+            say(
+                f"[bold]Best batch size: {best.batch_size}[/], {best.expected_cost} J a run expected. Its runs cost "
+                f"{best.mean_cost_j:.0f} J on average, those at the default, {default.batch_size}, "
+                f"{default.mean_cost_j:.0f} J: [bold]{1 - outcome.cost_ratio:.0%} less[/]."
+            )
+            if job.savings is not None:
+                say(f"Until now: cost {job.savings.cost_j.in_words} against always {default.batch_size}, tries paid.")
+        reached_s = sum(trial.time_s or 0 for trial in trials if trial.state is TrialState.COMPLETED)
+        stopped_s = sum(trial.time_s or 0 for trial in trials if trial.state is not TrialState.COMPLETED)
+        say(
+            f"Where the {outcome.wall_s:.0f} s went: {reached_s:.0f} s in trainings that reached the target, "
+            f"{stopped_s:.0f} s in trainings that were stopped, {outcome.wall_s - reached_s - stopped_s:.0f} s in "
+            "starting the server and the processes."
+        )
+        sources = sorted({trial.energy_source or "not measured" for trial in trials})
+        estimated = all(source.startswith("estimate") for source in sources)
+        meaning = ". No energy counter was found here: the costs only say what takes less time" if estimated else ""
+        say(f"Energy: {', '.join(sources)}{meaning}.")
+        say(f"Written: {outcome.directory / 'summary.json'}, {outcome.directory / 'costs.png'}", soft_wrap=True)
+        show = f"jobs show {job.job.job_id} --database-url {outcome.database_url}"
+        say(f"Look again: {_command('bso-server')} {show}", soft_wrap=True)
+        serve = f"{_command('bso-server')} serve --database-url {outcome.database_url}"
+        say(f"Look at it: {serve}, then open http://127.0.0.1:8000/ui/jobs/{job.job.job_id}", soft_wrap=True)
+
+    def _introduce(self) -> None:
+        job = self._job
+        for paragraph in (
+            f"A network learns handwritten digits until {job.target_metric:.0%} of the validation images are right. "
+            f"This training recurs {self._recurrences} times, each time in a new process.",
+            f"Each run asks a server for its batch size, one of {', '.join(map(str, job.batch_sizes))}. The default, "
+            f"which it would have without the server, is {job.default_batch_size}. At the end it reports its cost in "
+            "joules: half the energy plus half of maximum power × time.",
+            _HOW_SIZES_ARE_CHOSEN[job.policy],
+        ):
+            self._console.print(paragraph, end="\n\n")
+
+    def _cells(self, recurrence: int, trial: TrialView) -> list[str]:
+        return [
+            str(recurrence),
+            str(trial.batch_size),
+            _number(trial.epochs, 0),
+            _number(trial.time_s, 1),
+            _number(trial.cost_j, 0),
+            _OUTCOMES.get(trial.state, trial.state),
+            escape(trial.reason),
+        ]
+
+
+_COLUMNS = ("run", "batch size", "epochs", "seconds", "cost J", "outcome", "why this size")
+_WIDTHS = (3, 10, 6, 7, 6, 14)
+
+
+def _row(cells: Sequence[str], style: str = "") -> Table:
+    """A row of the table, by itself: one table that grows past the screen cannot be drawn anew."""
+    table = Table(box=None, show_header=False, expand=True, padding=(0, 2, 0, 0), style=style)
+    for width in _WIDTHS:
+        table.add_column(width=width, justify="left" if width == _WIDTHS[-1] else "right")
+    table.add_column(ratio=1)
+    table.add_row(*cells)
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _command(name: str) -> str:
+    """The command as it can be called here: by its path where it is not on the PATH."""
+    beside = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) or not beside.exists() else os.path.relpath(beside)

@@ -6,16 +6,13 @@ Importing this package touches no driver and loads no deep-learning framework.
 from __future__ import annotations
 
 from zeus_plugins.energy.amd import AmdSmiMonitor, AmdSmiPowerMonitor
-from zeus_plugins.energy.auto import DEFAULT_ESTIMATED_POWER_W, auto
+from zeus_plugins.energy.auto import auto
 from zeus_plugins.energy.cluster import ClusterMonitor
-from zeus_plugins.energy.estimate import EstimateMonitor
-from zeus_plugins.energy.jetson import JetsonMonitor
+from zeus_plugins.energy.estimate import EstimateMonitor, ReplayMonitor
+from zeus_plugins.energy.linux import JetsonMonitor, RaplMonitor
 from zeus_plugins.energy.meter import EpochMeter
-from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement
-from zeus_plugins.energy.nvml import NvmlMonitor
-from zeus_plugins.energy.nvml_power import NvmlPowerMonitor
-from zeus_plugins.energy.rapl import RaplMonitor
-from zeus_plugins.energy.replay import ReplayMonitor
+from zeus_plugins.energy.monitor import DEFAULT_ESTIMATED_POWER_W, EnergyMonitor, EnergyUnavailableError, Measurement
+from zeus_plugins.energy.nvml import NvmlMonitor, NvmlPowerMonitor
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, ZeusMonitorAdapter, as_energy_monitor
 
 __all__ = [

@@ -7,35 +7,47 @@ has met a real one, and the tests pretend one.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any
 
-from zeus_plugins.energy.counters import MICRO, CounterMonitor
-from zeus_plugins.energy.integrated import SAMPLE_INTERVAL_S, IntegratedPower, IntegratedPowerMonitor
-from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError, NoPowerLimitError
+from zeus_plugins.energy.counters import MICRO, SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.monitor import (
+    Choice,
+    EnergyUnavailableError,
+    MonitorRequest,
+    NoGpuError,
+    NoPowerLimitError,
+    UnmeasuredGpuError,
+)
 from zeus_plugins.energy.visible import check_one_model, chosen_indices
-from zeus_plugins.protocol import GpuConfig
-from zeus_plugins.training import environment
+from zeus_plugins.environment import CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
 
-Answer = TypeVar("Answer")
+AmdSmi = Any
+"""The package `amdsmi`, which may be absent, or what a test gives in its place."""
 
 
-class AmdSmi(Protocol):
-    """The part of `amdsmi` that is used here; AMD documents the functions under these names."""
-
-    AmdSmiException: type[Exception]
-
-    def amdsmi_init(self) -> None: ...  # noqa: D102
-    def amdsmi_get_processor_handles(self) -> Sequence[Any]: ...  # noqa: D102
-    def amdsmi_get_gpu_asic_info(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
-    def amdsmi_get_gpu_enumeration_info(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
-    def amdsmi_get_gpu_compute_partition(self, handle: Any) -> str: ...  # noqa: D102
-    def amdsmi_get_energy_count(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
-    def amdsmi_get_power_info(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
-    def amdsmi_get_power_cap_info(self, handle: Any) -> Mapping[str, Any]: ...  # noqa: D102
+def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | None:
+    """Choose a monitor of the AMD GPUs that train, unless NVIDIA's do; see `Probe`."""
+    indices = [each for each in request.device_indices or () if isinstance(each, int)]
+    names_others = len(indices) < len(request.device_indices or ())
+    is_absent = amdsmi is None and importlib.util.find_spec("amdsmi") is None
+    if request.gpu_is_seen or request.uses_no_gpu or names_others or is_absent:
+        return None
+    try:
+        _open_gpus(amdsmi, indices or None)
+        return request.counted_or_integrated(
+            lambda max_power_w: AmdSmiMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
+            lambda max_power_w: AmdSmiPowerMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
+        )
+    except NoGpuError:
+        raise
+    except EnergyUnavailableError as unavailable:
+        raise UnmeasuredGpuError(unavailable.cause) from unavailable
 
 
 class AmdSmiMonitor(CounterMonitor):
@@ -51,8 +63,6 @@ class AmdSmiMonitor(CounterMonitor):
         device_indices: Which of the visible GPUs train, counting from 0. None: all of them.
         max_power_w: The most that they draw together, in watts, should a driver tell no power limit.
         amdsmi: A stand-in for the installed `amdsmi`.
-        clock: Monotonic seconds.
-        sleep: Waits so many seconds.
 
     On first use each counter is compared with the power reading for a quarter of a second, where there is one: in some
     versions the unit of the counter was another one than was told.
@@ -72,17 +82,7 @@ class AmdSmiMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("amdsmi", clock)
-        self._device_indices = None if device_indices is None else tuple(device_indices)
-        self._max_power_w = max_power_w
-        self._amdsmi = amdsmi
-        self._sleep = sleep
-
-    def _find(self) -> tuple[Sequence[_Gpu], Callable[[], GpuConfig]]:
-        gpus, machine = _open_gpus(self._amdsmi, self._device_indices)
-        counting = _with_stated_power(_counting(gpus, machine), self._max_power_w)
-        _compare(counting, self._clock, self._sleep)
-        return counting, lambda: _described(counting, len(gpus))
+        super().__init__("amdsmi", partial(_counting, amdsmi, device_indices, max_power_w, clock, sleep), clock)
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
@@ -101,15 +101,7 @@ class AmdSmiPowerMonitor(IntegratedPowerMonitor):
         amdsmi: AmdSmi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("amdsmi power", clock, interval_s)
-        self._device_indices = None if device_indices is None else tuple(device_indices)
-        self._max_power_w = max_power_w
-        self._amdsmi = amdsmi
-
-    def _find(self) -> tuple[Sequence[IntegratedPower], Callable[[], GpuConfig]]:
-        found, _machine = _open_gpus(self._amdsmi, self._device_indices)
-        gpus = _with_stated_power(found, self._max_power_w)
-        return self._integrated(gpus), lambda: _described(gpus, len(gpus))
+        super().__init__("amdsmi power", partial(_telling, amdsmi, device_indices, max_power_w), clock, interval_s)
 
 
 @dataclass(frozen=True)
@@ -155,7 +147,7 @@ class _Gpu:
             self._number("energy counter", count, key) * self._number("energy counter", count, "counter_resolution")
         )
 
-    def _ask(self, what: str, question: Callable[[Any], Answer]) -> Answer:
+    def _ask(self, what: str, question: Callable[[Any], Mapping[str, Any]]) -> Mapping[str, Any]:
         try:
             return question(self.handle)
         except self.amdsmi.AmdSmiException as error:
@@ -175,8 +167,7 @@ def _installed_amdsmi() -> AmdSmi:
     # Where ROCm's library is missing the import raises KeyError in some versions and OSError in others.
     except Exception as error:
         raise NoGpuError(f"the package amdsmi cannot be imported: {error!r}") from error
-    module: AmdSmi = amdsmi
-    return module
+    return amdsmi
 
 
 COMPARED_S = 0.25
@@ -206,12 +197,28 @@ def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[
             )
 
 
+def _counting(
+    amdsmi: AmdSmi | None,
+    indices: Sequence[int] | None,
+    max_power_w: float | None,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> Found:
+    """The GPUs that count for those that train."""
+    gpus, machine = _open_gpus(amdsmi, indices)
+    counting = _with_stated_power(_first_dies(gpus, machine), max_power_w)
+    _compare(counting, clock, sleep)
+    return Found(counting, len(gpus), gpus[0].name)
+
+
+def _telling(amdsmi: AmdSmi | None, indices: Sequence[int] | None, max_power_w: float | None) -> Found:
+    """The GPUs that train, which are to tell their power."""
+    gpus, _machine = _open_gpus(amdsmi, indices)
+    return Found(_with_stated_power(gpus, max_power_w), len(gpus), gpus[0].name)
+
+
 def _with_stated_power(gpus: Sequence[_Gpu], max_power_w: float | None) -> list[_Gpu]:
     return [replace(gpu, stated_power_w=None if max_power_w is None else max_power_w / len(gpus)) for gpu in gpus]
-
-
-def _described(gpus: Sequence[_Gpu], number: int) -> GpuConfig:
-    return GpuConfig(max_power=sum(gpu.max_power_w for gpu in gpus), number_of_gpus=number, gpu_model=gpus[0].name)
 
 
 def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[list[_Gpu], list[_Gpu]]:
@@ -219,9 +226,17 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
     machine = _open_machine(amdsmi or _installed_amdsmi())
     visible = _visible(machine)
     gpus = [visible[index] for index in chosen_indices(indices, len(visible))]
-    check_one_model([gpu.name for gpu in gpus], ", ".join(map(str, gpus)), environment.HIP_VISIBLE_DEVICES)
+    check_one_model([gpu.name for gpu in gpus], ", ".join(map(str, gpus)), HIP_VISIBLE_DEVICES)
     for gpu in gpus:
-        _check_whole(gpu)
+        try:
+            partition = gpu.amdsmi.amdsmi_get_gpu_compute_partition(gpu.handle)
+        except (AttributeError, gpu.amdsmi.AmdSmiException):  # what does not know partitions (MI300's) has none
+            continue
+        if partition not in ("SPX", "N/A", ""):
+            raise EnergyUnavailableError(
+                f"{gpu} is a part of a GPU (compute partition {partition}), and shares its energy counter with the"
+                " others"
+            )
     return gpus, machine
 
 
@@ -254,10 +269,10 @@ def _enumeration(amdsmi: AmdSmi, handle: Any, place: int) -> tuple[int, str]:
 
 def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
     # ROCR_VISIBLE_DEVICES hides GPUs from everything that runs on ROCm. Of the others, HIP obeys the first that is set.
-    hip = environment.HIP_VISIBLE_DEVICES.text()
-    hip = environment.CUDA_VISIBLE_DEVICES.text() if hip is None else hip
+    hip = HIP_VISIBLE_DEVICES.text()
+    hip = CUDA_VISIBLE_DEVICES.text() if hip is None else hip
     visible = machine
-    for setting in (environment.ROCR_VISIBLE_DEVICES.text(), hip):
+    for setting in (ROCR_VISIBLE_DEVICES.text(), hip):
         if setting is not None:
             visible = _listed(setting, visible)
     if not visible:
@@ -276,19 +291,7 @@ def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
     return listed
 
 
-def _check_whole(gpu: _Gpu) -> None:
-    """Refuse a part of a GPU that is cut into several (MI300's compute partitions)."""
-    try:
-        partition = gpu.amdsmi.amdsmi_get_gpu_compute_partition(gpu.handle)
-    except (AttributeError, gpu.amdsmi.AmdSmiException):  # what does not know partitions has none
-        return
-    if partition not in ("SPX", "N/A", ""):
-        raise EnergyUnavailableError(
-            f"{gpu} is a part of a GPU (compute partition {partition}), and shares its energy counter with the others"
-        )
-
-
-def _counting(gpus: Sequence[_Gpu], machine: Sequence[_Gpu]) -> list[_Gpu]:
+def _first_dies(gpus: Sequence[_Gpu], machine: Sequence[_Gpu]) -> list[_Gpu]:
     """Those whose counters count for all of these: of two dies on one card, the first."""
     counting = []
     for gpu in gpus:

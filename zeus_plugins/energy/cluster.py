@@ -5,34 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, EnergyMonitor, Measurement
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, EnergyMonitor, Measurement, logger
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 _WINDOW = "zeus_node"
-
-logger = logging.getLogger("zeus_plugins.energy")
-
-
-@dataclass(frozen=True)
-class _Node:
-    """A node when the training begins: its devices, or why it cannot measure them."""
-
-    rank: int
-    gpus: GpuConfig | Exception
-
-
-@dataclass(frozen=True)
-class _Share:
-    """The joules that a node used since the ranks were together before; None: it could not measure that."""
-
-    rank: int
-    energy_j: float | None
-    source: str
 
 
 class ClusterMonitor:
@@ -50,7 +30,6 @@ class ClusterMonitor:
         measure: Makes the monitor of this node's devices, on the first rank of each node; None on the others.
         rank: Of this process, among all; rank 0 is the first of its node.
         all_gather: Takes an object and returns the objects of all ranks, in order of rank.
-        clock: Monotonic seconds.
 
     Raises:
         Exception: On every rank, what the first of the nodes that cannot measure has raised.
@@ -69,19 +48,20 @@ class ClusterMonitor:
         self._all_gather = all_gather
         self._clock = clock
         self._monitor: EnergyMonitor | None = None
-        told: _Node | None = None
+        told: GpuConfig | Exception | None = None
         if measure is not None:
             try:
                 self._monitor = as_energy_monitor(measure())
-                told = _Node(rank, self._monitor.gpus())
+                told = self._monitor.gpus()
             except Exception as error:  # Raised below, on all ranks alike: alone it would hang the others.
-                told = _Node(rank, error)
+                told = error
+        # By the rank that measures the node.
         self._node_gpus: dict[int, GpuConfig] = {}
-        for node in all_gather(told):
-            if node is not None and isinstance(node.gpus, Exception):
-                raise node.gpus
-            if node is not None:
-                self._node_gpus[node.rank] = node.gpus
+        for each, gpus in enumerate(all_gather(told)):
+            if isinstance(gpus, Exception):
+                raise gpus
+            if gpus is not None:
+                self._node_gpus[each] = gpus
         self._gpus = sum_of_nodes(list(self._node_gpus.values()))
         # What the other nodes have used up to the latest `synchronize`, and how they measured that.
         self._others_j = 0.0
@@ -101,16 +81,21 @@ class ClusterMonitor:
 
     def synchronize(self) -> None:
         """Tell rank 0 what each node has used since the latest `synchronize`; the first one only begins to measure."""
-        shares: list[_Share | None] = list(self._all_gather(self._share()))
+        shares: Sequence[Measurement | None] = self._all_gather(self._share())
         now_s, then_s = self._clock(), self._synchronized_s
         self._synchronized_s = now_s
         if then_s is None:
             return
-        others = [share for share in shares if share is not None and share.rank != 0]
-        for share in others:
-            unmeasured_j = self._node_gpus[share.rank].max_power * (now_s - then_s)
-            self._others_j += unmeasured_j if share.energy_j is None else share.energy_j
-        self._others_sources = tuple(share.source for share in others)
+        sources = []
+        for rank, gpus in self._node_gpus.items():
+            share, power_w = shares[rank], gpus.max_power
+            if rank != 0 and share is None:
+                self._others_j += power_w * (now_s - then_s)
+                sources.append(f"estimate: {power_w:g} W for a node that failed to measure")
+            elif share is not None:
+                self._others_j += share.energy_j
+                sources.append(share.source)
+        self._others_sources = tuple(sources)
 
     def begin_window(self, name: str) -> None:
         """Start to measure; see `EnergyMonitor.begin_window`. On rank 0 only."""
@@ -139,8 +124,11 @@ class ClusterMonitor:
             raise ZeusBSOConfigError(f"this is rank {self._rank}: rank 0 measures for all nodes")
         return self._monitor
 
-    def _share(self) -> _Share | None:
-        """The share of this rank's node; rank 0's own node is in its windows."""
+    def _share(self) -> Measurement | None:
+        """What this rank's node used since the latest `synchronize`; None where that is not measured.
+
+        Rank 0's own node is in its windows.
+        """
         if self._rank == 0 or self._monitor is None:
             return None
         measured = None
@@ -154,10 +142,7 @@ class ClusterMonitor:
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             logger.log(level, "this node's energy cannot be measured, its maximum power is taken instead: %s", error)
-        if measured is None:
-            power_w = self._node_gpus[self._rank].max_power
-            return _Share(self._rank, None, f"estimate: {power_w:g} W for a node that failed to measure")
-        return _Share(self._rank, measured.energy_j, measured.source)
+        return measured
 
     def _joined(self, own: tuple[str, ...]) -> str:
         sources = dict.fromkeys(own + self._others_sources)

@@ -1,4 +1,4 @@
-"""Energy as stated watts × time, for machines without an energy counter."""
+"""Monitors without a device: stated watts × time, and listed measurements."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from zeus_plugins.energy.monitor import Measurement, OpenWindows
-from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
 
 MAX_MODEL_LENGTH = 255
@@ -26,7 +26,6 @@ class EstimateMonitor:
         number_of_devices: How many devices draw it.
         device_model: What they are called; None: the name of this machine's CPU.
         basis: Where the watts come from, in a word or two; part of the source of every figure.
-        clock: Monotonic seconds.
 
     Raises:
         ZeusBSOConfigError: An argument is out of its range.
@@ -77,6 +76,50 @@ class EstimateMonitor:
         """Return the time since the window began, and that time × the stated watts."""
         time_s = self._clock() - self._windows.close(name)
         return Measurement(time_s=time_s, energy_j=self._power_w * time_s, source=self.source)
+
+
+class ReplayMonitor:
+    """An `EnergyMonitor` that measures nothing and returns listed measurements in order.
+
+    Args:
+        measurements: One for each `end_window` to come, whatever the window's name. Read as needed, so it may be
+            endless; the monitor can be pickled if the iterable's iterator can (a list's can, a generator's cannot).
+        gpus: The devices that the measurements were made on.
+    """
+
+    measures_exactly = True
+    source = "replay"  # each measurement keeps the source that it was listed with
+
+    def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:
+        self._remaining = iter(measurements)
+        self._given_out = 0
+        self._gpus = gpus
+        self._windows: OpenWindows[None] = OpenWindows()
+
+    def gpus(self) -> GpuConfig:
+        """Describe the devices as given."""
+        return self._gpus
+
+    def begin_window(self, name: str) -> None:
+        """Open a window; see `EnergyMonitor.begin_window`."""
+        self._windows.open(name, None)
+
+    def end_window(self, name: str) -> Measurement:
+        """Close a window and return the next listed measurement.
+
+        Raises:
+            ZeusBSOOperationOrderError: No window of that name is open.
+            ZeusBSOBadOperationError: Every listed measurement was given out.
+        """
+        self._windows.close(name)
+        measurement = next(self._remaining, None)
+        if measurement is None:
+            raise ZeusBSOBadOperationError(
+                f"window {name!r} has no measurement left to replay: all {self._given_out} were given out;"
+                " list one for each window that is ended"
+            )
+        self._given_out += 1
+        return measurement
 
 
 def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

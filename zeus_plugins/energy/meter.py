@@ -1,19 +1,36 @@
-"""Time and energy of a training, epoch by epoch and in total."""
+"""The time and energy of a training for people: epoch by epoch, in total, and in its parts; power, money and CO2."""
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
 
-from zeus_plugins.energy.breakdown import Breakdown, price_of
-from zeus_plugins.energy.bridged import BridgedMonitor
-from zeus_plugins.energy.monitor import EnergyMonitor
+from zeus_plugins.energy.counters import (
+    SAMPLE_INTERVAL_S,
+    CounterMonitor,
+    EnergyCounter,
+    Found,
+    IntegratedPower,
+    Sampler,
+)
+from zeus_plugins.energy.linux import POWERCAP, RAPL_INTERVAL_S, open_zones
+from zeus_plugins.energy.monitor import BridgedMonitor, EnergyMonitor, EnergyUnavailableError, logger
+from zeus_plugins.energy.nvml import Nvml, NvmlGpu, open_gpus
 from zeus_plugins.energy.zeus_monitor import WindowMonitor, as_energy_monitor
+from zeus_plugins.environment import CO2_G_PER_KWH, PRICE_PER_KWH
+from zeus_plugins.errors import ZeusBSOError
 
-_WINDOW = "zeus_energy_epoch"
+JOULES_PER_KWH = 3_600_000
 
-logger = logging.getLogger("zeus_plugins.energy")
+WATCH_INTERVAL_S = 1.0
+"""Seconds between two looks at power and temperature, of which the highest are told."""
+
+Device = TypeVar("Device")
+
+_EPOCH_WINDOW, _PART_WINDOW = "zeus_energy_epoch", "zeus_breakdown"
 
 
 class EpochMeter:
@@ -28,7 +45,6 @@ class EpochMeter:
         monitor: Measures energy and time, in our way or in Zeus's.
         breakdown: Measures the parts, which become metrics of their own.
         state: What `state` was when a checkpoint was written, to go on from there.
-        clock: Monotonic seconds.
 
     Raises:
         ZeusBSOConfigError: A stated price or CO2 intensity is no number above 0.
@@ -74,7 +90,7 @@ class EpochMeter:
             Exception: What the monitor raises that cannot measure.
         """
         logger.info("energy of the training: %s", self._source)
-        self._monitor.begin_window(_WINDOW)
+        self._monitor.begin_window(_EPOCH_WINDOW)
         if self._breakdown is not None:
             self._breakdown.begin()
 
@@ -104,16 +120,150 @@ class EpochMeter:
         try:
             if self._breakdown is not None:
                 self._breakdown.end()
-            self._monitor.end_window(_WINDOW)
+            self._monitor.end_window(_EPOCH_WINDOW)
         except Exception as error:
             logger.debug("could not close the last measurement window: %s", error)
 
     def _measure(self) -> None:
         """Add what was used since the last time to the present epoch."""
-        part = self._monitor.end_window(_WINDOW)
-        self._monitor.begin_window(_WINDOW)
+        part = self._monitor.end_window(_EPOCH_WINDOW)
+        self._monitor.begin_window(_EPOCH_WINDOW)
         if part.source != self._source:
             self._source = part.source
             logger.info("energy of the training: %s", self._source)
         self._spent["epoch_time_s"] += part.time_s
         self._spent["epoch_energy_j"] += part.energy_j
+
+
+class Breakdown:
+    """The parts of one machine's energy, for people; no cost is made of them, and what cannot be measured is left out.
+
+    Everything that runs on the machine counts in the CPU's and memory's part.
+
+    Args:
+        device_indices: As of `zeus_plugins.energy.auto`; empty for a training without GPUs.
+        nvml: What to call instead of the installed `pynvml`.
+        powercap: Where Linux shows the counters of CPU and memory.
+    """
+
+    def __init__(
+        self,
+        device_indices: Sequence[int | str] | None = None,
+        *,
+        nvml: Nvml | None = None,
+        powercap: Path = POWERCAP,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        uses_no_gpu = device_indices is not None and not device_indices
+        # No figure here is made of the maximum power.
+        find = partial(open_gpus, nvml, device_indices, max_power_w=1.0)
+        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _known(find)
+        self._clock = clock
+        self._parts: dict[str, CounterMonitor] = {}
+        for gpu in self._gpus:
+            try:
+                gpu.energy_uj()
+                self._add(f"gpu_{gpu.index}", [gpu], None)
+            except EnergyUnavailableError:
+                self._add(f"gpu_{gpu.index}", [IntegratedPower(gpu, clock)], SAMPLE_INTERVAL_S)
+        zones = _known(partial(open_zones, powercap, 1.0))
+        self._add("cpu", [zone for zone in zones if zone.is_package], RAPL_INTERVAL_S)
+        self._add("dram", [zone for zone in zones if not zone.is_package], RAPL_INTERVAL_S)
+        self._begun_s = 0.0
+        self._open: set[str] = set()
+        self._peak_w: float | None = None
+        self._hottest_c: float | None = None
+        self._watch = Sampler(self.look, WATCH_INTERVAL_S if self._gpus else None)
+
+    def _add(self, name: str, counters: Sequence[EnergyCounter], interval_s: float | None) -> None:
+        if counters:
+            self._parts[name] = CounterMonitor("", lambda: Found(counters, 1, name), self._clock, interval_s)
+
+    def begin(self) -> None:
+        """Begin to measure. It never raises."""
+        self._begun_s = self._clock()
+        self._peak_w = self._hottest_c = None
+        for name, part in self._parts.items():
+            try:
+                part.begin_window(_PART_WINDOW)
+                self._open.add(name)
+            except (ZeusBSOError, OSError) as error:
+                logger.debug("the energy of %s cannot be measured: %s", name, error)
+        self._watch.start()
+
+    def end(self) -> dict[str, float]:
+        """End what `begin` has begun. It never raises.
+
+        Returns:
+            As far as they are known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs
+            its part, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w``,
+            ``gpu_temperature_c`` (the highest).
+        """
+        self._watch.stop()
+        if self._gpus:
+            self._watch.sample_or_log(again=True)  # one look at least
+        time_s = self._clock() - self._begun_s
+        parts_j = {name: joules for name in sorted(self._open) if (joules := self._ended(name)) is not None}
+        self._open.clear()
+        found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
+        gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
+        if gpus_j and len(gpus_j) == len(self._gpus):
+            found["gpu_energy_j"] = sum(gpus_j.values())
+            if time_s > 0:
+                found["gpu_mean_power_w"] = found["gpu_energy_j"] / time_s
+        if len(self._gpus) > 1:
+            found |= {f"{name}_energy_j": joules for name, joules in gpus_j.items()}
+        seen = {"gpu_peak_power_w": self._peak_w, "gpu_temperature_c": self._hottest_c}
+        return found | {name: highest for name, highest in seen.items() if highest is not None}
+
+    def look(self) -> None:
+        """Take note of power and temperature; called again and again while it is measured."""
+        powers_w = _told(self._gpus, NvmlGpu.power_w)
+        if powers_w and len(powers_w) == len(self._gpus):
+            self._peak_w = max(sum(powers_w), self._peak_w or 0.0)
+        known_c = [] if self._hottest_c is None else [self._hottest_c]
+        self._hottest_c = max(known_c + _told(self._gpus, NvmlGpu.temperature_c), default=None)
+
+    def _ended(self, name: str) -> float | None:
+        try:
+            measured = self._parts[name].end_window(_PART_WINDOW)
+        except (ZeusBSOError, OSError) as error:
+            logger.debug("the energy of %s cannot be measured: %s", name, error)
+            return None
+        return None if "estimate" in measured.source else measured.energy_j
+
+
+def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
+    """The money and the grams of CO2 that an energy costs, as far as ``ZEUS_PRICE_PER_KWH`` and the like state them.
+
+    Args:
+        energy_j: Joules.
+        environ: Environment variables; those of the process by default.
+
+    Returns:
+        ``money``, in the currency of the price, and ``co2_g``.
+
+    Raises:
+        ZeusBSOConfigError: A variable is no number above 0.
+    """
+    rates = {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}
+    stated = {name: variable.number(environ, is_positive=True) for name, variable in rates.items()}
+    return {name: rate * energy_j / JOULES_PER_KWH for name, rate in stated.items() if rate is not None}
+
+
+def _known(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
+    try:
+        return find()
+    except ZeusBSOError as error:
+        logger.debug("a part of the energy is not known: %s", error)
+        return ()
+
+
+def _told(gpus: Sequence[NvmlGpu], question: Callable[[NvmlGpu], float]) -> list[float]:
+    answers = []
+    for gpu in gpus:
+        try:
+            answers.append(question(gpu))
+        except EnergyUnavailableError:
+            continue
+    return answers

@@ -1,15 +1,165 @@
-"""NVIDIA GPUs with an energy counter (Volta and later)."""
+"""NVIDIA GPUs through NVML: those that train, their energy, and whose energy it is besides the training's."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
-from zeus_plugins.energy.counters import CounterMonitor
-from zeus_plugins.energy.monitor import Measurement
-from zeus_plugins.energy.nvml_gpus import Nvml, NvmlGpu, describe_gpus, open_gpus, with_stated_power
-from zeus_plugins.energy.nvml_notes import NvmlNotes
-from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.monitor import (
+    Choice,
+    EnergyUnavailableError,
+    MonitorRequest,
+    NoGpuError,
+    NoPowerLimitError,
+    UnmeasuredGpuError,
+    logger,
+)
+from zeus_plugins.energy.visible import MIG_PREFIX, check_one_model, chosen_indices, cuda_devices, visible_devices
+from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
+from zeus_plugins.errors import ZeusBSOConfigError
+
+Nvml = Any
+"""The package `pynvml` (nvidia-ml-py), which has no types, or what a test gives in its place."""
+
+MILLI = 1000
+
+DIE = 0
+"""``NVML_TEMPERATURE_GPU``, the sensor of the GPU's die."""
+
+GPU_SCOPE, MODULE_SCOPE = "GPU scope", "module scope"
+"""Of a superchip (GH200, GB200), NVML counts the GPU alone or the whole module, with its CPU and memory."""
+
+# NVML's own numbers: NVML_FI_DEV_POWER_AVERAGE and _INSTANT, NVML_POWER_SCOPE_GPU and _MODULE.
+POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
+
+# Two scopes that differ by less are one: the module of a GPU alone is the GPU.
+_DIFFERENT = 1.02
+
+_GPU_PREFIX = "GPU-"
+
+
+def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
+    """Choose a monitor of the NVIDIA GPUs that train; see `Probe`."""
+    indices = request.device_indices
+    if request.uses_no_gpu:
+        raise NoGpuError("the training uses no GPU")
+    try:
+        open_gpus(nvml, indices)
+        return request.counted_or_integrated(
+            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+        )
+    except NoGpuError:
+        raise
+    except EnergyUnavailableError as unavailable:
+        raise _unmeasured(unavailable.cause, nvml, indices) from unavailable
+
+
+@dataclass(frozen=True)
+class NvmlGpu:
+    """One GPU; `index` counts those that this process may open from 0, by PCI bus."""
+
+    nvml: Nvml
+    handle: Any
+    index: int
+    name: str
+    uuid: str = ""
+    stated_power_w: float | None = None
+    mig_handle: Any = None  # of the slice that was named, if one was
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} ({self.name})"
+
+    @property
+    def max_power_w(self) -> float:
+        """The highest power limit that can be set, in watts; without one the default limit, else the one in force.
+
+        The default comes first of these two, for it is the same tomorrow: a job is registered with its maximum power.
+        """
+        nvml = self.nvml
+        questions: tuple[Callable[[Any], int], ...] = (
+            lambda handle: nvml.nvmlDeviceGetPowerManagementLimitConstraints(handle)[1],
+            nvml.nvmlDeviceGetPowerManagementDefaultLimit,
+            nvml.nvmlDeviceGetEnforcedPowerLimit,
+        )
+        problem: Exception | None = None
+        for question in questions:
+            try:
+                limit_mw = question(self.handle)
+            except (nvml.NVMLError, AttributeError) as error:  # an older pynvml lacks a function
+                problem = problem or error
+            else:
+                if limit_mw > 0:
+                    return limit_mw / MILLI
+        if self.stated_power_w is not None:
+            return self.stated_power_w
+        raise NoPowerLimitError(f"{self} gives no power limits: {problem or '0 W'}")
+
+    def number(self) -> int:
+        """The number by which ``nvidia-smi -i`` knows it."""
+        return self._ask("number", self.nvml.nvmlDeviceGetIndex)
+
+    def energy_uj(self) -> int:
+        """Energy in microjoules since the driver was loaded."""
+        return MILLI * self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
+
+    def power_w(self) -> float:
+        """The power that the GPU and its memory draw, in watts."""
+        return self._ask("power reading", self.nvml.nvmlDeviceGetPowerUsage) / MILLI
+
+    def temperature_c(self) -> float:
+        """The temperature of the GPU's die, in °C."""
+        return self._ask("temperature", lambda handle: self.nvml.nvmlDeviceGetTemperature(handle, DIE))
+
+    def power_in(self, scope: int = _OF_GPU, field: int = POWER_AVERAGE) -> float | None:
+        """The power in a scope, in watts; None if the driver does not tell it."""
+        try:
+            (answer,) = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(field, scope)])
+        except (self.nvml.NVMLError, AttributeError):
+            return None
+        return answer.value.uiVal / MILLI if answer.nvmlReturn == 0 else None
+
+    def scope(self) -> str:
+        """The part of a superchip that the plain readings are about; empty if there is only one.
+
+        NVML does not tell it for the counter, so it is that of the two scopes whose power is closer to the plain one.
+        """
+        of_gpu_w, of_module_w = self.power_in(_OF_GPU), self.power_in(_OF_MODULE)
+        if not of_gpu_w or not of_module_w or of_module_w < _DIFFERENT * of_gpu_w:
+            return ""
+        try:
+            plain_w = self.power_w()
+        except EnergyUnavailableError:
+            return ""
+        return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
+
+    def other_processes(self) -> int:
+        """The number of processes that compute on it beside the one of this training; 0 if the driver tells none.
+
+        A training has one process on each GPU. In a container the driver tells the numbers of processes as they are
+        outside of it, or no processes at all.
+        """
+        most = 0
+        for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
+            try:
+                pids = {process.pid for process in getattr(self.nvml, name)(self.handle)}
+            except (self.nvml.NVMLError, AttributeError):
+                continue
+            most = max(most, len(pids - {os.getpid()}) if os.getpid() in pids else len(pids) - 1)
+        return most
+
+    def _ask(self, what: str, question: Callable[[Any], int]) -> int:
+        try:
+            return question(self.handle)
+        except self.nvml.NVMLError as error:
+            raise EnergyUnavailableError(f"{self} gives no {what}: {error}") from error
 
 
 class NvmlMonitor(CounterMonitor):
@@ -20,7 +170,8 @@ class NvmlMonitor(CounterMonitor):
     so a machine with GPUs of several models has to set ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` for CUDA to count alike.
     GPUs that this process may not open are none of its own: neither CUDA nor this monitor counts them.
 
-    The counters move every few tens of milliseconds, so that is how exactly a window's ends are met.
+    The counters move every few tens of milliseconds, so that is how exactly a window's ends are met. A measurement's
+    source tells the scope of a superchip, and that other processes share the GPUs.
 
     Args:
         device_indices: Which of the visible GPUs train, counting from 0; or GPUs of this machine by their UUIDs. None:
@@ -28,7 +179,6 @@ class NvmlMonitor(CounterMonitor):
         max_power_w: The most that they draw together, in watts, should a driver tell no power limit, as on many
             laptops.
         nvml: What to call instead of the installed `pynvml`.
-        clock: Monotonic seconds.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, one that cannot be opened, or one without a
@@ -44,19 +194,321 @@ class NvmlMonitor(CounterMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml", clock)
-        self._notes = NvmlNotes(())  # until the GPUs are found
-        self._max_power_w = max_power_w
-        self._device_indices = None if device_indices is None else tuple(device_indices)
-        self._nvml = nvml
+        super().__init__("nvml", partial(_found, nvml, device_indices, max_power_w), clock)
 
-    def end_window(self, name: str) -> Measurement:
-        """See `EnergyMonitor.end_window`; the source tells the scope of a superchip, and that others share the GPUs."""
-        return self._notes.on(super().end_window(name))
 
-    def _find(self) -> tuple[Sequence[NvmlGpu], Callable[[], GpuConfig]]:
-        gpus = with_stated_power(open_gpus(self._nvml, self._device_indices), self._max_power_w)
-        for gpu in gpus:
-            gpu.energy_uj()  # It has a counter, or this raises.
-        self._notes = NvmlNotes(gpus)
-        return gpus, lambda: describe_gpus(gpus)
+class NvmlPowerMonitor(IntegratedPowerMonitor):
+    """An `EnergyMonitor` over the visible NVIDIA GPUs that reads their power every `interval_s` while a window is open.
+
+    How wrong it may be: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, so a
+    window by that much for each step in it; to this the sensor's own error adds, which NVIDIA states as ±5 % for Fermi
+    and Kepler, and states not at all for others. GPUs of the Ampere generation (except GA100) and later answer with
+    the mean of the last second, which smears a window's ends; but those have a counter, and `NvmlMonitor` is for them.
+    Where readings came more than a second apart (something held the interpreter), the source says so.
+
+    Args, beside those of `NvmlMonitor`:
+        interval_s: Seconds between two readings.
+
+    Raises:
+        EnergyUnavailableError: On first use: no driver, no visible GPU, or a GPU that does not tell its own power.
+        ZeusBSOConfigError: `interval_s` makes no sense; on first use, as `NvmlMonitor`.
+    """
+
+    def __init__(
+        self,
+        device_indices: Sequence[int | str] | None = None,
+        *,
+        interval_s: float = SAMPLE_INTERVAL_S,
+        max_power_w: float | None = None,
+        nvml: Nvml | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("nvml power", partial(_found, nvml, device_indices, max_power_w), clock, interval_s)
+
+
+AGREEMENT = 0.2
+"""The difference that the two may have, as a part of the counter's value.
+
+Generous: within a few seconds the ends of the window matter, since a counter moves every few tens of milliseconds and
+newer GPUs tell the mean power of the last second. What this is to find is a counter in another unit, or of another GPU.
+"""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The energy of one span of time, in joules: by the counters, and by power readings, integrated.
+
+    The problem is what one of the two could not measure.
+    """
+
+    time_s: float
+    counter_j: float
+    integrated_j: float
+    problem: str | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """True when both measured, and about the same."""
+        difference_j = abs(self.integrated_j - self.counter_j)
+        return self.problem is None and self.counter_j > 0 and difference_j <= AGREEMENT * self.counter_j
+
+
+def compare_nvml(
+    meanwhile: Callable[[], None] = lambda: time.sleep(2.0),
+    *,
+    nvml: Nvml | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Comparison:
+    """Measure all visible NVIDIA GPUs by their counters and by their power at the same time.
+
+    Raises:
+        EnergyUnavailableError: They have not both.
+        ZeusBSOConfigError: They cannot be measured together.
+    """
+    counted, integrated = NvmlMonitor(nvml=nvml, clock=clock), NvmlPowerMonitor(nvml=nvml, clock=clock)
+    counted.begin_window("check")
+    integrated.begin_window("check")
+    try:
+        meanwhile()
+    finally:
+        by_power = integrated.end_window("check")
+        by_counter = counted.end_window("check")
+    unusual = [each for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
+    return Comparison(
+        time_s=by_counter.time_s,
+        counter_j=by_counter.energy_j,
+        integrated_j=by_power.energy_j,
+        problem="; ".join(each.source for each in unusual) or None,
+    )
+
+
+def scopes_in(sources: Iterable[str]) -> list[int]:
+    """Return the number of sources that are about GPUs alone, and of those that are about their modules."""
+    told = list(sources)
+    return [sum(scope in source for source in told) for scope in (GPU_SCOPE, MODULE_SCOPE)]
+
+
+class _Notes:
+    """Tells the scope of GPUs, and that others use them. It is asked while the training still runs."""
+
+    def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
+        self._gpus = gpus
+        self._scope: str | None = None
+        self._has_warned = False
+
+    def __call__(self) -> Sequence[str]:
+        if self._scope is None:
+            self._scope = next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
+        notes = [self._scope] if self._scope else []
+        sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes())}
+        if sharing:
+            notes.append("shared with other processes")
+        if sharing and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "other processes compute beside this training (%s): its energy is theirs, too, and the cost of its"
+                " batch size depends on them",
+                ", ".join(f"{others} on {gpu}" for gpu, others in sharing.items()),
+            )
+        return notes
+
+
+def _found(nvml: Nvml | None, indices: Sequence[int | str] | None, max_power_w: float | None) -> Found:
+    gpus = open_gpus(nvml, indices, max_power_w=max_power_w)
+    return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
+
+
+def open_gpus(
+    nvml: Nvml | None = None,
+    indices: Sequence[int | str] | None = None,
+    *,
+    max_power_w: float | None = None,
+    torch: Any = None,
+) -> tuple[NvmlGpu, ...]:
+    """Start NVML, find the chosen GPUs, and make sure that they are alike and that the job has each to itself.
+
+    Args:
+        nvml: What to call instead of the installed `pynvml`.
+        indices: As `device_indices` of `NvmlMonitor`.
+        max_power_w: As of `NvmlMonitor`.
+        torch: PyTorch. None: the one that this process has loaded, if any; none beside a stand-in for `pynvml`.
+
+    Raises:
+        NoGpuError: No driver answers, or no GPU is visible.
+        EnergyUnavailableError: One of them cannot be opened, or is a slice of a GPU.
+        ZeusBSOConfigError: They are of several models, or one that was named does not exist.
+    """
+    gpus = _chosen_gpus(nvml, indices, torch)
+    for gpu in gpus:
+        if not _part_of(gpu).is_whole:
+            raise _shared_counter(str(gpu))
+    share_w = None if max_power_w is None else max_power_w / len(gpus)
+    return tuple(replace(gpu, stated_power_w=share_w) for gpu in gpus)
+
+
+def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
+    """Those that train, alike, and perhaps shared; arguments and errors as of `open_gpus`."""
+    if torch is None and nvml is None:
+        torch = sys.modules.get("torch")
+    nvml = nvml or installed_nvml()
+    machine, refused = _open_machine(nvml)
+    named = [each for each in indices or () if isinstance(each, str)]
+    if named:
+        visible: Sequence[int | str] = named
+    else:
+        visible = cuda_devices(torch) or visible_devices(CUDA_VISIBLE_DEVICES.text(), len(machine))
+        numbers = [each for each in indices if isinstance(each, int)] if indices is not None else None
+        visible = [visible[index] for index in chosen_indices(numbers, len(visible))]
+    gpus = tuple(
+        machine[each] if isinstance(each, int) else _open_uuid(nvml, each, machine, refused) for each in visible
+    )
+    if len({gpu.index for gpu in gpus}) < len(gpus):
+        raise ZeusBSOConfigError(f"the same GPU is named twice ({_listing(gpus)}): name each once")
+    check_one_model([gpu.name for gpu in gpus], _listing(gpus), CUDA_VISIBLE_DEVICES)
+    is_mixed = len({gpu.name for gpu in machine}) > 1
+    if is_mixed and any(isinstance(each, int) for each in visible) and CUDA_DEVICE_ORDER.text() != "PCI_BUS_ID":
+        raise ZeusBSOConfigError(
+            f"this machine's GPUs are of several models (by PCI bus: {_listing(machine)}), and CUDA may number them in"
+            f" another order than their driver: set {CUDA_DEVICE_ORDER}=PCI_BUS_ID or list UUIDs in"
+            f" {CUDA_VISIBLE_DEVICES}"
+        )
+    return gpus
+
+
+def _unmeasured(cause: str, nvml: Nvml | None, indices: Sequence[int | str] | None) -> UnmeasuredGpuError:
+    """Describe GPUs that cannot be measured: slices of them, virtual ones, and those without any sensor.
+
+    A MIG slice is taken to draw its share of the GPU's power limit.
+    """
+    try:
+        gpus = _chosen_gpus(nvml, indices)
+    except EnergyUnavailableError:
+        return UnmeasuredGpuError(cause)
+    parts = [_part_of(gpu) for gpu in gpus]
+    try:
+        power_w = sum(gpu.max_power_w * part.slices / part.of_slices for gpu, part in zip(gpus, parts, strict=True))
+    except NoPowerLimitError:
+        power_w = None
+    share = next((f" × {part.slices}/{part.of_slices} (MIG)" for part in parts if part.of_slices > 1), "")
+    basis = f"by power limit{share}"
+    return UnmeasuredGpuError(cause, number=len(gpus), model=parts[0].name, max_power_w=power_w, basis=basis)
+
+
+class _Part(NamedTuple):
+    """The part of a GPU that a training has: so many of the slices that the GPU can be cut into."""
+
+    name: str
+    slices: int = 1
+    of_slices: int = 1
+    is_whole: bool = False
+
+
+def _part_of(gpu: NvmlGpu) -> _Part:
+    """Return the slice that was named or else the first, which is the one that CUDA takes; or the whole GPU.
+
+    That a driver shows no other slice says nothing: in a container, NVML hides those of others.
+    """
+    nvml = gpu.nvml
+    try:
+        current_mode, _pending_mode = nvml.nvmlDeviceGetMigMode(gpu.handle)
+    except nvml.NVMLError:  # what does not know the mode (older than Ampere) cannot be in it
+        current_mode = 0
+    if not current_mode:
+        return _Part(gpu.name, is_whole=True)
+    try:
+        whole = nvml.nvmlDeviceGetMaxMigDeviceCount(gpu.handle)
+        handle = gpu.mig_handle
+        for place in range(whole) if handle is None else ():
+            with contextlib.suppress(nvml.NVMLError):  # no slice is at this place
+                handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu.handle, place)
+                break
+        if handle is None or whole < 1:
+            return _Part(f"{gpu.name} MIG")
+        attributes, name = nvml.nvmlDeviceGetAttributes(handle), _text(nvml.nvmlDeviceGetName(handle))
+    except nvml.NVMLError:
+        return _Part(gpu.name)
+    slices = attributes.gpuInstanceSliceCount
+    name = name if "MIG" in name else f"{gpu.name} MIG {slices}g"
+    return _Part(name, slices, whole, is_whole=attributes.computeInstanceSliceCount >= whole)
+
+
+def installed_nvml() -> Nvml:
+    """The package `pynvml`."""
+    try:
+        import pynvml
+    except ImportError as error:
+        raise NoGpuError(f"the package nvidia-ml-py cannot be imported: {error}") from error
+    return pynvml
+
+
+def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
+    """Open every GPU that this process may open: NVML counts the others, too (a Slurm control group, a lost GPU).
+
+    Returns:
+        Those GPUs, in the order of NVML; and the reasons for which others cannot be opened.
+    """
+    try:
+        nvml.nvmlInit()
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError as error:
+        raise NoGpuError(f"the NVIDIA driver does not answer: {error}") from error
+    gpus: list[NvmlGpu] = []
+    refused: list[str] = []
+    for place in range(count):
+        try:
+            gpus.append(_described(nvml, nvml.nvmlDeviceGetHandleByIndex(place), len(gpus)))
+        except nvml.NVMLError as error:
+            refused.append(f"GPU {place}: {error}")
+    if refused and not gpus:
+        raise EnergyUnavailableError(f"no GPU of this machine can be opened ({'; '.join(refused)})")
+    return gpus, refused
+
+
+def _described(nvml: Nvml, handle: Any, index: int) -> NvmlGpu:
+    name, uuid = nvml.nvmlDeviceGetName(handle), nvml.nvmlDeviceGetUUID(handle)
+    return NvmlGpu(nvml, handle, index, _text(name), _text(uuid))
+
+
+def _text(answer: str | bytes) -> str:
+    return answer.decode() if isinstance(answer, bytes) else answer
+
+
+def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Sequence[str]) -> NvmlGpu:
+    """The GPU of a UUID or its beginning, as CUDA takes it; or of a UUID without a prefix, as PyTorch gives it."""
+    is_bare = not uuid.startswith((_GPU_PREFIX, MIG_PREFIX))
+    wanted = f"{_GPU_PREFIX}{uuid}" if is_bare else uuid
+    found = [gpu for gpu in machine if gpu.uuid.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if is_bare or uuid.startswith(MIG_PREFIX):
+        slice_id = f"{MIG_PREFIX}{uuid}" if is_bare else uuid
+        try:
+            part = nvml.nvmlDeviceGetHandleByUUID(slice_id)
+            whole = _described(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part), 0)
+        except nvml.NVMLError as error:
+            if not is_bare:  # drivers know ids of their own generation only, in two notations
+                cause = f"{uuid} in {CUDA_VISIBLE_DEVICES}, of which the driver says {error}"
+                raise _shared_counter(cause) from error
+        else:
+            known = next((gpu for gpu in machine if gpu.uuid == whole.uuid), whole)
+            return replace(known, mig_handle=part)
+    cause = "several GPUs begin so" if found else "the driver does not list it"
+    if refused or is_bare:  # not a mistake of the user's
+        others = f" ({'; '.join(refused)})" if refused else ""
+        raise EnergyUnavailableError(f"GPU {uuid} cannot be opened: {cause} among those that may be opened{others}")
+    raise ZeusBSOConfigError(
+        f"GPU {uuid} cannot be opened: {cause}. In {CUDA_VISIBLE_DEVICES}, name GPUs by their index or by their full"
+        " UUID as `nvidia-smi -L` prints it"
+    )
+
+
+def _listing(gpus: Sequence[NvmlGpu]) -> str:
+    return ", ".join(f"{gpu.index} → {gpu.name}" for gpu in gpus)
+
+
+def _shared_counter(device: str) -> EnergyUnavailableError:
+    """Return the error that says why a MIG slice, or a GPU that is cut into them, cannot be measured."""
+    return EnergyUnavailableError(
+        f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
+        " is the whole GPU"
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeus_plugins.energy.monitor import EnergyUnavailableError, NoGpuError
+from zeus_plugins.energy.monitor import NoGpuError
+from zeus_plugins.environment import CUDA_VISIBLE_DEVICES, Variable
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.training.environment import CUDA_VISIBLE_DEVICES, Variable
 
 MIG_PREFIX = "MIG-"
 
@@ -22,13 +22,21 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
         NoGpuError: No GPU is visible.
         ZeusBSOConfigError: The setting names a GPU twice.
     """
-    visible = tuple(range(count)) if setting is None else _listed(setting, count)
+    visible: list[int | str] = list(range(count)) if setting is None else []
+    entries = [] if setting is None else [part.strip() for part in setting.split(",")]
+    for entry in entries:
+        if entry.startswith(("GPU-", MIG_PREFIX)):
+            visible.append(entry)
+        elif entry.isdecimal() and int(entry) < count:
+            visible.append(int(entry))
+        else:
+            break
     if not visible:
         hidden = f", hidden by {CUDA_VISIBLE_DEVICES}={setting!r}" if count else ""
         raise NoGpuError(f"no GPU is visible: the driver lists {count}{hidden}")
     if len(set(visible)) < len(visible):
         raise ZeusBSOConfigError(f"{CUDA_VISIBLE_DEVICES} is {setting!r}: name each GPU once")
-    return visible
+    return tuple(visible)
 
 
 def cuda_devices(torch: Any) -> tuple[str, ...] | None:
@@ -50,20 +58,8 @@ def cuda_devices(torch: Any) -> tuple[str, ...] | None:
         return None
 
 
-def _listed(setting: str, count: int) -> tuple[int | str, ...]:
-    listed: list[int | str] = []
-    for entry in (part.strip() for part in setting.split(",")):
-        if entry.startswith(("GPU-", MIG_PREFIX)):
-            listed.append(entry)
-        elif entry.isdecimal() and int(entry) < count:
-            listed.append(int(entry))
-        else:
-            break
-    return tuple(listed)
-
-
 def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
-    """The wanted ones of so many visible GPUs, counted from 0, each once and at least one; None: all."""
+    """Validate `wanted` against `visible` GPUs; return distinct indices, at least one, or all of them for None."""
     if wanted is None:
         return range(visible)
     if not wanted or len(set(wanted)) < len(wanted) or not set(wanted) <= set(range(visible)):
@@ -81,11 +77,3 @@ def check_one_model(names: Sequence[str], listing: str, variable: Variable) -> N
             f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose those of"
             f" one model by device_indices or {variable}"
         )
-
-
-def shared_counter(device: str) -> EnergyUnavailableError:
-    """Return the error that says why a MIG slice, or a GPU that is cut into them, cannot be measured."""
-    return EnergyUnavailableError(
-        f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
-        " is the whole GPU"
-    )

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, Protocol, cast
 
 from zeus_plugins.energy.counters import STANDSTILL_S
-from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement, OpenWindows
-from zeus_plugins.energy.nvml import NvmlMonitor
-from zeus_plugins.energy.nvml_gpus import Nvml
+from zeus_plugins.energy.monitor import EnergyMonitor, EnergyUnavailableError, Measurement, OpenWindows, logger
+from zeus_plugins.energy.nvml import Nvml, NvmlMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import GpuConfig
-
-logger = logging.getLogger("zeus_plugins.energy")
 
 
 class WindowMonitor(Protocol):
@@ -27,11 +23,9 @@ class WindowMonitor(Protocol):
 
     def begin_window(self, name: str, /) -> None:
         """Start to measure."""
-        ...
 
     def end_window(self, name: str, /) -> Any:
         """Return what the window cost."""
-        ...
 
 
 class ZeusMonitorAdapter:
@@ -112,8 +106,9 @@ def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
     Raises:
         ZeusBSOConfigError: It measures in neither way.
     """
-    if _is_ours(monitor):
-        return monitor
+    # ZeusMonitor has an attribute `gpus`, too, which is no method.
+    if callable(getattr(monitor, "gpus", None)) and hasattr(monitor, "source"):
+        return cast("EnergyMonitor", monitor)
     if all(callable(getattr(monitor, method, None)) for method in ("begin_window", "end_window")):
         return ZeusMonitorAdapter(cast("WindowMonitor", monitor))
     raise ZeusBSOConfigError(
@@ -121,9 +116,8 @@ def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
     )
 
 
-def _is_ours(monitor: object) -> TypeGuard[EnergyMonitor]:
-    # ZeusMonitor has an attribute `gpus`, too, which is no method.
-    return callable(getattr(monitor, "gpus", None)) and hasattr(monitor, "source")
+# The parts of a system on a chip that do not contain each other, millijoules: first Apple's, then Jetson's.
+_SOC_PARTS = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj", "cpu_energy_mj", "gpu_energy_mj")
 
 
 def _energy_j(answer: object) -> float | None:
@@ -132,25 +126,14 @@ def _energy_j(answer: object) -> float | None:
     gpu_j, *cpu_j = (_number(sum(part.values())) if isinstance(part, Mapping) and part else None for part in parts)
     if gpu_j is None and any(joules is not None for joules in cpu_j):
         return sum(joules or 0.0 for joules in cpu_j)
-    soc_j = _soc_energy_j(getattr(answer, "soc_energy", None))
-    if gpu_j is None and soc_j is not None:
-        return soc_j
+    # Of a system on a chip its total where it has one (Jetson), else the sum of its parts (Apple).
+    for names in (("total_energy_mj",), _SOC_PARTS):
+        told_mj = [_number(getattr(getattr(answer, "soc_energy", None), name, None)) for name in names]
+        known_mj = [each_mj for each_mj in told_mj if each_mj is not None]
+        if gpu_j is None and known_mj:
+            return sum(known_mj) / 1000
     total_j = _number(getattr(answer, "total_energy", None))
     return gpu_j if total_j is None else total_j
-
-
-# The parts of a system on a chip that do not contain each other, millijoules: first Apple's, then Jetson's.
-_SOC_PARTS = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj", "cpu_energy_mj", "gpu_energy_mj")
-
-
-def _soc_energy_j(soc: object) -> float | None:
-    """The joules of a system on a chip: its total where it has one (Jetson), else the sum of its parts (Apple)."""
-    total_mj = _number(getattr(soc, "total_energy_mj", None))
-    if total_mj is not None:
-        return total_mj / 1000
-    parts_mj = [_number(getattr(soc, name, None)) for name in _SOC_PARTS]
-    known_mj = [each_mj for each_mj in parts_mj if each_mj is not None]
-    return sum(known_mj) / 1000 if known_mj else None
 
 
 def _number(value: object) -> float | None:

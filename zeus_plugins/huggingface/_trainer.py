@@ -1,38 +1,52 @@
 """Hugging Face's Trainer as the callbacks need it: its private attributes and the patches of it stand here.
 
-`_attach.py` has the wrapping of `Trainer.train`. `tests/test_huggingface_contract.py` checks all of them against the
-transformers and accelerate that are installed.
+`tests/huggingface/test_contract.py` checks all of them against the transformers and accelerate that are installed.
+Trainers of other packages that are built on this one (TRL's that generate, sentence-transformers') are known by their
+attributes: none of these packages is imported.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-import inspect
 import json
 import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence, Sized
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from zeus_plugins.energy.visible import cuda_devices
-from zeus_plugins.huggingface._deepspeed import engine_batch_sizes, resize_deepspeed
-from zeus_plugins.huggingface._relatives import batches_per_fetch, generation_unit, resize_generations
+from zeus_plugins.environment import LOCAL_WORLD_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
-from zeus_plugins.training.counting import SampleCount
+from zeus_plugins.training.batches import (
+    BatchSplit,
+    SampleCount,
+    nested_samplers,
+    process_batch_sizes,
+    resize_process_loader,
+)
 from zeus_plugins.training.defaults import TrainingFacts, script_name
-from zeus_plugins.training.environment import LOCAL_WORLD_SIZE
-from zeus_plugins.training.loaders import BatchSplit, process_batch_sizes, resize_process_loader
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.placement import this_machine
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -40,6 +54,90 @@ _FOLLOW = (
     "make the loader in get_train_dataloader() with self._train_batch_size, or have its sampler read batch_size in "
     "each __iter__"
 )
+
+# DeepSpeed's own numbers.
+_MICRO, _ACCUMULATION, _TOTAL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+# Of DeepSpeed's optimizers and schedulers, whose other settings are relative to these.
+_RATES = ("lr", "warmup_min_lr", "warmup_max_lr", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr")
+
+# Parts of the names of losses that take the other samples of a batch as negative examples.
+_IN_BATCH = ("Negatives", "GIST", "MegaBatch")
+
+
+class TrainWrapper(TrainerCallback):
+    """A callback that wraps `Trainer.train`: no hook is called when a training ends by an error."""
+
+    # The attribute of a wrapped `train` that holds the callback; a trainer has one callback of each kind.
+    _OWNER: ClassVar[str]
+
+    # The trainer whose `train` runs.
+    _trainer: Trainer | None = None
+
+    def attach(self, trainer: Trainer) -> None:
+        """Take charge of a trainer that was made without this callback; nothing the second time.
+
+        Args:
+            trainer: The callback becomes one of its callbacks, if it is none yet.
+
+        Raises:
+            ZeusBSOConfigError: Another callback of this kind has charge of it.
+        """
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
+        owner = getattr(trainer.train, self._OWNER, None)
+        if owner is self:
+            return
+        if owner is not None and owner in trainer.callback_handler.callbacks:
+            raise ZeusBSOConfigError(f"the trainer has two {type(self).__name__}: keep one")
+        train = trainer.train
+
+        @functools.wraps(train)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self not in trainer.callback_handler.callbacks:  # somebody has removed it
+                return train(*args, **kwargs)
+            if self._trainer is not None:
+                raise ZeusBSOOperationOrderError(
+                    "the callback is in a training already: make a callback for each Trainer that trains at the same "
+                    "time"
+                )
+            self._trainer = trainer
+            try:
+                return self._train(trainer, functools.partial(train, *args, **kwargs))
+            finally:
+                self._trainer = None
+
+        vars(wrapped)[self._OWNER] = self
+        vars(trainer)["train"] = wrapped
+
+    # No argument of a hook is the trainer, and later hooks come after it has made its loader and its steps' count.
+    # The server is not asked here: a trainer may be made for its evaluation alone.
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take charge of the trainer whose constructor calls this."""
+        trainer = trainer_under_construction(state)
+        if trainer is not None:
+            self.attach(trainer)
+
+    def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
+        """Do the work of `trainer.train`, which `train` calls with its caller's arguments."""
+        raise NotImplementedError
+
+    def _trainer_of(self, state: TrainerState) -> Trainer:
+        """The trainer whose training begins with this state.
+
+        Raises:
+            ZeusBSOOperationOrderError: It is one that the callback has not taken charge of.
+        """
+        if self._trainer is None or self._trainer.state is not state:
+            raise not_attached()
+        return self._trainer
+
+
+def not_attached() -> ZeusBSOOperationOrderError:
+    """The error of a callback that a trainer calls without being in its charge."""
+    return ZeusBSOOperationOrderError(
+        "the callback came to this Trainer after its construction: call callback.attach(trainer) before "
+        "trainer.train(), or give it to Trainer(callbacks=[…])"
+    )
 
 
 class HuggingFacePort:
@@ -78,7 +176,9 @@ class HuggingFacePort:
         if args.device.type != "cuda":
             return ()
         if args.world_size > 1:
-            return range(processes_here(args))
+            # As the launcher says, else as many processes as CUDA shows GPUs, at most all.
+            here = LOCAL_WORLD_SIZE.text() or min(args.world_size, torch.cuda.device_count() or args.world_size)
+            return range(int(here))
         return range(args.n_gpu) if args.n_gpu > 1 else [args.device.index or 0]
 
     @property
@@ -121,7 +221,7 @@ class HuggingFacePort:
             self._count = SampleCount(size * fetched, _FOLLOW)
             self._count.watch(loader, patches)
 
-        afterwards(trainer, "get_train_dataloader", resize, patches)
+        patches.extend(trainer, "get_train_dataloader", then=resize)
         if trainer.is_deepspeed_enabled:
             resize_deepspeed(trainer, split, self.devices, patches)
 
@@ -181,7 +281,7 @@ class HuggingFacePort:
                         _logger.warning("%s was not told the batch size: %s", type(owner).__name__, error)
 
                 if hasattr(callback, name):
-                    afterwards(callback, "on_train_begin", told, patches)
+                    patches.extend(callback, "on_train_begin", then=told)
 
     def show_progress(self, text: str, patches: Patches) -> None:
         """Put it behind the bar, which is made after all other callbacks have heard of the training's begin."""
@@ -195,7 +295,7 @@ class HuggingFacePort:
 
             show(None)
             if callback.training_bar is None:
-                afterwards(callback, "on_train_begin", show, patches)
+                patches.extend(callback, "on_train_begin", then=show)
 
     def delivered(self) -> set[float | None]:
         """Samples per batch and device that the parts of the present train loader would deliver."""
@@ -297,48 +397,138 @@ def log(trainer: Trainer, metrics: dict[str, float]) -> None:
 
 def trainer_under_construction(state: TrainerState) -> Trainer | None:
     """The trainer that has this state, and whose constructor runs; its arguments may be those of another around it."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, Trainer) and getattr(owner, "state", None) is state:
-            return owner
-        frame = frame.f_back
-    return None
-
-
-def beforehand(trainer: Trainer, name: str, first: Callable[[], None], patches: Patches) -> None:
-    """Do something before a method of the trainer runs, each time."""
-    method = getattr(trainer, name)
-
-    @functools.wraps(method)
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return method(*args, **kwargs)
-
-    patches.set_attribute(trainer, name, extended)
-
-
-def afterwards(owner: Any, name: str, then: Callable[[Any], None], patches: Patches) -> None:
-    """Do something with what a method of a trainer or of its callback has returned, each time."""
-    method = getattr(owner, name)
-
-    @functools.wraps(method)
-    def extended(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        then(result)
-        return result
-
-    patches.set_attribute(owner, name, extended)
-
-
-def processes_here(args: TrainingArguments) -> int:
-    """Processes of the training on this machine: as its launcher says, else as many as CUDA shows GPUs, at most all."""
-    return int(LOCAL_WORLD_SIZE.text() or min(args.world_size, torch.cuda.device_count() or args.world_size))
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_stack(sys._getframe()))
+    return next((each for each in owners if isinstance(each, Trainer) and getattr(each, "state", None) is state), None)
 
 
 def _rebalancing_sampler(loader: Any) -> Any:
     """The sampler that makes a step's batches of different sizes (``train_sampling_strategy="batch_rebalance"``)."""
-    sampler = getattr(loader, "batch_sampler", None)
-    while sampler is not None and not hasattr(sampler, "effective_batch_size"):
-        sampler = getattr(sampler, "batch_sampler", None)
-    return sampler
+    samplers = nested_samplers(getattr(loader, "batch_sampler", None))
+    return next((each for each in samplers if hasattr(each, "effective_batch_size")), None)
+
+
+def batches_per_fetch(trainer: Trainer) -> int:
+    """Batches of the training that its loader delivers at once: TRL's GRPO and RLOO generate for several of them."""
+    return getattr(trainer.args, "steps_per_generation", None) or 1
+
+
+def generation_unit(trainer: Trainer) -> int:
+    """The number whose multiples are sizes that tear no group of completions apart; 1 where none are generated."""
+    args: Any = trainer.args
+    if not hasattr(args, "steps_per_generation"):
+        return 1
+    has_whole_steps = args.steps_per_generation % args.gradient_accumulation_steps == 0
+    return int(args.num_generations * (1 if has_whole_steps else args.gradient_accumulation_steps))
+
+
+def check_generations(trainer: Trainer, batch_sizes: Sequence[int]) -> None:
+    """Refuse sizes that would tear groups of completions apart.
+
+    Raises:
+        ZeusBSOConfigError: There are such sizes among these.
+    """
+    unit = generation_unit(trainer)
+    torn = [size for size in batch_sizes if size % unit]
+    if torn:
+        args: Any = trainer.args
+        raise ZeusBSOConfigError(
+            f"{type(trainer).__name__} generates num_generations={args.num_generations} completions for each prompt, "
+            f"and the batch sizes {torn} hold no whole number of such groups: choose multiples of {unit}"
+        )
+
+
+def resize_generations(trainer: Trainer, split: BatchSplit, processes: int, patches: Patches) -> None:
+    """Have a trainer that generates do so for batches of this size, before its accumulation is set."""
+    args: Any = trainer.args
+    if not hasattr(args, "steps_per_generation"):
+        return
+    # As many optimizer steps at once as before.
+    steps = split.accumulation * args.steps_per_generation // args.gradient_accumulation_steps
+    patches.set_attribute(args, "steps_per_generation", steps)
+    patches.set_attribute(args, "generation_batch_size", split.per_device * processes * steps)
+
+
+def warn_of_in_batch_negatives(trainer: Trainer) -> None:
+    """Warn of a loss that the batch size is a part of, once for each training."""
+    names = sorted({type(loss).__name__ for loss in _losses(getattr(trainer, "loss", None))})
+    found = [name for name in names if any(part in name for part in _IN_BATCH)]
+    if found and trainer.args.process_index == 0:
+        _logger.warning(
+            "%s takes the other samples of a batch as negative examples, so that the batch size changes what is "
+            "trained: choose batch_sizes that you would accept all, and a monitor that is computed without batches, "
+            "such as an evaluator's (eval_loss of different sizes cannot be compared)",
+            " and ".join(found),
+        )
+
+
+def _losses(loss: Any) -> Iterator[Any]:
+    """A loss, those of several data sets, and those that it wraps."""
+    if isinstance(loss, dict):
+        for each in loss.values():
+            yield from _losses(each)
+    elif loss is not None:
+        yield loss
+        yield from _losses(getattr(loss, "loss", None))
+
+
+# DeepSpeed's configuration beside the Trainer's arguments. Transformers fills its ``"auto"`` values when the arguments
+# are made, so that all of them are numbers by now.
+
+
+def check_deepspeed(trainer: Trainer, *, scales_rates: bool) -> None:
+    """Refuse a DeepSpeed training whose numbers contradict each other, or whose rates could not be scaled.
+
+    Raises:
+        ZeusBSOConfigError: It is one.
+    """
+    # As transformers itself says in the midst of `train`.
+    lines = [line.removeprefix("- ds ") for line in _configuration(trainer).mismatches]
+    numbers = "; ".join(line for line in lines if line.startswith((_MICRO, _ACCUMULATION, _TOTAL)))
+    if numbers:
+        raise ZeusBSOConfigError(
+            f"DeepSpeed's configuration and TrainingArguments contradict each other ({numbers}): set {_MICRO}, "
+            f'{_ACCUMULATION} and {_TOTAL} to "auto"'
+        )
+    if scales_rates and type(trainer).create_optimizer is not Trainer.create_optimizer:
+        raise ZeusBSOConfigError(
+            "with DeepSpeed lr_scaling changes TrainingArguments.learning_rate and the rates of DeepSpeed's "
+            f"configuration, which {type(trainer).__name__}.create_optimizer need not read: leave lr_scaling out"
+        )
+
+
+def resize_deepspeed(trainer: Trainer, split: BatchSplit, devices: int, patches: Patches) -> None:
+    """Have DeepSpeed's engine, which the next training makes, count on batches of this size.
+
+    `devices` is the number of those that train on different data.
+    """
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    # A copy, in which the training fills in what follows from its number of steps, too.
+    configuration = copy.deepcopy(plugin.hf_ds_config.config)
+    configuration[_MICRO] = split.per_device
+    configuration[_ACCUMULATION] = split.accumulation
+    configuration[_TOTAL] = split.per_device * split.accumulation * devices
+    patches.set_attribute(plugin.hf_ds_config, "config", configuration)
+    patches.set_attribute(plugin, "deepspeed_config", configuration)
+
+
+def scale_deepspeed_rates(trainer: Trainer, factor: float, patches: Patches) -> None:
+    """Scale the rates of which optimizer and scheduler are made, after `resize_deepspeed`."""
+    patches.set_attribute(trainer.args, "learning_rate", trainer.args.learning_rate * factor)
+    configuration = _configuration(trainer).config
+    for part in ("optimizer", "scheduler"):
+        settings = configuration.get(part, {}).get("params", {})
+        for name in set(_RATES).intersection(settings):
+            rates = settings[name]
+            settings[name] = [rate * factor for rate in rates] if isinstance(rates, list) else rates * factor
+
+
+def engine_batch_sizes(trainer: Trainer, devices: int, accumulation: int) -> set[float | None]:
+    """Samples per batch and device by each of the engine's own numbers; none without an engine."""
+    engine: Any = trainer.deepspeed
+    if engine is None:
+        return set()
+    return {float(engine.train_micro_batch_size_per_gpu()), engine.train_batch_size() / (devices * accumulation)}
+
+
+def _configuration(trainer: Trainer) -> Any:
+    return trainer.accelerator.state.deepspeed_plugin.hf_ds_config

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
-from zeus_plugins.huggingface._attach import TrainWrapper, not_attached
-from zeus_plugins.huggingface._deepspeed import check_deepspeed, scale_deepspeed_rates
-from zeus_plugins.huggingface._relatives import check_generations, warn_of_in_batch_negatives
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.huggingface._trainer import (
     HuggingFacePort,
-    afterwards,
+    TrainWrapper,
     arguments_of_train,
-    beforehand,
+    check_deepspeed,
+    check_generations,
     checkpointed,
     early_end,
+    not_attached,
     samples_of,
     saved_in_checkpoint,
+    scale_deepspeed_rates,
+    warn_of_in_batch_negatives,
 )
-from zeus_plugins.training.callbacks import BatchSizeArguments
+from zeus_plugins.signals import raise_at_sigterm
+from zeus_plugins.training.defaults import check_epochs, check_steps
 from zeus_plugins.training.metrics import (
     EVALUATION_PREFIX,
     TRAINING_METRICS,
@@ -30,11 +33,7 @@ from zeus_plugins.training.metrics import (
     LoggedMetric,
     check_evaluated_metric,
 )
-from zeus_plugins.training.run import TrialRun
-from zeus_plugins.training.signals import raise_at_sigterm
-from zeus_plugins.training.trial import TrialInfo
-
-T = TypeVar("T")
+from zeus_plugins.training.run import ActiveRun, BatchSizeArguments, TrialRun
 
 _STATE_KEY = "zeus_bso"
 
@@ -87,44 +86,29 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     _metric: EvaluationMetric | LoggedMetric | None = None
     _has_fractions = False
 
-    @property
-    def trial(self) -> TrialInfo:
-        """The trial of the present or latest `train`: batch size, trial number, verdict, totals.
-
-        Raises:
-            ZeusBSOOperationOrderError: There was no `train` yet, or the latest was no recurrence of the job.
-        """
-        if self._run.trial is None:
-            raise ZeusBSOOperationOrderError("there is no trial before Trainer.train has begun")
-        return self._run.trial
-
-    def is_training(self, trainer: Trainer) -> bool:
-        """Whether there is a trial, and this trainer trains it."""
-        return self._trainer is trainer and self._run.is_active
-
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log the choice, and begin to measure."""
         if self._trainer is None:
             raise not_attached()
-        if self._concerns(state, control):
+        if (run := self._run_of(state, control)) is not None:
             self._keep_state(state)
-            self._run.start()
+            run.start()
 
     # Other callbacks may change the accumulation when the training begins, and a trainer makes its loader by then.
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make sure that the batch size is in force."""
-        if self._concerns(state, control):
-            self._run.check()
+        if (run := self._run_of(state, control)) is not None:
+            run.check()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the first batches and optimizer steps."""
-        if self._concerns(state, control):
-            self._batch_trained()
+        if (run := self._run_of(state, control)) is not None:
+            self._batch_trained(run)
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the first batches that are accumulated."""
-        if self._concerns(state, control):
-            self._batch_trained()
+        if (run := self._run_of(state, control)) is not None:
+            self._batch_trained(run)
 
     def on_evaluate(
         self,
@@ -135,11 +119,11 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         **kwargs: Any,
     ) -> None:
         """Report the evaluation, and stop the trainer when the server says so."""
-        source, found = self._metric, metrics or {}
+        run, source, found = self._run_of(state, control), self._metric, metrics or {}
         # Before the first step there is nothing to report; other prefixes are of evaluations that the script makes.
         if (
             self._trainer is None
-            or not self._concerns(state, control)
+            or run is None
             or not isinstance(source, EvaluationMetric)
             or state.global_step == 0
             or not source.is_evaluation(found)
@@ -147,7 +131,7 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             return
         data = self._trainer.eval_dataset
         data_sets = len(data) if isinstance(data, dict) else 1
-        self._report(state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
+        self._report(run, state, lambda: source.value(found, step=state.global_step, data_sets=data_sets))
 
     def on_log(
         self,
@@ -158,38 +142,38 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         **kwargs: Any,
     ) -> None:
         """Note the metric of a training without evaluations, and those that are logged with an evaluation."""
-        if not self._concerns(state, control):
+        run, source = self._run_of(state, control), self._metric
+        if run is None:
             return
-        source = self._metric
         if isinstance(source, EvaluationMetric):
             source.note(logs or {})
         elif source is not None and source.note(logs or {}, step=state.global_step):
-            self._report(state, source.value)
+            self._report(run, state, source.value)
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the epoch of a training without evaluations."""
-        source = self._metric
-        if not self._concerns(state, control) or not isinstance(source, LoggedMetric):
+        run, source = self._run_of(state, control), self._metric
+        if run is None or not isinstance(source, LoggedMetric):
             return
         if source.awaits_log(step=state.global_step):
             control.should_log = True
         else:
-            self._report(state, source.value)
+            self._report(run, state, source.value)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Report the end of a training whose last evaluation was earlier."""
-        if self._concerns(state, control):
-            self._run.report_last_epoch(float(state.epoch))
+        if (run := self._run_of(state, control)) is not None:
+            run.report_last_epoch(float(state.epoch))
 
-    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
-        checkpoint, search_trial = arguments_of_train(*args, **kwargs)
+    def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
+        checkpoint, search_trial = arguments_of_train(*train.args, **train.keywords)
         if search_trial is not None:
             raise ZeusBSOConfigError(
                 "hyperparameter_search trains with other settings each time, which are no recurrences of one job: "
                 "search without the ZeusBSOTrainerCallback (trainer.remove_callback), then train with it"
             )
         run = TrialRun(self._wish, self._options)
-        self._check(trainer, run)
+        self._check(trainer)
         warn_of_in_batch_negatives(trainer)
         is_evaluated = trainer.args.eval_strategy != "no"
         self._has_fractions = trainer.args.eval_strategy == "steps"
@@ -201,14 +185,15 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
                 run.begin(self._port)
             else:
                 run.resume(self._port, lambda: saved_in_checkpoint(checkpoint, trainer.args, _STATE_KEY))
-            if run.is_active:
+            if run.active is not None:
                 # Optimizer and scheduler exist after this, and a checkpoint's state, which is scaled, is loaded later.
                 if trainer.is_deepspeed_enabled:
                     scale_deepspeed_rates(trainer, run.lr_factor, run.patches)
                 else:
-                    afterwards(trainer, "create_scheduler", lambda _: run.scale_learning_rate(), run.patches)
-                beforehand(trainer, "_save_checkpoint", lambda: self._keep_state(trainer.state), run.patches)
-            result = train(*args, **kwargs)
+                    scale = run.active.scale_learning_rate
+                    run.patches.extend(trainer, "create_scheduler", then=lambda _: scale())
+                run.patches.extend(trainer, "_save_checkpoint", first=lambda: self._keep_state(trainer.state))
+            result = train()
         except BaseException as error:
             run.finish(error)
             raise
@@ -219,16 +204,16 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         run.raise_failure()
         return result
 
-    def _check(self, trainer: Trainer, run: TrialRun) -> None:
+    def _check(self, trainer: Trainer) -> None:
         """Refuse a training that cannot work, as far as can be said before it has a trial."""
         args = trainer.args
         if trainer.is_deepspeed_enabled:
             check_deepspeed(trainer, scales_rates=self._options.lr_scaling != "none")
         check_generations(trainer, self._wish.job.batch_sizes if self._wish.job is not None else ())
         if args.max_steps <= 0:
-            run.check_epochs(args.num_train_epochs, "TrainingArguments(num_train_epochs={})")
+            check_epochs(self._wish.job, args.num_train_epochs, "TrainingArguments(num_train_epochs={})")
         elif args.eval_strategy != "steps" and (samples := samples_of(trainer.train_dataset)) is not None:
-            run.check_steps(args.max_steps, samples, "TrainingArguments(max_steps={})")
+            check_steps(self._wish.job, args.max_steps, samples, "TrainingArguments(max_steps={})")
         logs_only_its_own = type(trainer).__module__.startswith("transformers.")
         if args.eval_strategy == "no" and (
             self._metric_name.startswith(EVALUATION_PREFIX)
@@ -243,21 +228,21 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         if logs_only_its_own and not has_own and args.eval_strategy != "no" and trainer.compute_metrics is None:
             check_evaluated_metric(self._metric_name, trainer.eval_dataset)
 
-    def _concerns(self, state: TrainerState, control: TrainerControl) -> bool:
-        """Whether an event is one of the training that has the trial: another trainer may share the callback."""
+    def _run_of(self, state: TrainerState, control: TrainerControl) -> ActiveRun | None:
+        """The run that an event concerns; None for one of another trainer, which may share the callback."""
         if self._trainer is None or self._port is None or self._trainer.state is not state:
-            return False
+            return None
         self._port.control = control
-        return self._run.is_active
+        return self._run.active
 
-    def _report(self, state: TrainerState, metric: Callable[[], float | None]) -> None:
+    def _report(self, run: ActiveRun, state: TrainerState, metric: Callable[[], float | None]) -> None:
         # An epoch that `max_steps` cuts short counts as one.
         epochs = float(state.epoch) if self._has_fractions else float(math.ceil(state.epoch))
-        self._run.report(metric, epochs)
+        run.report_evaluation(metric, epochs)
 
-    def _batch_trained(self) -> None:
-        self._run.batch_trained()
-        if not self._run.is_counting_steps:  # nothing is left to do in a step
+    def _batch_trained(self, run: ActiveRun) -> None:
+        run.steps.batch_trained()
+        if not run.steps.is_counting:  # nothing is left to do in a step
             for hook in ("on_step_end", "on_substep_end"):
                 if getattr(type(self), hook) is getattr(ZeusBSOTrainerCallback, hook):
                     self._run.patches.set_attribute(self, hook, getattr(super(), hook))

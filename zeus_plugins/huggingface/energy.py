@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+import functools
+from typing import Any
 
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.huggingface._attach import TrainWrapper
-from zeus_plugins.huggingface._trainer import (
-    HuggingFacePort,
-    afterwards,
-    beforehand,
-    checkpointed,
-    log,
-)
-from zeus_plugins.training.callbacks import EnergyTotals
+from zeus_plugins.huggingface._trainer import HuggingFacePort, TrainWrapper, checkpointed, log
+from zeus_plugins.training.energy_run import EnergyTotals
 from zeus_plugins.training.patches import Patches
-
-T = TypeVar("T")
 
 # The name of the totals in a checkpoint.
 _STATE_KEY = "zeus_energy"
@@ -66,14 +57,14 @@ class ZeusEnergyTrainerCallback(EnergyTotals, TrainWrapper):
         """Log a last epoch whose evaluation another callback has called off."""
         self._end_trained_epoch()
 
-    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+    def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
         self._is_trained = False
         self._run.restore({})
         patches = Patches()
-        afterwards(trainer, "_evaluate", lambda _: self._end_trained_epoch(), patches)
-        beforehand(trainer, "_save_checkpoint", self._keep_state, patches)
+        patches.extend(trainer, "_evaluate", then=lambda _: self._end_trained_epoch())
+        patches.extend(trainer, "_save_checkpoint", first=self._keep_state)
         try:
-            return train(*args, **kwargs)
+            return train()
         finally:
             patches.undo()
             self._run.close()

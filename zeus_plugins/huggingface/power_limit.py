@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import cuda
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
-from zeus_plugins.huggingface._attach import TrainWrapper
-from zeus_plugins.huggingface._trainer import (
-    HuggingFacePort,
-    afterwards,
-    beforehand,
-    log,
-)
-from zeus_plugins.huggingface.batch_size import ZeusBSOTrainerCallback
-from zeus_plugins.training.callbacks import PowerLimitFindings
+from zeus_plugins.huggingface._trainer import HuggingFacePort, TrainWrapper, log
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.power_run import PowerRun
-
-T = TypeVar("T")
+from zeus_plugins.training.power_run import PowerLimitFindings, batch_size_callback
 
 
 class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
@@ -66,12 +55,10 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Prepare; no limit is changed yet."""
         trainer = self._trainer_of(state)
-        self._end()
-        self._run = PowerRun(
-            self._options,
+        self._run.begin(
             HuggingFacePort(trainer),
             trainer.get_total_train_batch_size(args),
-            keeper=_batch_size_callback(trainer),
+            keeper=batch_size_callback(trainer.callback_handler.callbacks),
             log=functools.partial(log, trainer),
             on_done=self._hide_steps,
             synchronize=cuda.synchronize,
@@ -81,50 +68,37 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin to measure, or go on with it."""
-        if self._run is not None:
-            self._run.begin_steps(_steps_in_a_row(args, state, kwargs.get("train_dataloader")))
+        self._run.begin_steps(_steps_in_a_row(args, state, kwargs.get("train_dataloader")))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count the step. Hidden from the trainer as soon as nothing is left to measure."""
-        if self._run is not None:
-            self._run.end_step()
+        self._run.end_step()
 
     # The checkpoint has been written, within what would have been measured.
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Interrupt a measurement."""
-        if self._run is not None:
-            self._run.disturb()
+        self._run.disturb()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Interrupt a measurement."""
-        if self._run is not None:
-            self._run.end_steps()
+        self._run.end_steps()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Keep what was measured, if not everything was: the next training goes on from there."""
-        if self._run is not None:
-            self._run.keep_unfinished()
+        self._run.keep_unfinished()
 
-    def _train(self, trainer: Trainer, train: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T:
+    def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:
         patches = Patches()
-        beforehand(trainer, "_evaluate", lambda: None if self._run is None else self._run.interrupt(), patches)
-        afterwards(trainer, "_evaluate", lambda _: None if self._run is None else self._run.resume(), patches)
+        patches.extend(trainer, "_evaluate", first=self._run.interrupt, then=lambda _: self._run.resume())
         try:
-            return train(*args, **kwargs)
+            return train()
         finally:
             patches.undo()
-            self._end()
+            self._run.close()
 
     def _hide_steps(self) -> None:
         if type(self).on_step_end is ZeusPowerLimitTrainerCallback.on_step_end:  # not that of a subclass of the user's
-            self._hidden.set_attribute(self, "on_step_end", super().on_step_end)
-
-
-def _batch_size_callback(trainer: Trainer) -> ZeusBSOTrainerCallback | None:
-    """The callback that has a trial in this `train`, if there is one."""
-    callbacks = trainer.callback_handler.callbacks
-    found = (each for each in callbacks if isinstance(each, ZeusBSOTrainerCallback))
-    return next((each for each in found if each.is_training(trainer)), None)
+            self._run.patches.set_attribute(self, "on_step_end", super().on_step_end)
 
 
 def _steps_in_a_row(args: TrainingArguments, state: TrainerState, loader: Any) -> int | None:

@@ -1,6 +1,6 @@
 """Lightning's Trainer as the callbacks need it: every private attribute and every patch of Lightning stands here.
 
-`tests/test_lightning_contract.py` checks each of them against the Lightning that is installed.
+`tests/lightning/test_contract.py` checks each of them against the Lightning that is installed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import contextlib
 import logging
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,12 +20,11 @@ from torch import distributed as dist
 
 from zeus_plugins.energy.visible import cuda_devices
 from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.placement import this_machine
 from zeus_plugins.protocol import Fingerprint
-from zeus_plugins.training.counting import SampleCount
+from zeus_plugins.training.batches import BatchSplit, SampleCount, delivered_batch_size, resize_loader, scaled_together
 from zeus_plugins.training.defaults import TrainingFacts, script_name
-from zeus_plugins.training.loaders import BatchSplit, delivered_batch_size, resize_loader, scaled_together
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.placement import this_machine
 
 try:
     from lightning.fabric.utilities.data import sized_len
@@ -40,24 +40,8 @@ except ModuleNotFoundError:
     from pytorch_lightning.utilities.combined_loader import CombinedLoader  # type: ignore[assignment]
     from pytorch_lightning.utilities.model_helpers import is_overridden
 
-__all__ = [
-    "STEP_HOOKS",
-    "Callback",
-    "CombinedLoader",
-    "LightningModule",
-    "LightningPort",
-    "Trainer",
-    "before_each_epoch",
-    "continues_checkpoint",
-    "delivered_batch_sizes",
-    "early_end",
-    "epochs_trained",
-    "finders",
-    "hide_step_hooks",
-    "is_last_batch",
-    "is_rehearsal",
-    "mean_of_ranks",
-]
+# The names of Lightning that the callbacks take from here, of whichever of its two packages.
+__all__ = ["Callback", "LightningModule", "Trainer"]
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -350,12 +334,9 @@ def continues_checkpoint(trainer: Trainer) -> bool:
     Raises:
         ZeusBSOConfigError: It does, but later than the batch size must be set.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "_run" and frame.f_locals.get("self") is trainer:
-            break
-        frame = cast("Any", frame.f_back)
-    if frame is None or frame.f_locals.get("ckpt_path") is None:
+    calls = (frame for frame, _ in traceback.walk_stack(sys._getframe()) if frame.f_code.co_name == "_run")
+    run = next((each.f_locals for each in calls if each.f_locals.get("self") is trainer), {})
+    if run.get("ckpt_path") is None:
         return False
     if trainer.strategy.restore_checkpoint_after_setup:
         raise ZeusBSOConfigError(
@@ -363,22 +344,6 @@ def continues_checkpoint(trainer: Trainer) -> bool:
             "train from the start, or with another strategy"
         )
     return True
-
-
-def before_each_epoch(trainer: Trainer, check: Callable[[], None], patches: Patches) -> None:
-    """Call `check` when the loader of an epoch exists, before its first step.
-
-    Callbacks and modules may change the accumulation when an epoch starts, and the only hook that follows them all,
-    `on_train_batch_start`, costs something in every step.
-    """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    run_epoch = epoch_loop.run
-
-    def run_checked(*args: Any) -> None:
-        check()
-        run_epoch(*args)
-
-    patches.set_attribute(epoch_loop, "run", run_checked)
 
 
 def hide_step_hooks(callback: Callback, patches: Patches) -> None:

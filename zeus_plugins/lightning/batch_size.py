@@ -6,13 +6,12 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.lightning._trainer import (
     Callback,
     LightningModule,
     LightningPort,
     Trainer,
-    before_each_epoch,
     continues_checkpoint,
     early_end,
     epochs_trained,
@@ -21,10 +20,8 @@ from zeus_plugins.lightning._trainer import (
     is_rehearsal,
     mean_of_ranks,
 )
-from zeus_plugins.training.callbacks import BatchSizeArguments
-from zeus_plugins.training.options import TrialOptions
-from zeus_plugins.training.run import TrialRun
-from zeus_plugins.training.trial import TrialInfo
+from zeus_plugins.training.defaults import check_epochs
+from zeus_plugins.training.run import BatchSizeArguments, TrialOptions, TrialRun
 
 _logger = logging.getLogger("zeus_plugins")
 
@@ -82,26 +79,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Epochs that the trainer had trained before the trial began.
     _first_epoch = 0
 
-    @property
-    def trial(self) -> TrialInfo:
-        """The trial of the present or latest `fit`: batch size, trial number, verdict, totals.
-
-        Raises:
-            ZeusBSOOperationOrderError: There was no `fit` yet, it continued a checkpoint without a trial, or it ran in
-                processes that have ended (strategy ``ddp_spawn``).
-        """
-        if self._run.trial is None:
-            raise ZeusBSOOperationOrderError(
-                "there is no trial before Trainer.fit has begun, after it has run in spawned processes, or when it "
-                "continues a checkpoint that holds no trial"
-            )
-        return self._run.trial
-
-    @property
-    def has_trial(self) -> bool:
-        """Whether there is one."""
-        return self._run.trial is not None
-
     # `setup` is the earliest hook that works: later ones come after Lightning has counted the steps of an epoch.
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Ask for a batch size and make the train loaders deliver it."""
@@ -137,13 +114,15 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         """Scale the learning rate."""
         if self._awaits_checkpoint:  # A checkpoint with weights alone has no part for callbacks.
             self._continue(trainer, pl_module, None)
-        self._run.scale_learning_rate()
+        if self._run.active is not None:
+            self._run.active.scale_learning_rate()
 
     # A module may leave some metrics out of the sanity check, so that this is no error yet.
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn of a metric that the sanity check has not logged, before an epoch is trained."""
-        known = sorted(trainer.callback_metrics)
-        if known and self._metric_name not in known and self._run.is_reporting and trainer.is_global_zero:
+        known, run = sorted(trainer.callback_metrics), self._run.active
+        is_missing = known and self._metric_name not in known
+        if is_missing and run is not None and run.is_reporting and trainer.is_global_zero:
             _logger.warning(
                 "monitor=%r is not among the metrics of the sanity check %s: if the first validation does not log it "
                 "either, the training ends there",
@@ -152,13 +131,16 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the choice, and begin to measure."""
-        self._run.start()
+        if self._run.active is not None:
+            self._run.active.start()
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """Count the first batches and optimizer steps."""
-        self._run.batch_trained()
-        is_counted = self._run.is_active and not self._run.is_counting_steps
-        if is_counted and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
+        if self._run.active is None:
+            return
+        steps = self._run.active.steps
+        steps.batch_trained()
+        if not steps.is_counting and type(self).on_train_batch_end is ZeusBSOCallback.on_train_batch_end:
             self._run.patches.set_attribute(self, "on_train_batch_end", None)  # nothing is left to do in a step
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,11 +156,12 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
     # Lightning need not validate after the last epoch.
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Report the end of a training whose last validation was earlier."""
-        self._run.report_last_epoch(trainer.current_epoch - self._first_epoch)
+        if self._run.active is not None:
+            self._run.active.report_last_epoch(trainer.current_epoch - self._first_epoch)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take all changes back; raise when the trial failed."""
-        if stage == "fit" and self._run.is_active:
+        if stage == "fit" and self._run.active is not None:
             self._run.finish(early_end=early_end(trainer))
             self._run.raise_failure()
 
@@ -203,7 +186,7 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         limit = trainer.max_epochs
         if limit is None or limit < 0:
             return
-        self._run.check_epochs(limit, "Trainer(max_epochs={})", trained=self._first_epoch)
+        check_epochs(self._wish.job, limit, "Trainer(max_epochs={})", trained=self._first_epoch)
         every = trainer.check_val_every_n_epoch
         if trainer.enable_validation and every is not None and limit // every * every <= self._first_epoch:
             raise ZeusBSOConfigError(
@@ -221,14 +204,17 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         self._take_charge(trainer)
 
     def _take_charge(self, trainer: Trainer) -> None:
-        if self._run.is_active:
-            before_each_epoch(trainer, self._run.check, self._run.patches)
+        if self._run.active is not None:
+            # Callbacks and modules may change the accumulation when an epoch starts, and the only hook that follows
+            # them all, `on_train_batch_start`, costs something in every step.
+            self._run.patches.extend(trainer.fit_loop.epoch_loop, "run", first=self._run.active.check)
             hide_step_hooks(self, self._run.patches)
 
     def _report(self, trainer: Trainer) -> None:
-        if self._run.is_reporting:
+        run = self._run.active
+        if run is not None and run.is_reporting:
             metric = self._metric(trainer)
-            self._run.report(lambda: metric, epochs_trained(trainer) - self._first_epoch)
+            run.report_evaluation(lambda: metric, epochs_trained(trainer) - self._first_epoch)
 
     def _metric(self, trainer: Trainer) -> float:
         if self._metric_name not in trainer.callback_metrics:

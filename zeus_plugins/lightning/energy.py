@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeus_plugins.lightning._trainer import Callback, LightningModule, LightningPort, Trainer, is_rehearsal
-from zeus_plugins.training.callbacks import EnergyTotals
+from zeus_plugins.training.energy_run import EnergyTotals
 
 
 class ZeusEnergyCallback(EnergyTotals, Callback):

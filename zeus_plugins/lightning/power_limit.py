@@ -17,9 +17,7 @@ from zeus_plugins.lightning._trainer import (
     is_last_batch,
     is_rehearsal,
 )
-from zeus_plugins.lightning.batch_size import ZeusBSOCallback
-from zeus_plugins.training.callbacks import PowerLimitFindings
-from zeus_plugins.training.power_run import PowerRun
+from zeus_plugins.training.power_run import PowerLimitFindings, batch_size_callback
 
 
 class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
@@ -61,70 +59,56 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
         """Prepare; no limit is changed yet."""
         if is_rehearsal(trainer):
             return
-        self._end()
         port = LightningPort(trainer)
-        self._run = PowerRun(
-            self._options,
+        self._run.begin(
             port,
             _delivered_batch_size(trainer),
-            keeper=_batch_size_callback(trainer),
+            keeper=batch_size_callback(getattr(trainer, "callbacks", ())),
             log=port.log,
             on_done=self._hide_batch_end,
             synchronize=cuda.synchronize,
         )
-        hide_step_hooks(self, self._hidden)
+        hide_step_hooks(self, self._run.patches)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to measure, or go on with it."""
-        if self._run is not None:
-            self._run.begin_steps(_batches_in_a_row(trainer))
+        self._run.begin_steps(_batches_in_a_row(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
         """Count the batch. Hidden from the trainer as soon as nothing is left to measure."""
-        if self._run is not None:
-            self._run.end_step()
+        self._run.end_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Interrupt a measurement."""
-        if self._run is not None:
-            self._run.interrupt()
+        self._run.interrupt()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with measuring, after a validation within an epoch."""
-        if self._run is not None and not is_last_batch(trainer):
+        if not is_last_batch(trainer):
             self._run.resume()
 
     # The trainer writes it after this; the batches after that warm up first.
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Interrupt a measurement."""
-        if self._run is not None:
-            self._run.disturb()
+        self._run.disturb()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Interrupt a measurement."""
-        if self._run is not None:
-            self._run.end_steps()
+        self._run.end_steps()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the limits back."""
-        if self._run is not None:
-            self._run.keep_unfinished()
-        self._end()
+        self._run.keep_unfinished()
+        self._run.close()
 
     # Lightning calls no other hook after an exception.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the limits back."""
-        self._end()
+        self._run.close()
 
     def _hide_batch_end(self) -> None:
         if type(self).on_train_batch_end is ZeusPowerLimitCallback.on_train_batch_end:  # not that of a user's subclass
-            self._hidden.set_attribute(self, "on_train_batch_end", None)
-
-
-def _batch_size_callback(trainer: Trainer) -> ZeusBSOCallback | None:
-    """The callback that has a trial in this `fit`, if there is one."""
-    callbacks = getattr(trainer, "callbacks", ())
-    return next((each for each in callbacks if isinstance(each, ZeusBSOCallback) and each.has_trial), None)
+            self._run.patches.set_attribute(self, "on_train_batch_end", None)
 
 
 def _delivered_batch_size(trainer: Trainer) -> int | None:

@@ -8,13 +8,10 @@ package loads neither torch nor the server.
 from __future__ import annotations
 
 from zeus_plugins.master.executors import Executor, LocalExecutor
-from zeus_plugins.master.failures import FailedTryError
 from zeus_plugins.master.history import HistoryEntry, MasterState, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser
-from zeus_plugins.master.policy import PolicyOptimizer
-from zeus_plugins.master.runner import ZeusMaster
-from zeus_plugins.master.server import ServerOptimizer
+from zeus_plugins.master.optimizers import BatchSizeChooser, PolicyOptimizer, ServerOptimizer
+from zeus_plugins.master.runner import FailedTryError, ZeusMaster
 
 __all__ = [
     "BatchSizeChooser",

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from zeus_plugins.master.history import MasterState, PlannedRun, Run, cheapest_size, mean_costs
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 _COLUMNS = ("run", "batch size", "learning rate", "epochs", "seconds", "energy J", "cost J", "outcome")
 
@@ -97,9 +93,6 @@ class LiveTable(Listener):
         self._show()
 
     def _show(self) -> None:
-        self.live.update(self._table(), refresh=True)
-
-    def _table(self) -> Table:
         from rich.table import Table
         from rich.text import Text
 
@@ -114,20 +107,16 @@ class LiveTable(Listener):
             )
         if self._under_way is not None:
             table.add_row(*_planned_cells(self._under_way), "", "", "", "", "training …")
-        return table
+        self.live.update(table, refresh=True)
 
 
 @contextmanager
 def display() -> Iterator[Listener]:
     """A `Listener` for this terminal: a live table, or lines where there is no terminal or rich is not installed."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
         yield Lines()
         return
-    try:
-        table = LiveTable()
-    except ModuleNotFoundError:
-        yield Lines()
-        return
+    table = LiveTable()
     with table.live:
         yield table
 

@@ -7,6 +7,7 @@ master that is resumed finds out whether the run of the killed one still goes on
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -27,10 +28,7 @@ Show = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """A command to be executed, with variables beside the master's own; its output is appended to the log.
-
-    Without a `workdir`, it works in the master's.
-    """
+    """A command to be executed, by default in the master's directory, with more variables; its log is appended to."""
 
     command: Sequence[str]
     workdir: Path | None
@@ -47,27 +45,16 @@ class Executor(Protocol):
     """Executes one command at a time."""
 
     def run(self, launch: Launch, show: Show) -> int:
-        """Execute a command to its end.
+        """Execute a command to its end, and show its output as it comes; its exit status, −n if signal n ended it.
 
         An exception that arrives meanwhile, such as KeyboardInterrupt, ends the command first.
-
-        Args:
-            launch: The command.
-            show: Gets its output as it comes.
-
-        Returns:
-            Its exit status; −n if signal n ended it.
 
         Raises:
             ZeusBSOConfigError: It cannot be started.
         """
 
     def adopt(self, launch: Launch, show: Show) -> bool:
-        """Wait for the end of a command that a killed master has left behind; as `run` otherwise.
-
-        Returns:
-            Whether it was still going on.
-        """
+        """Wait for a command that a killed master has left behind, as `run` does; whether it was still going on."""
 
 
 class LocalExecutor:
@@ -117,7 +104,7 @@ class LocalExecutor:
                 return False
             try:
                 with shown_live(launch.log, show, offset=0):
-                    _wait_for_lock(lock)
+                    _lock_within(lock, math.inf)
             except BaseException:
                 pid = os.pread(lock, 20, 0)
                 if pid:
@@ -240,15 +227,8 @@ def try_lock(descriptor: int) -> bool:
     return True
 
 
-def _wait_for_lock(descriptor: int) -> None:
-    import fcntl
-
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-
-
 def _lock_within(descriptor: int, timeout_s: float) -> bool:
-    for _ in range(max(1, int(timeout_s / _POLL_S))):
-        if try_lock(descriptor):
-            return True
+    deadline = time.monotonic() + timeout_s
+    while not (is_locked := try_lock(descriptor)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return False
+    return is_locked

@@ -26,7 +26,7 @@ HISTORY_FILE = "history.json"
 
 @dataclass(frozen=True)
 class HistoryEntry:
-    """One run of the script.
+    """One run of the script, as `ZeusMaster.run` returns it.
 
     Attributes:
         bs: Global batch size.
@@ -99,11 +99,6 @@ class Run(PlannedRun):
         """True when the script left a result."""
         return self.outcome not in (TrialState.FAILED, TrialState.INFEASIBLE)
 
-    @property
-    def entry(self) -> HistoryEntry:
-        """Its entry in what `ZeusMaster.run` returns."""
-        return HistoryEntry(self.bs, self.pl, self.energy, self.reached, self.time)
-
 
 def run_of_cost(job: Job, batch_size: int, cost_j: float, *, time_s: float, reached: bool) -> Run:
     """A run of which a master has told no more than its cost, joules, as Zeus's do: all epochs at that energy."""
@@ -134,7 +129,6 @@ class NextRun:
     tries: int
     seed: int
     cost_ub: float
-    finished: int
 
     @classmethod
     def after(cls, history: Sequence[Run], *, seed: int, beta_knob: float | None) -> NextRun:
@@ -144,16 +138,15 @@ class NextRun:
         target. Every run gets the seed after that of the run before.
         """
         cheapest = spent = math.inf
-        tries = finished = 0
+        recurrence = tries = 1
         for run in history:
-            spent = run.cost if tries == 0 else spent + run.cost
-            tries += 1
+            spent = run.cost if tries == 1 else spent + run.cost
             if run.reached:
                 cheapest = min(cheapest, spent)
-            if run.reached or tries == MAX_TRIES:
-                finished, tries = finished + 1, 0
+            is_over = run.reached or tries == MAX_TRIES
+            recurrence, tries = (recurrence + 1, 1) if is_over else (recurrence, tries + 1)
         bound = math.inf if beta_knob is None else beta_knob * cheapest
-        return cls(finished + 1, tries + 1, seed + len(history), bound, finished)
+        return cls(recurrence, tries, seed + len(history), bound)
 
 
 class MasterState(_Kept):
@@ -185,7 +178,7 @@ class MasterState(_Kept):
 
     @property
     def next_run(self) -> NextRun:
-        """The state of the history."""
+        """The consequences of the history."""
         return NextRun.after(self.history, seed=self.seed, beta_knob=self.beta_knob)
 
     def write(self, logdir: Path) -> None:

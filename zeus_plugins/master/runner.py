@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -15,12 +17,12 @@ from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
 from zeus_plugins.master.display import Listener, PlainListener
 from zeus_plugins.master.executors import Executor, Launch, LocalExecutor, lock_file, try_lock
-from zeus_plugins.master.failures import FailedTryError, oom_kills, why_failed
 from zeus_plugins.master.history import HISTORY_FILE, MAX_TRIES, HistoryEntry, MasterState, PlannedRun, Run
 from zeus_plugins.master.job import Job
-from zeus_plugins.master.optimizers import BatchSizeChooser, Interruptible, KeepsState, RunObserver
-from zeus_plugins.protocol import LEAST_TIME_S, GpuConfig, cost
+from zeus_plugins.master.optimizers import BatchSizeChooser, KeepsState, RunObserver, ServerOptimizer
+from zeus_plugins.protocol import LEAST_TIME_S, MAX_DETAIL_LENGTH, GpuConfig, TrialState, cost
 from zeus_plugins.train_result import TrainResult, Variables, result_path
+from zeus_plugins.training.outcomes import outcome_of
 
 _LOCK_FILE = ".master.lock"
 
@@ -78,7 +80,7 @@ class ZeusMaster:
         self._observer_mode = observer_mode
         self._profile_params = f"{profile_warmup_iters},{profile_measure_iters}"
         self._executor = executor or LocalExecutor()
-        self._known_gpus = gpus
+        self._gpus = gpus
         self._listener: Listener = listener or PlainListener()
         self._now = now
 
@@ -186,7 +188,7 @@ class ZeusMaster:
                 target_metric=job.target_metric,
                 default_bs=job.default_bs,
                 seed=self._seed,
-                gpus=self._gpus,
+                gpus=self._gpus or energy.auto().gpus(),
             )
             if resume_from is not None:
                 state = _resumed(MasterState.read(directory), fresh, directory)
@@ -199,16 +201,13 @@ class ZeusMaster:
             recurring = _Recurring(self, job, directory, state)
             try:
                 recurring.begin()
-                while recurring.state.next_run.finished < num_recurrence:
+                while recurring.state.next_run.recurrence <= num_recurrence:
                     recurring.step()
             finally:
-                if isinstance(self._optimizer, Interruptible):
+                if isinstance(self._optimizer, ServerOptimizer):
                     self._optimizer.interrupt()
-            return [run.entry for run in recurring.state.history]
-
-    @cached_property
-    def _gpus(self) -> GpuConfig:
-        return self._known_gpus or energy.auto().gpus()
+            history = recurring.state.history
+            return [HistoryEntry(run.bs, run.pl, run.energy, run.reached, run.time) for run in history]
 
     def _check_knobs(self, beta_knob: float | None, eta_knob: float) -> None:
         """An optimizer that has knobs of its own must have the same ones."""
@@ -225,10 +224,21 @@ class ZeusMaster:
         self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float, *, adopt: bool = False
     ) -> TrainResult:
         """Launch a run, unless a killed master has (`adopt`), and read its result; errors as in `run_job`."""
+        environ = {
+            Variables.LOG_DIR: str(logdir),
+            Variables.JOB_ID: run.job_id,
+            Variables.COST_THRESH: str(run.cost_ub),
+            Variables.ETA_KNOB: str(eta_knob),
+            Variables.TARGET_METRIC: str(job.target_metric),
+            Variables.PROFILE_PARAMS: self._profile_params,
+            Variables.USE_OPTIMAL_PL: str(not self._observer_mode),
+        }
+        if self._monitor_path is not None:
+            environ[Variables.MONITOR_PATH] = str(self._monitor_path)
         launch = Launch(
             command=job.command_line(run.bs, run.learning_rate, run.seed),
             workdir=None if job.workdir is None else Path(job.workdir),
-            environ=self._environ(job, run, logdir, eta_knob),
+            environ=environ,
             log=logdir / f"{run.job_id}.train.log",
         )
         path = result_path(logdir, run.job_id, run.bs)
@@ -252,20 +262,6 @@ class ZeusMaster:
             outcome, reason = why_failed(status, launch.log, oom_kills=killed)
             raise FailedTryError(reason, outcome=outcome, time_s=time_s)
         return result
-
-    def _environ(self, job: Job, run: PlannedRun, logdir: Path, eta_knob: float) -> dict[str, str]:
-        environ = {
-            Variables.LOG_DIR: str(logdir),
-            Variables.JOB_ID: run.job_id,
-            Variables.COST_THRESH: str(run.cost_ub),
-            Variables.ETA_KNOB: str(eta_knob),
-            Variables.TARGET_METRIC: str(job.target_metric),
-            Variables.PROFILE_PARAMS: self._profile_params,
-            Variables.USE_OPTIMAL_PL: str(not self._observer_mode),
-        }
-        if self._monitor_path is not None:
-            environ[Variables.MONITOR_PATH] = str(self._monitor_path)
-        return environ
 
 
 class _Recurring:
@@ -301,7 +297,7 @@ class _Recurring:
         planned = self.state.running or self._planned()
         self._keep(running=planned)
         self._listener.launched(planned)
-        run = self._run(planned)
+        run = self._play(planned)
         self._keep(running=None, history=(*self.state.history, run))
         self._listener.ended(run)
         self._observe()
@@ -311,16 +307,13 @@ class _Recurring:
         batch_size = self._optimizer.predict(self._job)
         upcoming = self.state.next_run
         return PlannedRun(
-            recurrence=upcoming.recurrence,
-            tries=upcoming.tries,
+            **asdict(upcoming),
             job_id=_job_id(upcoming.recurrence, upcoming.tries),
             bs=batch_size,
             learning_rate=self._job.learning_rate(batch_size),
-            seed=upcoming.seed,
-            cost_ub=upcoming.cost_ub,
         )
 
-    def _run(self, planned: PlannedRun) -> Run:
+    def _play(self, planned: PlannedRun) -> Run:
         adopt, self._may_be_running = self._may_be_running, False
         try:
             result = self._master._result_of_launch(
@@ -427,3 +420,73 @@ def _only_master_of(directory: Path) -> Iterator[None]:
         if not try_lock(lock):
             raise ZeusBSOConfigError(f"another master works in {directory}: end it first")
         yield
+
+
+_VMSTAT = Path("/proc/vmstat")
+_LOG_END_BYTES = 8192
+_LAST_LINES = 5
+_MEMORY_ERROR = re.compile(r"\b(MemoryError|OutOfMemoryError|std::bad_alloc)\b")
+_SHELL_SIGNAL_BASE = 128
+
+
+class FailedTryError(ZeusBSOTrainFailError):
+    """A run of a script left no result.
+
+    Attributes:
+        outcome: ``infeasible`` if it ran out of memory, else ``failed``.
+        time_s: Its duration, seconds.
+    """
+
+    def __init__(self, reason: str, *, outcome: Literal["failed", "infeasible"], time_s: float) -> None:
+        super().__init__(reason)
+        self.outcome = outcome
+        self.time_s = time_s
+
+
+def why_failed(status: int, log: Path, *, oom_kills: int | None) -> tuple[Literal["failed", "infeasible"], str]:
+    """The outcome of a run without a result, and the reason in words.
+
+    It is infeasible when memory ran out, by the last lines of the log or by the kernel's word: `oom_kills` counts the
+    processes that it has killed meanwhile for want of memory. A status of −n says that signal n ended the run.
+    """
+    lines = _last_lines(log)
+    said = lines[-1] if lines else "it printed nothing"
+    # A shell in between tells the signal that ended its command by a status above 128.
+    ended_by = -status if status < 0 else status - _SHELL_SIGNAL_BASE
+    number = ended_by if ended_by in set(signal.Signals) else None
+    if number == signal.SIGKILL and oom_kills:
+        return "infeasible", "out of memory: the kernel killed it (SIGKILL)"
+    if status != 0:
+        for line in reversed(lines):
+            if _MEMORY_ERROR.search(line) or outcome_of(RuntimeError(line)) is TrialState.INFEASIBLE:
+                return "infeasible", _fitting(f"out of memory: {line}")
+    if number == signal.SIGKILL:
+        return "failed", _fitting(f"killed by SIGKILL, as by someone or by a memory limit; its last words: {said}")
+    if number is not None:
+        return "failed", _fitting(f"ended by {signal.Signals(number).name}; its last words: {said}")
+    if status:
+        return "failed", _fitting(f"exit status {status}; its last words: {said}")
+    return "failed", "it ended without an error and wrote no result: the script must write its train.json"
+
+
+def oom_kills(vmstat: Path = _VMSTAT) -> int | None:
+    """Processes that the kernel has killed for want of memory since it started; None where it does not tell."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", vmstat.read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return None if found is None else int(found[1])
+
+
+def _last_lines(log: Path) -> list[str]:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LOG_END_BYTES))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+
+
+def _fitting(text: str) -> str:
+    return text.replace("\x00", "")[:MAX_DETAIL_LENGTH]

@@ -28,15 +28,19 @@ chooses nothing. A device or monitor that fails later ends the profiling, with o
 
 from __future__ import annotations
 
-from zeus_plugins.power_limit.command import COMMAND_VARIABLE, CommandDevice
-from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError, limits_between
-from zeus_plugins.power_limit.finding import find_devices
-from zeus_plugins.power_limit.nvml import NvmlDevice
+from zeus_plugins.power_limit.devices import (
+    COMMAND_VARIABLE,
+    CommandDevice,
+    NvmlDevice,
+    PowerLimitDevice,
+    PowerLimitUnavailableError,
+    find_devices,
+)
+from zeus_plugins.power_limit.plan import Done, Profiling, Ready, State, Warmup, Window, limits_between
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.profiler import PowerLimitProfiler
 from zeus_plugins.power_limit.replay import ReplayDevice, ReplayMachine, ReplayPoint
 from zeus_plugins.power_limit.selectors import Energy, MaxSlowdown, OptimumSelector, Time, ZeusCost
-from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window
 from zeus_plugins.protocol import PowerLimitSample
 
 __all__ = [

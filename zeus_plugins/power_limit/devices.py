@@ -1,22 +1,38 @@
-"""The interface of a GPU whose power limit can be set."""
+"""GPUs whose power limit can be set: their interface, and the ways to set it (NVML, a command, zeusd).
+
+Reading a limit through NVML needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
+(``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
+"""
 
 from __future__ import annotations
 
+import http.client
+import json
+import shlex
+import socket
+import string
+import subprocess
 import time
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+from urllib.parse import urlencode
 
+from zeus_plugins.energy import EnergyUnavailableError
+from zeus_plugins.energy.nvml import DIE, MILLI, Nvml, installed_nvml, open_gpus
+from zeus_plugins.environment import POWER_LIMIT_COMMAND, ZEUSD_SOCK_PATH, ZEUSD_TOKEN
 from zeus_plugins.errors import ZeusBSOConfigError
 
-STEP_W = 25.0
-"""Watts between the power limits that are tried, as in the traces of Zeus (NSDI '23)."""
-
+COMMAND_VARIABLE = POWER_LIMIT_COMMAND.name
 
 TOLERANCE_W = 1.0
 """Limits that differ by less are the same: some drivers round."""
 
-# A limit that a driver takes some time to put in force.
-_WAITS_S = (0.02, 0.1)
+# A driver may take some time to put a limit in force.
+_WAITS_S = (0.0, 0.02, 0.1)
+
+_COMMAND_TIMEOUT_S = 30.0
+_ZEUSD_TIMEOUT_S = 10.0
 
 
 class PowerLimitUnavailableError(ZeusBSOConfigError):
@@ -28,37 +44,22 @@ class PowerLimitDevice(Protocol):
 
     An implementation can be pickled at any time: another process puts the limit back when this one is killed. It may
     have more methods, which are used where they are: ``enforced_limit_w()`` and ``default_limit_w()``, the limit that
-    is really obeyed and the one after a start of the driver, in watts, and ``temperature_c()`` in °C.
+    is really obeyed and the one after a start of the driver, in watts, and ``temperature_c()`` in °C. All of them
+    raise `PowerLimitUnavailableError` where the device does not tell, or the limit was not set.
     """
 
     @property
     def outlives_process(self) -> bool:
         """True when a limit stays in force after this process has ended, so that somebody has to put it back."""
-        ...
 
     def range_w(self) -> tuple[float, float]:
-        """The lowest and the highest limit that can be set, watts.
-
-        Raises:
-            PowerLimitUnavailableError: The device does not tell.
-        """
-        ...
+        """The lowest and the highest limit that can be set, watts."""
 
     def limit_w(self) -> float:
-        """The limit in force, watts.
-
-        Raises:
-            PowerLimitUnavailableError: The device does not tell.
-        """
-        ...
+        """The limit in force, watts."""
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Set the limit, watts. The device's energy and time belong to it from then on.
-
-        Raises:
-            PowerLimitUnavailableError: It was not set.
-        """
-        ...
+        """Set the limit, watts. The device's energy and time belong to it from then on."""
 
 
 class PowerLimitNotAppliedError(PowerLimitUnavailableError):
@@ -73,23 +74,18 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
         PowerLimitUnavailableError: It was not set.
     """
     device.set_limit_w(limit_w)
-    for wait_s in (*_WAITS_S, None):
+    for wait_s in _WAITS_S:
+        time.sleep(wait_s)
         in_force_w = device.limit_w()
         if abs(in_force_w - limit_w) <= TOLERANCE_W:
             return
-        if wait_s is not None:
-            time.sleep(wait_s)
     raise PowerLimitNotAppliedError(
         f"{device} was told a power limit of {limit_w:g} W, and has one of {in_force_w:g} W in force"
     )
 
 
 def enforced_limit_w(device: PowerLimitDevice) -> float:
-    """The limit that a device really obeys, watts: another limiter may be below the one that was set.
-
-    Raises:
-        PowerLimitUnavailableError: The device does not tell.
-    """
+    """The limit that a device really obeys, watts: another limiter may be below the one that was set."""
     tell: Callable[[], float] = getattr(device, "enforced_limit_w", device.limit_w)
     return tell()
 
@@ -103,7 +99,269 @@ def default_limit_w(device: PowerLimitDevice) -> float | None:
         return None
 
 
-def limits_between(lowest_w: float, highest_w: float, step_w: float = STEP_W) -> tuple[float, ...]:
-    """The limits to try, watts: from the highest downwards, so that a training starts at full speed; at least that."""
-    count = max(1, int((highest_w - lowest_w) / step_w) + 1)
-    return tuple(highest_w - step_w * number for number in range(count))
+def temperature_c(devices: Sequence[PowerLimitDevice]) -> float | None:
+    """Return the highest temperature of the devices that tell one, in °C; None if none does."""
+    known = []
+    for device in devices:
+        tell: Callable[[], float] | None = getattr(device, "temperature_c", None)
+        try:
+            if tell is not None:
+                known.append(tell())
+        except Exception:  # noqa: S112 - a sensor more or less; limits and energy have their own errors
+            continue
+    return max(known, default=None)
+
+
+def find_devices(
+    device_indices: Sequence[int | str] | None = None, *, command: str | None = None, nvml: Nvml | None = None
+) -> tuple[PowerLimitDevice, ...]:
+    """The NVIDIA GPUs that train, each with a way to set its limit: a command or zeusd, if configured, else NVML.
+
+    Args:
+        device_indices: Which of the visible GPUs, counting from 0, or their UUIDs. None: all of them. Empty: the
+            training uses none.
+        command: Sets a limit, as in `CommandDevice`. None: that of the environment variable
+            ``ZEUS_POWER_LIMIT_COMMAND``, if it is set; else zeusd sets it, if ``ZEUSD_SOCK_PATH`` is set.
+        nvml: What to call instead of the installed `pynvml`.
+
+    Raises:
+        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
+        ZeusBSOConfigError: The GPUs are of several models, one that was named does not exist, or the command is wrong.
+    """
+    command = command or POWER_LIMIT_COMMAND.text()
+    if device_indices is not None and not device_indices:
+        raise PowerLimitUnavailableError("the training runs on no NVIDIA GPU")
+    try:
+        devices = tuple(NvmlDevice(gpu.uuid, gpu.number(), str(gpu), nvml) for gpu in open_gpus(nvml, device_indices))
+    except EnergyUnavailableError as error:
+        raise PowerLimitUnavailableError(error.cause) from error
+    if command:
+        return tuple(CommandDevice(command, each) for each in devices)
+    socket_path = ZEUSD_SOCK_PATH.text()
+    return tuple(ZeusdDevice(socket_path, each) for each in devices) if socket_path else devices
+
+
+class NvmlDevice:
+    """A `PowerLimitDevice` over NVML.
+
+    Args:
+        uuid: The GPU's, as the driver gives it.
+        index: The GPU's number as ``nvidia-smi -i`` takes it.
+        name: What to call it.
+        nvml: What to call instead of the installed `pynvml`.
+    """
+
+    outlives_process = True
+
+    def __init__(self, uuid: str, index: int, name: str, nvml: Nvml | None = None) -> None:
+        self.uuid = uuid
+        self.index = index
+        self._name = name
+        self._nvml = nvml
+
+    def __str__(self) -> str:
+        return self._name
+
+    # A handle is worth nothing in another process.
+    def __getstate__(self) -> dict[str, Any]:
+        is_module = getattr(self._nvml, "__name__", None) == "pynvml"
+        kept = {name: value for name, value in vars(self).items() if name != "_opened"}
+        return {**kept, "_nvml": None if is_module else self._nvml}
+
+    def range_w(self) -> tuple[float, float]:
+        """NVML's constraints; see `PowerLimitDevice.range_w`."""
+        lowest_mw, highest_mw = self._ask("power limits", "nvmlDeviceGetPowerManagementLimitConstraints")
+        return lowest_mw / MILLI, highest_mw / MILLI
+
+    def limit_w(self) -> float:
+        """NVML's management limit; see `PowerLimitDevice.limit_w`."""
+        return float(self._ask("power limit", "nvmlDeviceGetPowerManagementLimit") / MILLI)
+
+    def set_limit_w(self, limit_w: float) -> None:
+        """Set NVML's management limit; see `PowerLimitDevice.set_limit_w`."""
+        self._ask(f"power limit of {limit_w:g} W", "nvmlDeviceSetPowerManagementLimit", round(limit_w * MILLI))
+
+    def enforced_limit_w(self) -> float:
+        """The limit that the driver obeys, watts, all limiters considered; if it tells none, the one that was set."""
+        try:
+            return float(self._ask("limit in force", "nvmlDeviceGetEnforcedPowerLimit") / MILLI)
+        except PowerLimitUnavailableError:
+            return self.limit_w()
+
+    def default_limit_w(self) -> float:
+        """The limit after a start of the driver, watts."""
+        return float(self._ask("default limit", "nvmlDeviceGetPowerManagementDefaultLimit") / MILLI)
+
+    def pci_address(self) -> str:
+        """The address on the PCI bus, as ``domain:bus:device.function`` in hexadecimal digits."""
+        address = self._ask("PCI address", "nvmlDeviceGetPciInfo").busId
+        return address.decode() if isinstance(address, bytes) else str(address)
+
+    def temperature_c(self) -> float:
+        """The temperature of the GPU's die, °C."""
+        return float(self._ask("temperature", "nvmlDeviceGetTemperature", DIE))
+
+    def _ask(self, what: str, function: str, *arguments: int) -> Any:
+        """Return what a function of NVML answers for this GPU, or raise `PowerLimitUnavailableError`."""
+        nvml, handle = self._opened
+        try:
+            return getattr(nvml, function)(handle, *arguments)
+        except nvml.NVMLError as error:
+            raise PowerLimitUnavailableError(f"{self} takes or gives no {what}: {error}") from error
+
+    @cached_property
+    def _opened(self) -> tuple[Nvml, Any]:
+        nvml = self._nvml or installed_nvml()
+        try:
+            nvml.nvmlInit()
+            return nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        except nvml.NVMLError as error:
+            raise PowerLimitUnavailableError(f"{self} cannot be opened: {error}") from error
+
+
+class _OtherSetter:
+    """The base of a `PowerLimitDevice` that reads as another device does, and sets the limit in its own way."""
+
+    outlives_process = True
+
+    def __init__(self, device: PowerLimitDevice) -> None:
+        self._device = device
+        self.uuid: str | None = getattr(device, "uuid", None)
+
+    def __str__(self) -> str:
+        return str(self._device)
+
+    def range_w(self) -> tuple[float, float]:
+        """As the other device tells; see `PowerLimitDevice.range_w`."""
+        return self._device.range_w()
+
+    def limit_w(self) -> float:
+        """As the other device tells; see `PowerLimitDevice.limit_w`."""
+        return self._device.limit_w()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in {"default_limit_w", "enforced_limit_w", "temperature_c"}:  # if the other device has them
+            return getattr(self._device, name)
+        raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+class CommandDevice(_OtherSetter):
+    """A `PowerLimitDevice` that reads as another one does and sets by a command.
+
+    The command is run without a shell, and has set the limit if it ends with status 0 within 30 s. So many machines
+    let trainings change power limits and nothing else: a rule for ``sudo``, or a small program of the site's own.
+
+    Args:
+        template: The command, e.g. ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. ``{uuid}`` is the GPU's UUID and
+            ``{index}`` its number, both as ``nvidia-smi -i`` takes them, ``{watts}`` the limit in watts. In a
+            container, numbers count its own GPUs: a command that works outside of it needs the UUID.
+        device: Reads the range and the limit in force.
+        index: Stands for ``{index}``. None: that of `device`.
+
+    Raises:
+        ZeusBSOConfigError: The template has other fields or lacks one of these.
+    """
+
+    def __init__(self, template: str, device: PowerLimitDevice, index: int | None = None) -> None:
+        try:
+            self._arguments = shlex.split(template)
+            fields = {name for part in self._arguments for _, name, *_ in string.Formatter().parse(part) if name}
+        except ValueError as error:
+            raise ZeusBSOConfigError(f"the command for power limits {template!r} cannot be read: {error}") from error
+        if "watts" not in fields or not fields & {"index", "uuid"} or fields - {"index", "uuid", "watts"}:
+            raise ZeusBSOConfigError(
+                f"the command for power limits {template!r} has the fields {sorted(fields)}: it needs {{uuid}} or "
+                "{index}, and {watts}, and no others"
+            )
+        super().__init__(device)
+        self._index: int | None = index if index is not None else getattr(device, "index", None)
+        if "uuid" in fields and not self.uuid:
+            raise ZeusBSOConfigError(f"{device} has no UUID: use {{index}} in the command for power limits")
+        if "index" in fields and self._index is None:
+            raise ZeusBSOConfigError(f"{device} has no number of its own: pass index to CommandDevice")
+
+    def set_limit_w(self, limit_w: float) -> None:
+        """Run the command; see `PowerLimitDevice.set_limit_w`."""
+        command = [part.format(index=self._index, uuid=self.uuid, watts=f"{limit_w:.10g}") for part in self._arguments]
+        try:
+            done = subprocess.run(  # noqa: S603 - the user's own command, split into arguments and run without a shell
+                command,
+                capture_output=True,
+                text=True,
+                timeout=_COMMAND_TIMEOUT_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise PowerLimitUnavailableError(f"{shlex.join(command)} could not be run: {error}") from error
+        if done.returncode != 0:
+            said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+            raise PowerLimitUnavailableError(f"{shlex.join(command)} ended with status {done.returncode}: {said}")
+
+
+class ZeusdDevice(_OtherSetter):
+    """A `PowerLimitDevice` that reads as an NVIDIA GPU does and sets by zeusd.
+
+    The daemon of the Zeus project speaks HTTP on a socket of the machine; https://ml.energy/zeus/zeusd/ has its
+    interface. It counts the GPUs of the whole machine, and a container some of them. The GPU is therefore named by the
+    number that the daemon has for its PCI address or, where an older one tells none, only if the machine has one GPU.
+
+    Args:
+        socket_path: The daemon's socket, e.g. ``/run/zeusd/zeusd.sock``.
+        device: Reads the range and the limit in force.
+    """
+
+    def __init__(self, socket_path: str, device: NvmlDevice) -> None:
+        super().__init__(device)
+        self._socket_path = socket_path
+        self._gpu = device
+        self._number: int | None = None
+
+    def set_limit_w(self, limit_w: float) -> None:
+        """Have the daemon set it; see `PowerLimitDevice.set_limit_w`."""
+        if self._number is None:
+            self._number = self._found()
+        query = {"gpu_ids": self._number, "power_limit_mw": round(1000 * limit_w), "block": "true"}
+        self._exchange("POST", f"/gpu/set_power_limit?{urlencode(query)}")
+
+    def _found(self) -> int:
+        """The daemon's number of this GPU."""
+        gpus = json.loads(self._exchange("GET", "/discover")).get("gpus", [])
+        try:
+            wanted = _pci(self._gpu.pci_address())
+            numbers = [gpu["id"] for gpu in gpus if "pci_address" in gpu and _pci(gpu["pci_address"]) == wanted]
+            if not numbers and len(gpus) == 1 and "pci_address" not in gpus[0]:
+                numbers = [gpus[0]["id"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise PowerLimitUnavailableError(f"zeusd describes its GPUs in an unknown way: {error!r}") from error
+        if len(numbers) != 1:
+            raise PowerLimitUnavailableError(
+                f"zeusd does not tell which of its {len(gpus)} GPUs is {self}: use a newer zeusd, which tells PCI "
+                "addresses"
+            )
+        return int(numbers[0])
+
+    def _exchange(self, method: str, path: str) -> str:
+        token = ZEUSD_TOKEN.text()
+        connection = http.client.HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.settimeout(_ZEUSD_TIMEOUT_S)
+        try:
+            connection.sock.connect(self._socket_path)
+            connection.request(method, path, headers={"Authorization": f"Bearer {token}"} if token else {})
+            answer = connection.getresponse()
+            text = answer.read().decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise PowerLimitUnavailableError(f"zeusd does not answer on {self._socket_path}: {error}") from error
+        finally:
+            connection.close()
+        if answer.status != http.client.OK:
+            raise PowerLimitUnavailableError(f"zeusd refuses {path.partition('?')[0]} ({answer.status}): {text[:200]}")
+        return text
+
+
+def _pci(address: str) -> tuple[int, ...]:
+    """The numbers of a PCI address: NVML writes its domain with eight digits, others with four."""
+    domain, bus, rest = address.split(":")
+    device, _, function = rest.partition(".")
+    return int(domain, 16), int(bus, 16), int(device, 16), int(function or "0", 16)

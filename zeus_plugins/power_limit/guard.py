@@ -12,25 +12,43 @@ segmentation fault, `os._exit`)
 ====================================  ==========================================================
 
 What ends all processes of the job at the same instant (a container, a control group, a power cut) leaves the limits as
-they were then. The next training of the same user knows it from the records (`records`) and puts the earlier limits
+they were then. The next training of the same user knows it from the records (`LimitRecord`) and puts the earlier limits
 back when it ends; so does ``zeus-plugins doctor --reset-power-limits``.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import pickle
+import re
+import select
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from zeus_plugins.power_limit import records
-from zeus_plugins.power_limit.devices import PowerLimitDevice, set_and_check
-from zeus_plugins.training.signals import raise_at_sigterm
+from zeus_plugins.files import state_directory
+from zeus_plugins.placement import BOOT_ID
+from zeus_plugins.power_limit.devices import (
+    TOLERANCE_W,
+    PowerLimitDevice,
+    PowerLimitUnavailableError,
+    default_limit_w,
+    set_and_check,
+)
+from zeus_plugins.signals import raise_at_sigterm
+from zeus_plugins.train_result import write_atomically
 
 _logger = logging.getLogger("zeus_plugins")
+
+# Runs `restore_after` beside the training, with its process id.
+_RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_after; sys.exit(restore_after(sys.argv[1]))"
+_STDIN = 0
 
 
 class LimitGuard:
@@ -58,8 +76,8 @@ class LimitGuard:
             limit_w: The limit, watts, that is set on all devices after this call.
         """
         for device, initial_w in self._initial:
-            records.remember(_uuid(device), initial_w, limit_w)
-        if self._undo_signals is not None:
+            remember(_uuid(device), initial_w, limit_w)
+        if self._undo_signals is not None or not self._initial:
             return
         self._undo_signals = raise_at_sigterm()
         atexit.register(self.release)
@@ -74,14 +92,17 @@ class LimitGuard:
             for _ in range(2):  # nobody comes after to try again
                 try:
                     set_and_check(device, limit_w)
-                    records.forget(_uuid(device))
+                    forget(_uuid(device))
                     break
                 except Exception as error:
                     problem = error
             else:
                 _logger.error(
                     "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi -pl %g",
-                    *(device, limit_w, problem, limit_w),
+                    device,
+                    limit_w,
+                    problem,
+                    limit_w,
                 )
 
     def release(self) -> None:
@@ -106,12 +127,15 @@ def _uuid(device: PowerLimitDevice) -> str | None:
 
 def _limit_to_come_back_to(device: PowerLimitDevice) -> float:
     """The limit in force, watts, or the one before a training that was killed together with who puts limits back."""
-    in_force_w, record = device.limit_w(), records.recall(_uuid(device))
+    in_force_w, record = device.limit_w(), recall(_uuid(device))
     if record is None or not record.holds(in_force_w):
         return in_force_w
     _logger.warning(
-        "the power limit of %g W of %s was left behind by a training that was killed: afterwards it gets %g W again",
-        *(in_force_w, device, record.original_w),
+        "%s still has the power limit of %g W that a killed training left behind: restoring %g W when this training "
+        "ends",
+        device,
+        in_force_w,
+        record.original_w,
     )
     return record.original_w
 
@@ -122,8 +146,8 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
         return None
     try:
         order = pickle.dumps(list(found))
-        process = subprocess.Popen(  # noqa: S603 - this interpreter, on a module of ours
-            [sys.executable, "-m", "zeus_plugins.power_limit.restorer", str(os.getpid())],
+        process = subprocess.Popen(  # noqa: S603 - this interpreter, on this module
+            [sys.executable, "-c", _RESTORER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             # The same modules as here; and Ctrl-C in the terminal, which goes to all of a group, is not for it.
@@ -137,3 +161,151 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
         _logger.warning("no process could be started to put power limits back should this one be killed: %s", error)
         return None
     return process
+
+
+def restore_after(training: str) -> int:
+    """Wait for the end of a training, then put its limits back: the process beside it.
+
+    It reads from its standard input what to put back. The training holds that open, and kills the process when there is
+    nothing left to put back.
+
+    Args:
+        training: Its process id.
+
+    Returns:
+        How many limits could not be put back.
+    """
+    # Who wants to end a job often signals all its processes; this one ends by itself, after the training.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    order = _read(int.from_bytes(_read(8)))
+    # From the training that has started this process, over a pipe of their own.
+    found: list[tuple[PowerLimitDevice, float]] = pickle.loads(order)  # noqa: S301
+    _wait_for_the_end_of(int(training))
+    failures = 0
+    for device, limit_w in found:
+        try:
+            set_and_check(device, limit_w)
+            forget(getattr(device, "uuid", None))
+        except Exception as error:
+            failures += 1
+            print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)
+    return failures
+
+
+def _read(length: int) -> bytes:
+    received = b""
+    while len(received) < length:
+        part = os.read(_STDIN, length - len(received))
+        if not part:  # killed before it had said all, and so before it changed anything
+            sys.exit(0)
+        received += part
+    return received
+
+
+def _wait_for_the_end_of(training: int) -> None:
+    """Return when the training has ended.
+
+    Its end closes the pipe, unless its children (data loaders' workers) have inherited it and live on; Linux therefore
+    tells of the process itself, too.
+    """
+    signs: list[int] = [_STDIN]
+    if hasattr(os, "pidfd_open"):
+        try:
+            signs.append(os.pidfd_open(training))
+        except ProcessLookupError:
+            return
+        except OSError:  # a kernel or a sandbox that does not allow it
+            pass
+        if os.getppid() != training:
+            return
+    select.select(signs, [], [])
+
+
+@dataclass(frozen=True)
+class LimitRecord:
+    """One GPU's limit before a training, and the one that the training has set last; watts.
+
+    A file keeps it from before the limit is changed until it was put back. Whoever finds one whose limit is still in
+    force knows the limit that was there before; any other limit was set by somebody else since, and counts as it is.
+
+    Attributes:
+        boot_id: The start of the machine in which it was set: none survives that.
+    """
+
+    original_w: float
+    set_w: float
+    boot_id: str
+
+    def holds(self, in_force_w: float) -> bool:
+        """True when the limit in force is the one that the training has set."""
+        return self.boot_id == _boot_id() and abs(in_force_w - self.set_w) <= TOLERANCE_W
+
+
+def remember(uuid: str | None, original_w: float, set_w: float) -> None:
+    """Keep a GPU's limit before a training, and the one that is about to be set; watts. It never raises."""
+    if not uuid:
+        return
+    path = _path(uuid)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(LimitRecord(original_w, set_w, _boot_id()))) + "\n")
+    except OSError as error:
+        _logger.debug("the power limit to come back to could not be kept in a file: %s", error)
+
+
+def recall(uuid: str | None) -> LimitRecord | None:
+    """The record of a GPU's limit; None where there is none that can be read."""
+    try:
+        return LimitRecord(**json.loads(_path(uuid).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError):
+        return None
+
+
+def forget(uuid: str | None) -> None:
+    """Remove the record of a GPU's limit, which was put back. It never raises."""
+    try:
+        _path(uuid).unlink(missing_ok=True)
+    except OSError as error:
+        _logger.debug("the record of a power limit could not be removed: %s", error)
+
+
+def _path(uuid: str | None) -> Path:
+    """The file of a GPU's record; that of a GPU without a UUID never exists."""
+    return state_directory() / "power-limits" / f"{re.sub('[^0-9A-Za-z-]', '_', uuid or '')}.json"
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except (OSError, ValueError):  # other systems than Linux
+        return ""
+
+
+@dataclass(frozen=True)
+class Reset:
+    """One GPU's limits, watts: that in force, and the one that it was to get; the problem, if it did not."""
+
+    device: PowerLimitDevice
+    found_w: float | None
+    wanted_w: float | None
+    problem: str | None = None
+
+
+def reset_limits(devices: Sequence[PowerLimitDevice]) -> Iterator[Reset]:
+    """Give each GPU the limit that it had before a training that left its own behind, else its default limit."""
+    for device in devices:
+        found_w = wanted_w = None
+        uuid = getattr(device, "uuid", None)
+        try:
+            found_w, record = device.limit_w(), recall(uuid)
+            is_left_behind = record is not None and record.holds(found_w)
+            wanted_w = record.original_w if record is not None and is_left_behind else default_limit_w(device)
+            if wanted_w is None:
+                raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
+            set_and_check(device, wanted_w)
+        except PowerLimitUnavailableError as error:
+            yield Reset(device, found_w, wanted_w, str(error))
+        else:
+            forget(uuid)
+            yield Reset(device, found_w, wanted_w)

@@ -11,7 +11,7 @@ from typing import Self
 from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import BatchSize, GpuConfig, PowerLimitSample, PowerProfile
+from zeus_plugins.protocol import BatchSize, PowerLimitSample, PowerProfile
 from zeus_plugins.train_result import write_atomically
 
 _logger = logging.getLogger("zeus_plugins")
@@ -42,10 +42,6 @@ class PowerLimitProfile(PowerProfile):
         """This profile without the samples of other limits."""
         wanted = set(limits_w)
         return self._with(sample for sample in self.samples if sample.limit_w in wanted)
-
-    def fits(self, gpus: GpuConfig, batch_size: int | None) -> bool:
-        """True when it holds for a training on these devices at this batch size."""
-        return self.gpus == gpus and self.batch_size == batch_size
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, whole or not at all: a reader meanwhile sees the old file or the new one.

@@ -4,37 +4,68 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from zeus_plugins.energy import EnergyMonitor
-from zeus_plugins.energy.cluster import sum_of_nodes
-from zeus_plugins.energy.nvml_notes import scopes_in
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
-from zeus_plugins.power_limit.devices import PowerLimitDevice, PowerLimitUnavailableError
+from zeus_plugins.energy.nvml import scopes_in
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit.devices import (
+    TOLERANCE_W,
+    PowerLimitDevice,
+    PowerLimitNotAppliedError,
+    PowerLimitUnavailableError,
+    default_limit_w,
+    enforced_limit_w,
+    set_and_check,
+    temperature_c,
+)
 from zeus_plugins.power_limit.guard import LimitGuard
-from zeus_plugins.power_limit.measuring import PASSING_FAILURES, LeastTimes, Part, RankWindow
-from zeus_plugins.power_limit.planning import (
+from zeus_plugins.power_limit.plan import (
+    Done,
+    GiveUpError,
     Outcome,
+    Pace,
+    Part,
+    Plan,
+    Profiling,
     RankSetup,
-    initial_limits_w,
-    limits_to_try,
-    problem_in,
-    put_in_force,
-    range_of,
+    Ready,
+    State,
+    Warmup,
+    Window,
+    check_transition,
 )
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.selectors import OptimumSelector
-from zeus_plugins.power_limit.states import Done, Profiling, Ready, State, Warmup, Window, check_transition
-from zeus_plugins.power_limit.waiting import Waiting
-from zeus_plugins.protocol import GpuConfig, PowerLimitSample
+from zeus_plugins.protocol import PowerLimitSample
+
+PASSING_FAILURES = 2
+"""A limit is measured anew after so many failures of the monitor in a training; the next one ends the profiling."""
+
+_WINDOW = "zeus_power_limit"
+
+STABLE_S = 15.0
+"""A temperature is stable that has changed by no more than `STABLE_C` in so many seconds."""
+
+STABLE_C = 1.0
+
+PATIENCE_S = 120.0
+"""The longest wait for it."""
+
+# Steps between two questions to all ranks.
+_POLL_STEPS = 10
 
 _logger = logging.getLogger("zeus_plugins")
 
 T = TypeVar("T")
 Devices = Sequence[PowerLimitDevice] | Callable[[], Sequence[PowerLimitDevice]]
+Gather = Callable[[Any], Sequence[Any]]
 
 
 class PowerLimitProfiler:
@@ -68,7 +99,6 @@ class PowerLimitProfiler:
         observe: Only find out which limit is the best, and leave the one that was found in force.
         all_gather: Gives what all ranks passed, in their order, to each of them. None: this is the only one.
         synchronize: Waits for the work queued on the devices, so that it falls into the right window.
-        clock: Monotonic seconds.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work. `on_epoch_begin` raises it for limits that the GPUs cannot have.
@@ -89,41 +119,26 @@ class PowerLimitProfiler:
         profile: PowerLimitProfile | None = None,
         batch_size: int | None = None,
         observe: bool = False,
-        all_gather: Callable[[Any], Sequence[Any]] | None = None,
+        all_gather: Gather | None = None,
         synchronize: Callable[[], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if limits_w is not None and not limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
-        self._find = devices
-        self._controls = devices is not None
-        self._selector = selector
-        self._requested = self._window = Window(warmup_steps, profile_steps)
-        self._monitor = monitor
-        self._limits_w = None if limits_w is None else tuple(dict.fromkeys(float(limit_w) for limit_w in limits_w))
-        self._known = profile
-        self._batch_size = batch_size
-        self._observe = observe
-        self._all_gather: Callable[[Any], Sequence[Any]] = all_gather or _alone
-        self._rank_window = RankWindow(monitor, synchronize or _nothing)
-        self._least = LeastTimes(warmup_s, profile_s)
+        wanted_w = None if limits_w is None else tuple(dict.fromkeys(float(limit_w) for limit_w in limits_w))
+        self._rank = _Rank(devices, monitor, synchronize or _nothing, profile)
+        self._all_gather: Gather = all_gather or _alone
+        self._agree = partial(Plan.agreed, selector=selector, limits_w=wanted_w, batch_size=batch_size)
+        self._plan: Plan | None = None  # None: the first epoch has not begun
+        self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
         self._waiting = Waiting(wait_steps, self._all_gather, clock)
         self._state: State = Ready()
-        self._guard: LimitGuard | None = None
-        self._devices: tuple[PowerLimitDevice, ...] = ()
-        # All limits that compete, and those of them that are still to be measured.
-        self._candidates_w: tuple[float, ...] = ()
-        self._queue_w: tuple[float, ...] = ()
-        # Whether limits are set; if not, the one in force is measured.
-        self._sets_limits = False
-        self._has_begun = self._is_closed = self._is_in_epoch = False
-        # What this rank has set its devices to; None: what was found.
-        self._set_w: float | None = None
-        self._profile: PowerLimitProfile | None = None
+        self._observe = observe
         self._chosen_w: float | None = None
-        self._steps_of_longest_epoch = self._steps_of_epoch = 0
-        # What was measured of a limit in windows that were too short: where one follows another, nothing is between.
-        self._part: Part | None = None
+        # The limit in force on all ranks; None: what was found.
+        self._set_w: float | None = None
+        self._is_in_epoch = False
+        self._failures = 0
 
     @property
     def state(self) -> State:
@@ -138,7 +153,7 @@ class PowerLimitProfiler:
     @property
     def profile(self) -> PowerLimitProfile | None:
         """The measurements so far; None before the first epoch, and where no monitor can describe the devices."""
-        return self._profile
+        return None if self._plan is None else self._plan.profile
 
     @property
     def chosen_limit_w(self) -> float | None:
@@ -156,282 +171,354 @@ class PowerLimitProfiler:
         """
         if self.is_done:
             return
-        if not self._has_begun:
-            self._has_begun = True
+        if self._plan is None:
             self._begin()
         self.on_epoch_end()
-        self._steps_of_longest_epoch = max(self._steps_of_longest_epoch, steps or 0)
-        if self._steps_of_longest_epoch:
-            self._window = self._requested.fitted(self._steps_of_longest_epoch)
+        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, steps or 0))
         self._is_in_epoch = True
-        if not self._queue_w:
-            self._waiting.is_over = True
         self._start()
 
     def on_step_end(self, steps: int = 1) -> None:
         """Count steps that have ended since the last call; a window ends when it has had enough of them."""
+        counted = replace(self._pace, epoch=self._pace.epoch + steps)
         if isinstance(self._state, Ready) and self._is_in_epoch:
-            self._waiting.pass_steps(steps, self._devices)
-            self._steps_of_epoch += steps
+            self._waiting.pass_steps(steps, self._rank.devices)
+            self._pace = counted
             self._start()
-            return
-        if isinstance(self._state, Warmup | Profiling):
-            self._steps_of_epoch += steps
-            self._go(self._window.steps_ended(self._state, steps, len(self._queue_w)), steps)
+        elif isinstance(self._state, Warmup | Profiling) and self._plan is not None:
+            self._pace = counted
+            self._go(self._pace.window.steps_ended(self._state, steps, len(self._plan.queue_w)), steps)
 
     def on_epoch_end(self) -> None:
         """End a stretch of steps. A measurement that is cut short is dropped; the limit found is in force again."""
         self._is_in_epoch = False
-        self._go(self._window.epoch_ended(self._state))
-        self._steps_of_longest_epoch = max(self._steps_of_longest_epoch, self._steps_of_epoch)
-        self._steps_of_epoch = 0
+        self._go(self._pace.window.epoch_ended(self._state))
+        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, self._pace.epoch), epoch=0)
 
     def close(self) -> None:
         """Put the limits back that were found, and end the profiling; nothing the second time. Never raises.
 
         It concerns this rank alone, so it may be called where others cannot follow, as after an exception.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
         if isinstance(self._state, Profiling):
-            self._rank_window.close()
+            self._rank.close_window()
         self._state = Done()
-        self._release()
+        self._rank.guard.release()
         # They may hold the trainer, which is not needed for asking what was found.
-        self._find, self._all_gather = None, _alone
-        self._rank_window = RankWindow(None, _nothing)
+        self._rank.forget()
+        self._all_gather = _alone
         self._waiting = Waiting(0, _alone)
 
-    # The transitions
+    def _begin(self) -> None:
+        """Agree with the other ranks on a plan."""
+        try:
+            plan = self._agree(self._all_gather(self._rank.set_up()))
+        except GiveUpError as error:
+            self._give_up(str(error))
+            return
+        except ZeusBSOConfigError:
+            self._state = Done()
+            raise
+        self._plan = plan
+        if plan.problem is not None:
+            self._warn(
+                "the power limits are left alone, and only what the training costs under the one in force "
+                f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
+            )
+        if plan.is_exact:
+            self._pace = Pace(self._pace.requested, 0.0, 0.0)
+        if plan.problem is None and plan.queue_w:
+            self._waiting.pass_steps(0, self._rank.devices)
+        else:
+            self._waiting.is_over = True
 
     def _start(self) -> None:
         """Begin with the next limit, unless something has to be waited for."""
-        if not self.is_done and self._waiting.is_over:
-            self._go(self._window.epoch_began(self._state, len(self._queue_w)))
+        if self._plan is not None and not self.is_done and self._waiting.is_over:
+            self._go(self._pace.window.epoch_began(self._state, len(self._plan.queue_w)))
 
     def _go(self, new: State, steps: int = 0) -> None:
         """Make a transition, which so many steps have brought about if any, and do what follows from it."""
         old = self._state
-        if _is_same(old, new):
-            self._state = new
+        if type(old) is type(new) and getattr(old, "position", None) == getattr(new, "position", None):
+            self._state = new  # it only counts on
             return
         check_transition(old, new)
-        if isinstance(old, Profiling) and not steps:
-            self._rank_window.close()
-        elif isinstance(old, Profiling):
-            if not self._record(old.position, old.steps + steps):
-                return
-            if self._is_past_the_best:
-                new = Done()
-        self._state = new
-        if self._enter(new) and isinstance(new, Profiling):
-            self._rank_window.open()
+        try:
+            if isinstance(old, Profiling):
+                outcome = self._rank.close_window()
+                if steps:
+                    new = self._recorded(old.position, old.steps + steps, outcome, new)
+            self._state = new
+            self._enter(new)
+        except GiveUpError as error:
+            self._give_up(str(error))
 
-    def _enter(self, state: State) -> bool:
-        """Put the limit of a state in force; returns whether that is so, on all ranks."""
+    def _enter(self, state: State) -> None:
+        """Put the limit of a state in force, on all ranks, and open the window of a limit that is measured."""
         match state:
             case Ready():
-                self._restore()  # on each rank for itself: it takes what comes
-                return True
-            case Warmup(position) | Profiling(position):
-                return self._set_everywhere(self._queue_w[position])
+                if self._set_w is not None:
+                    self._rank.guard.restore()  # on each rank for itself: it takes what comes
+                self._set_w = None
+            case Warmup(position) | Profiling(position) if self._plan is not None:
+                refusal = self._set_everywhere(self._plan, self._plan.queue_w[position])
+                if refusal is not None:
+                    self._warn(f"{refusal}: the best of the limits that were measured before is taken")
+                    self._state = Done()
+                    self._choose()
+                elif isinstance(state, Profiling):
+                    self._rank.open_window()
             case Done():
-                return self._choose()
+                self._choose()
 
-    def _choose(self) -> bool:
-        if not self._sets_limits or self._profile is None:
-            self._release()
-            return True
-        profile = self._profile.only(self._candidates_w)
+    def _choose(self) -> None:
+        """Put the best of the measured limits in force, if any may be set."""
+        plan = self._plan
+        if plan is None or plan.problem is not None:
+            self._rank.guard.release()
+            return
         try:
-            chosen_w = self._selector.select(profile)
-            if chosen_w not in profile.limits_w:
-                raise ZeusBSOBadOperationError(
-                    f"{self._selector} chose {chosen_w!r} W, none of the limits measured: {list(profile.limits_w)}"
-                )
+            self._chosen_w = plan.best_w()
         except Exception:
-            self._release()
+            self._rank.guard.release()
             raise
-        self._chosen_w = chosen_w
         if self._observe:
-            self._release()
-            return True
-        return self._set_everywhere(chosen_w)
+            self._rank.guard.release()
+        else:
+            self._set_everywhere(plan, self._chosen_w)
+
+    def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
+        """Put a limit in force on all ranks.
+
+        Returns:
+            Why it is not in force, if devices refuse it and others can be chosen from; otherwise None.
+
+        Raises:
+            GiveUpError: It is not in force on all ranks.
+        """
+        if plan.problem is not None or self._set_w == limit_w:
+            return None
+        ranks: Sequence[Outcome] = self._all_gather(self._rank.put_in_force(limit_w))
+        self._set_w = limit_w
+        problems = [rank for rank in ranks if rank.problem is not None]
+        if not problems:
+            return None
+        if all(rank.is_refused for rank in problems) and plan.measured.samples and not self.is_done:
+            return problems[0].problem
+        raise GiveUpError(problems[0].problem)
+
+    def _recorded(self, position: int, steps: int, outcome: Outcome, following: State) -> State:
+        """Take the measurement of a window that had all its steps into the plan, on all ranks.
+
+        Returns:
+            The next state: `following`; or that of the same limit, measured anew where the monitor has failed and
+            measured on where the window was too short for it.
+
+        Raises:
+            GiveUpError: There is no measurement.
+        """
+        ranks: Sequence[Outcome] = self._all_gather(outcome)
+        problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
+        if problem is not None and self._failures < PASSING_FAILURES:
+            _logger.info("a power limit could not be measured (%s), and is measured anew", problem)
+            self._failures += 1
+            return Profiling(position)
+        if problem is not None or self._plan is None:
+            raise GiveUpError(problem)
+        window = Part.of(steps, [rank.measured for rank in ranks if rank.measured is not None])
+        self._pace, part = self._pace.measured(window)
+        if part is None:
+            return Profiling(position)
+        self._plan = self._with_sample(self._plan, position, part)
+        return Done() if self._plan.is_past_the_best else following
+
+    def _with_sample(self, plan: Plan, position: int, part: Part) -> Plan:
+        if part.energy_j == 0 and part.time_s > 0:
+            raise GiveUpError(f"the monitor measured 0 J in {part.time_s:.3g} s ({part.source})")
+        try:
+            sample = PowerLimitSample(limit_w=plan.queue_w[position], **vars(part))
+        except ValidationError as error:
+            raise GiveUpError(f"a measurement makes no sense: {part} ({error.errors()[0]['msg']})") from error
+        _logger.debug("measured power limit %s", sample)
+        measured = replace(plan, profile=plan.profile.with_sample(sample))
+        if _mixes_scopes(measured.profile) and not _mixes_scopes(plan.profile):
+            self._warn(
+                "some power limits were measured on the GPUs alone and others on their modules, with CPU and memory, "
+                "and do not compare: measure them anew, without the earlier profile"
+            )
+        return measured
 
     def _give_up(self, problem: str) -> None:
         self._warn(f"no power limit is chosen, and the training goes on without one: {problem}")
-        if isinstance(self._state, Profiling):
-            self._rank_window.close()
         self._state = Done()
         self._chosen_w = None
-        self._release()
-
-    # The beginning
-
-    def _begin(self) -> None:
-        ranks: Sequence[RankSetup] = self._all_gather(self._setup())
-        measuring = [rank.gpus for rank in ranks if rank.gpus is not None]
-        if not measuring:
-            problems = [rank.problem for rank in ranks if rank.problem is not None]
-            self._give_up(problems[0] if problems else "no rank has a monitor that measures energy")
-            return
-        models = sorted({each.gpu_model for each in measuring})
-        if len(models) > 1:
-            self._give_up(f"the ranks' GPUs are of several models ({', '.join(models)}), and take different limits")
-            return
-        gpus = sum_of_nodes(measuring)
-        known = ranks[0].profile
-        if known is None or not known.fits(gpus, self._batch_size):
-            known = PowerLimitProfile(gpus=gpus, batch_size=self._batch_size)
-        self._profile = known
-        if all(rank.is_exact for rank in ranks if rank.gpus is not None):
-            self._least = LeastTimes(0.0, 0.0)
-        self._plan(ranks, gpus)
-        if self._sets_limits:
-            self._waiting.pass_steps(0, self._devices)
-        self._waiting.is_over = self._waiting.is_over or not self._sets_limits
-
-    def _setup(self) -> RankSetup:
-        problem: str | None = None
-        range_w: tuple[float, float] | None = None
-        gpus: GpuConfig | None = None
-        if self._find is not None:
-            try:
-                devices = self._find() if callable(self._find) else self._find
-                self._guard = LimitGuard(devices)
-                range_w = range_of(devices, self._guard.initial_limits_w)
-                self._devices = tuple(devices)
-            except Exception as error:
-                problem = str(error) if isinstance(error, ZeusBSOConfigError) else f"{type(error).__name__}: {error}"
-        if self._monitor is not None:
-            try:
-                gpus = self._monitor.gpus()
-            except Exception as error:
-                problem = str(error)
-        initial_w = self._guard.initial_limits_w if self._guard is not None else ()
-        is_exact = getattr(self._monitor, "measures_exactly", False)
-        return RankSetup(problem, range_w, initial_w, gpus, self._known, is_exact)
-
-    def _plan(self, ranks: Sequence[RankSetup], gpus: GpuConfig) -> None:
-        """Decide what is measured; every rank decides the same."""
-        try:
-            self._candidates_w = limits_to_try(ranks, self._limits_w)
-            self._sets_limits = True
-        except PowerLimitUnavailableError as error:
-            in_force_w = min(initial_limits_w(ranks), default=gpus.max_power / gpus.number_of_gpus)
-            self._warn(
-                "the power limits are left alone, and only what the training costs under the one in force "
-                f"({in_force_w:g} W) is measured: {error}"
-            )
-            self._candidates_w = (in_force_w,)
-        except ZeusBSOConfigError:
-            self._state = Done()
-            raise
-        measured = () if self._profile is None else self._profile.limits_w
-        self._queue_w = tuple(limit_w for limit_w in self._candidates_w if limit_w not in measured)
-        if self._is_past_the_best:
-            lowest_w = min(measured)
-            self._queue_w = tuple(limit_w for limit_w in self._queue_w if limit_w > lowest_w)
-
-    @property
-    def _is_past_the_best(self) -> bool:
-        """True when what was measured shows that lower limits cost more: then they are not tried."""
-        has_risen = getattr(self._selector, "has_risen", None)
-        if self._limits_w is not None or has_risen is None or self._profile is None:
-            return False
-        return bool(has_risen(self._profile.only(self._candidates_w)))
-
-    # Limits
-
-    def _set_everywhere(self, limit_w: float) -> bool:
-        """Set a limit, or give up on all ranks; returns whether it is in force on all of them."""
-        if not self._sets_limits or self._set_w == limit_w:
-            return True
-        if self._guard is not None:
-            self._guard.arm(limit_w)
-        ranks: Sequence[Outcome] = self._all_gather(put_in_force(self._devices, limit_w))
-        self._set_w = limit_w
-        problem = problem_in(ranks)
-        if problem is None:
-            return True
-        has_samples = self._profile is not None and self._profile.only(self._candidates_w).samples
-        is_refused = all(rank.is_refused for rank in ranks if rank.problem is not None)
-        if is_refused and has_samples and not self.is_done:
-            self._warn(f"{problem}: the best of the limits that were measured before is taken")
-            self._go(Done())
-        else:
-            self._state = Done()
-            self._give_up(problem)
-        return False
-
-    def _restore(self) -> None:
-        if self._set_w is not None and self._guard is not None:
-            self._guard.restore()
-        self._set_w = None
-
-    def _release(self) -> None:
-        self._set_w = None
-        if self._guard is not None:
-            self._guard.release()
-
-    # Windows
-
-    def _record(self, position: int, steps: int) -> bool:
-        """Take the measurement of a window that had all its steps into the profile, on all ranks.
-
-        Where the monitor has failed, or the window was too short for it, the limit is measured anew.
-        """
-        measured, problem = self._rank_window.close()
-        ranks: Sequence[Outcome] = self._all_gather(Outcome(problem, measured))
-        problem = problem_in(ranks)
-        if problem is not None and self._rank_window.failures < PASSING_FAILURES:
-            _logger.info("a power limit could not be measured (%s), and is measured anew", problem)
-            self._rank_window.failures += 1
-            return self._measure_on(position)
-        if problem is not None or self._profile is None:
-            return self._end_in_vain(problem or "there is no profile")
-        part = Part.of(steps, [rank.measured for rank in ranks if rank.measured is not None])
-        self._requested = self._least.stretched(self._requested, part)
-        self._window = self._requested.fitted(self._steps_of_longest_epoch or self._requested.steps)
-        part = part.plus(self._part)
-        if 0 < part.time_s < self._least.profile_s:
-            self._part = part
-            return self._measure_on(position)
-        self._part = None
-        return self._keep(position, part)
-
-    def _keep(self, position: int, part: Part) -> bool:
-        if part.energy_j == 0 and part.time_s > 0:
-            return self._end_in_vain(f"the monitor measured 0 J in {part.time_s:.3g} s ({part.source})")
-        try:
-            sample = PowerLimitSample(limit_w=self._queue_w[position], **vars(part))
-        except ValidationError as error:
-            return self._end_in_vain(f"a measurement makes no sense: {part} ({error.errors()[0]['msg']})")
-        if self._profile is not None:
-            was_mixed = all(scopes_in(each.source for each in self._profile.samples))
-            self._profile = self._profile.with_sample(sample)
-            if all(scopes_in(each.source for each in self._profile.samples)) and not was_mixed:
-                self._warn(
-                    "some power limits were measured on the GPUs alone and others on their modules, with CPU and "
-                    "memory, and do not compare: measure them anew, without the earlier profile"
-                )
-        _logger.debug("measured power limit %s", sample)
-        return True
-
-    def _measure_on(self, position: int) -> bool:
-        self._state = Profiling(position)
-        self._rank_window.open()
-        return False
-
-    def _end_in_vain(self, problem: str) -> bool:
-        self._state = Done()  # the window has ended
-        self._give_up(problem)
-        return False
+        self._rank.guard.release()
 
     def _warn(self, message: str) -> None:
         """Say it once on each machine: every rank knows it."""
-        _logger.log(logging.WARNING if self._controls else logging.DEBUG, message)
+        _logger.log(logging.WARNING if self._rank.controls else logging.DEBUG, message)
+
+
+class _Rank:
+    """The GPUs and the monitor of this rank. Its methods do not raise: all ranks hear of what fails on one of them."""
+
+    def __init__(
+        self,
+        devices: Devices | None,
+        monitor: EnergyMonitor | None,
+        synchronize: Callable[[], None],
+        known: PowerLimitProfile | None,
+    ) -> None:
+        self.controls = devices is not None
+        self.devices: tuple[PowerLimitDevice, ...] = ()
+        self._find = devices
+        self._monitor = monitor
+        self._synchronize = synchronize
+        self._known = known
+        self.guard = LimitGuard(())
+        # Why the present window could not begin; and how many could not be measured.
+        self._problem: str | None = None
+        self._failures = 0
+
+    def set_up(self) -> RankSetup:
+        """Find the devices, and what they and the monitor allow."""
+        setup = RankSetup(None, None, (), None, self._known, getattr(self._monitor, "measures_exactly", False))
+        if self._find is not None:
+            try:
+                devices = self._find() if callable(self._find) else self._find
+                self.guard = LimitGuard(devices)
+                setup = replace(setup, initial_limits_w=self.guard.initial_limits_w)
+                setup = replace(setup, range_w=_range_w(devices, self.guard.initial_limits_w))
+                self.devices = tuple(devices)
+            except Exception as error:
+                problem = str(error) if isinstance(error, ZeusBSOConfigError) else f"{type(error).__name__}: {error}"
+                setup = replace(setup, problem=problem)
+        if self._monitor is not None:
+            try:
+                setup = replace(setup, gpus=self._monitor.gpus())
+            except Exception as error:
+                setup = replace(setup, problem=str(error))
+        return setup
+
+    def put_in_force(self, limit_w: float) -> Outcome:
+        """Set a limit, watts, on all devices, and see that they obey it."""
+        try:
+            self.guard.arm(limit_w)
+            for device in self.devices:
+                set_and_check(device, limit_w)
+                obeyed_w = enforced_limit_w(device)
+                if obeyed_w < limit_w - TOLERANCE_W:
+                    raise PowerLimitNotAppliedError(
+                        f"{device} obeys {obeyed_w:g} W, not the {limit_w:g} W that were set"
+                    )
+        except Exception as error:
+            return Outcome(str(error) or type(error).__name__, is_refused=isinstance(error, PowerLimitNotAppliedError))
+        return Outcome()
+
+    def open_window(self) -> None:
+        """Begin to measure. `close_window` tells what went wrong."""
+        self._problem = None
+        try:
+            self._synchronize()
+            if self._monitor is not None:
+                self._monitor.begin_window(self._window)
+        except Exception as error:
+            self._problem = str(error) or type(error).__name__
+
+    def close_window(self) -> Outcome:
+        """Return the measurement, if this rank measures, or the problem."""
+        measured = None
+        try:
+            self._synchronize()
+            if self._monitor is not None:
+                measured = self._monitor.end_window(self._window)
+        except Exception as error:
+            self._problem = self._problem or str(error) or type(error).__name__
+        if self._problem is not None:
+            self._failures += 1
+        return Outcome(self._problem, measured)
+
+    def forget(self) -> None:
+        """Hold no trainer any more."""
+        self._find, self._monitor, self._synchronize = None, None, _nothing
+
+    @property
+    def _window(self) -> str:
+        """Another name after each failure: a window that could not be ended may still be open."""
+        return f"{_WINDOW}_{self._failures}" if self._failures else _WINDOW
+
+
+class Waiting:
+    """The steps of a training before its first limit is measured; the ranks agree on their end.
+
+    Args:
+        steps: So many at least: what is compiled or benchmarked in them would be measured otherwise.
+        all_gather: As in `PowerLimitProfiler`.
+    """
+
+    def __init__(self, steps: int, all_gather: Gather, clock: Callable[[], float] = time.monotonic) -> None:
+        self.is_over = False
+        self._left = steps
+        self._all_gather = all_gather
+        self._clock = clock
+        self._seen: deque[tuple[float, float]] = deque()
+        self._begun_s: float | None = None
+
+    def pass_steps(self, steps: int, devices: Sequence[PowerLimitDevice]) -> None:
+        """Let so many steps pass, on all ranks; `is_over` afterwards says if these were enough."""
+        self._left -= steps
+        if self.is_over or self._left > 0:
+            return
+        settled = self.is_settled(self._clock(), temperature_c(devices))
+        self.is_over = all(self._all_gather(settled))
+        self._left = _POLL_STEPS
+
+    def is_settled(self, now_s: float, temperature_c: float | None) -> bool:
+        """Take the highest temperature at an instant; True when it is stable or unknown, or after a long wait."""
+        if temperature_c is None:
+            return True
+        if self._begun_s is None:
+            self._begun_s = now_s
+        self._seen.append((now_s, temperature_c))
+        while len(self._seen) > 1 and self._seen[1][0] <= now_s - STABLE_S:
+            self._seen.popleft()
+        temperatures_c = [each_c for _, each_c in self._seen]
+        is_stable = now_s - self._seen[0][0] >= STABLE_S and max(temperatures_c) - min(temperatures_c) <= STABLE_C
+        return is_stable or now_s - self._begun_s >= PATIENCE_S
+
+
+def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) -> tuple[float, float]:
+    """The range that all devices have, watts; a limit that was left behind is a warning.
+
+    Raises:
+        PowerLimitUnavailableError: A device does not let its limit be set.
+    """
+    if not devices:
+        raise PowerLimitUnavailableError("there is no GPU whose power limit could be set")
+    lows_w, highs_w = zip(*(device.range_w() for device in devices), strict=True)
+    ceilings_w = list(highs_w)
+    for device, limit_w in zip(devices, initial_w, strict=True):
+        in_force_w, usual_w = device.limit_w(), default_limit_w(device)
+        set_and_check(device, in_force_w)  # it changes nothing, and shows whether it may be done
+        obeyed_w = enforced_limit_w(device)
+        # Where another limiter is below the limit that was set, higher ones would be measured under a wrong name.
+        if obeyed_w < in_force_w - TOLERANCE_W:
+            ceilings_w.append(obeyed_w)
+        if usual_w is not None and limit_w < usual_w - TOLERANCE_W:
+            _logger.warning(
+                "%s has a power limit of %g W in force, below its default of %g W, and none above it is tried. Should "
+                "a training have left it behind, `zeus-plugins doctor --reset-power-limits` puts the default back",
+                device,
+                limit_w,
+                usual_w,
+            )
+    return max(lows_w), min(ceilings_w)
+
+
+def _mixes_scopes(profile: PowerLimitProfile) -> bool:
+    """True when some limits were measured on GPUs alone and others on their modules."""
+    return all(scopes_in(sample.source for sample in profile.samples))
 
 
 def _alone(thing: T) -> list[T]:
@@ -440,10 +527,3 @@ def _alone(thing: T) -> list[T]:
 
 def _nothing() -> None:
     pass
-
-
-def _is_same(old: State, new: State) -> bool:
-    """True when a state only counts on."""
-    if isinstance(old, Warmup | Profiling) and isinstance(new, Warmup | Profiling):
-        return type(old) is type(new) and old.position == new.position
-    return type(old) is type(new)

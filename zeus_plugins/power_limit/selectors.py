@@ -6,13 +6,18 @@ All of them take the lowest limit among equals.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.protocol import PowerLimitSample, cost
+
+RISE = 1.1
+"""A cost has risen clearly when the lowest two limits cost so many times as much as the best, the lowest the most.
+
+On the traces of Zeus (NSDI '23) this never misses the cheapest limit (tests/power_limit/test_traces.py); 1.05 does.
+"""
 
 
 class OptimumSelector(Protocol):
@@ -20,35 +25,8 @@ class OptimumSelector(Protocol):
 
     def select(self, profile: PowerLimitProfile) -> float:
         """The best of the profile's limits, of which there is one at least; watts of each GPU."""
-        ...
 
     # It may have a method `has_risen(profile)`, too: true when lower limits than those measured cannot be better.
-
-
-@dataclass(frozen=True)
-class Energy:
-    """The least energy per step."""
-
-    def select(self, profile: PowerLimitProfile) -> float:
-        """See `OptimumSelector.select`."""
-        return _cheapest(profile, lambda sample: sample.energy_per_step_j)
-
-    def has_risen(self, profile: PowerLimitProfile) -> bool:
-        """True when the costs measured rise clearly towards lower limits."""
-        return _has_risen(profile, lambda sample: sample.energy_per_step_j)
-
-
-@dataclass(frozen=True)
-class Time:
-    """The least time per step."""
-
-    def select(self, profile: PowerLimitProfile) -> float:
-        """See `OptimumSelector.select`."""
-        return _cheapest(profile, lambda sample: sample.time_per_step_s)
-
-    def has_risen(self, profile: PowerLimitProfile) -> bool:
-        """True when the times measured rise clearly towards lower limits."""
-        return _has_risen(profile, lambda sample: sample.time_per_step_s)
 
 
 @dataclass(frozen=True)
@@ -70,12 +48,33 @@ class ZeusCost:
 
     def select(self, profile: PowerLimitProfile) -> float:
         """See `OptimumSelector.select`."""
-        # All limits train the same steps in an epoch, so the cheapest step is in the cheapest epoch.
-        return _cheapest(profile, lambda sample: epoch_cost(sample, 1, profile.gpus.max_power, self.eta))
+        costs_j = self._costs_j(profile)
+        return profile.limits_w[costs_j.index(min(costs_j))]
 
     def has_risen(self, profile: PowerLimitProfile) -> bool:
-        """True when the costs measured rise clearly towards lower limits."""
-        return _has_risen(profile, lambda sample: epoch_cost(sample, 1, profile.gpus.max_power, self.eta))
+        """Return True when the costs measured rise clearly towards lower limits."""
+        if len(profile.samples) < 3:
+            return False
+        lowest_j, second_j, *_ = costs_j = self._costs_j(profile)
+        return lowest_j > second_j > RISE * min(costs_j)
+
+    def _costs_j(self, profile: PowerLimitProfile) -> list[float]:
+        """Joules of a step under each limit: all limits train the same steps in an epoch."""
+        return [epoch_cost(sample, 1, profile.gpus.max_power, self.eta) for sample in profile.samples]
+
+
+@dataclass(frozen=True)
+class Energy(ZeusCost):
+    """The least energy per step."""
+
+    eta: float = field(default=1.0, init=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Time(ZeusCost):
+    """The least time per step."""
+
+    eta: float = field(default=0.0, init=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -127,21 +126,3 @@ def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: fl
     """
     step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j
     return steps * cost(energy_j=step_j, time_s=step_s, max_power_w=max_power_w, eta=eta)
-
-
-RISE = 1.1
-"""A cost has risen clearly when the lowest two limits cost so many times as much as the best, the lowest the most.
-
-On the traces of Zeus (NSDI '23) this never misses the cheapest limit (tests/test_power_limit_traces.py); 1.05 does.
-"""
-
-
-def _has_risen(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> bool:
-    if len(profile.samples) < 3:
-        return False
-    lowest, second, *_ = costs = [cost(sample) for sample in profile.samples]
-    return lowest > second > RISE * min(costs)
-
-
-def _cheapest(profile: PowerLimitProfile, cost: Callable[[PowerLimitSample], float]) -> float:
-    return min(profile.samples, key=cost).limit_w

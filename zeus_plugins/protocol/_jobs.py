@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Annotated, Any, ClassVar, Protocol
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -51,28 +51,46 @@ class _FirstErrorOnly(FailFast):
     __hash__ = object.__hash__
 
 
-class Goal(Protocol):
-    """The target of a trial; a `JobRegistration` is one."""
+class JobParams(WireMessage):
+    """The parameters of a recurring training job: the fields of `JobSpec` but the id."""
 
-    @property
-    def target_metric(self) -> float:
-        """Value of the validation metric at which the training is done."""
+    # Validators see the fields above their own only: the order matters.
+    job_id_prefix: Identifier
+    batch_sizes: Annotated[
+        tuple[BatchSize, ...],
+        # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
+        _FirstErrorOnly(),
+        Field(min_length=1, max_length=MAX_BATCH_SIZES),
+        AfterValidator(_ascending_and_unique),
+    ]
+    default_batch_size: BatchSize
+    eta_knob: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    beta_knob: PositiveFinite | None = 2.0
+    target_metric: Finite = 0.5
+    higher_is_better_metric: bool = True
+    max_epochs: PositiveInt = 100
+    num_pruning_rounds: NonNegativeInt = 2
+    window_size: NonNegativeInt = 0
+    mab_prior_mean: Finite = 0.0
+    mab_prior_precision: NonNegativeFinite = 0.0
+    mab_num_explorations: NonNegativeInt = 2
+    mab_seed: Seed | None = None
+    policy: PolicyName = GP_VOI
 
-    @property
-    def higher_is_better_metric(self) -> bool:
-        """Whether the metric rises as the model improves."""
+    @field_validator("default_batch_size")
+    @classmethod
+    def _is_a_batch_size(cls, default: int, others: ValidationInfo) -> int:
+        sizes = others.data.get("batch_sizes")
+        if sizes is not None and default not in sizes:
+            raise ValueError(f"{default} is not one of batch_sizes {list(sizes)}")
+        return default
 
-    @property
-    def max_epochs(self) -> int:
-        """Epochs after which a trial that has not reached it has failed."""
+    def is_reached_by(self, metric: float) -> bool:
+        """Return whether the metric is at the target or beyond."""
+        return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
 
 
-def is_reached(goal: Goal, metric: float) -> bool:
-    """Whether the metric is at the target or beyond."""
-    return metric >= goal.target_metric if goal.higher_is_better_metric else metric <= goal.target_metric
-
-
-class JobSpec(WireMessage):
+class JobSpec(JobParams):
     """A recurring training job, as its owner describes it.
 
     Attributes:
@@ -100,29 +118,7 @@ class JobSpec(WireMessage):
             contradict each other.
     """
 
-    # Validators see the fields above their own only: the order matters.
-    job_id_prefix: Identifier
     job_id: Identifier | None = None
-    batch_sizes: Annotated[
-        tuple[BatchSize, ...],
-        # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
-        _FirstErrorOnly(),
-        Field(min_length=1, max_length=MAX_BATCH_SIZES),
-        AfterValidator(_ascending_and_unique),
-    ]
-    default_batch_size: BatchSize
-    eta_knob: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
-    beta_knob: PositiveFinite | None = 2.0
-    target_metric: Finite = 0.5
-    higher_is_better_metric: bool = True
-    max_epochs: PositiveInt = 100
-    num_pruning_rounds: NonNegativeInt = 2
-    window_size: NonNegativeInt = 0
-    mab_prior_mean: Finite = 0.0
-    mab_prior_precision: NonNegativeFinite = 0.0
-    mab_num_explorations: NonNegativeInt = 2
-    mab_seed: Seed | None = None
-    policy: PolicyName = GP_VOI
 
     @model_validator(mode="before")
     @classmethod
@@ -140,14 +136,6 @@ class JobSpec(WireMessage):
         if job_id is not None and prefix is not None and not job_id.startswith(prefix):
             raise ValueError(f"{job_id!r} does not start with job_id_prefix {prefix!r}")
         return job_id
-
-    @field_validator("default_batch_size")
-    @classmethod
-    def _is_a_batch_size(cls, default: int, others: ValidationInfo) -> int:
-        sizes = others.data.get("batch_sizes")
-        if sizes is not None and default not in sizes:
-            raise ValueError(f"{default} is not one of batch_sizes {list(sizes)}")
-        return default
 
 
 def _not_a_field(name: str, fields: Mapping[str, Any]) -> str:
@@ -183,7 +171,7 @@ class Fingerprint(WireMessage):
     optimizer: Text | None = None
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
-        """The same with what only the other one tells."""
+        """Return this fingerprint, with the other one's parts where this one has none."""
         return Fingerprint(**{**dict(other), **self.model_dump(exclude_none=True)})
 
     def differences(self, other: Fingerprint) -> list[str]:
@@ -195,19 +183,17 @@ class Fingerprint(WireMessage):
         ]
 
 
-class JobRegistration(JobSpec, GpuConfig):
-    """Body and answer of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
+class JobSpecFromClient(JobSpec, GpuConfig):
+    """Body of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
 
-    Who does not say which policy, as Zeus's clients do not, gets Zeus's.
+    A job without a policy, as Zeus's clients send it, gets policy ``"zeus"``.
 
     Attributes:
         fingerprint: What its trainings are made of. Two registrations that differ in it alone are the same: the server
-            keeps what was told first. Left out where nobody has told, as by Zeus's clients.
+            keeps what was told first. None where nobody has told, as by Zeus's clients.
         registration_id: Tells the job from one that was deleted and had its id. The server makes it when it registers
-            the job, and clients leave it out; None for jobs of version 0.1.
+            the job, and clients leave it out.
     """
-
-    _told_only: ClassVar[frozenset[str]] = frozenset({"fingerprint", "registration_id"})
 
     policy: PolicyName = ZEUS
     fingerprint: Fingerprint | None = None
@@ -219,7 +205,12 @@ class JobRegistration(JobSpec, GpuConfig):
         # On the wire, unknown fields are ignored.
         return given
 
-    def with_fingerprint(self, told: Fingerprint | None) -> JobRegistration:
+    @property
+    def gpus(self) -> GpuConfig:
+        """The hardware that the job runs on."""
+        return GpuConfig(**{name: getattr(self, name) for name in GpuConfig.model_fields})
+
+    def with_fingerprint(self, told: Fingerprint | None) -> Self:
         """The job with what is told of its trainings, as far as it was not told before."""
         if told is None:
             return self
@@ -229,14 +220,20 @@ class JobRegistration(JobSpec, GpuConfig):
         """The cost of a run of the job, joules; see `cost`."""
         return cost(energy_j=energy_j, time_s=time_s, max_power_w=self.max_power, eta=self.eta_knob)
 
-    def is_reached_by(self, metric: float) -> bool:
-        """Whether the metric is at the target or beyond."""
-        return is_reached(self, metric)
-
     @classmethod
-    def of(cls, spec: JobSpec, gpu: GpuConfig) -> JobRegistration:
+    def of(cls, spec: JobSpec, gpu: GpuConfig) -> Self:
         """Join a job with the hardware that it runs on."""
         return cls(**spec.model_dump(), **gpu.model_dump())
+
+    def named(self, job_id: str) -> CreatedJob:
+        """Return the job under this id; fields that were left out count as left out."""
+        return CreatedJob(**{**self.model_dump(exclude_unset=True), "job_id": job_id})
+
+
+class CreatedJob(JobSpecFromClient):
+    """Answer of ``POST /jobs``: a registered job, which always has an id."""
+
+    job_id: Identifier
 
 
 class TrialId(WireMessage):
@@ -244,12 +241,10 @@ class TrialId(WireMessage):
 
     Attributes:
         registration_id: The job's, by which a later job of the same id is told apart. None, here and below: unchecked,
-            as by clients of Zeus and of version 0.1.
+            as by clients of Zeus.
         lease_epoch: Counts the runs of the training that the server has given the trial to. What a run before the
             latest one sends is refused.
     """
-
-    _told_only: ClassVar[frozenset[str]] = frozenset({"registration_id", "lease_epoch"})
 
     job_id: Identifier
     batch_size: BatchSize

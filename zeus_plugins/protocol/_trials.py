@@ -1,16 +1,25 @@
-"""The messages about one trial."""
+"""The messages about one trial, and about the power limits that it has found."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
 
-from pydantic import StringConstraints, field_serializer, model_validator
+from pydantic import (
+    AfterValidator,
+    FailFast,
+    Field,
+    StringConstraints,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
-from zeus_plugins.protocol._jobs import Goal, TrialId, is_reached
-from zeus_plugins.protocol._power_limits import PowerProfile
+from zeus_plugins.protocol._jobs import GpuConfig, JobParams, TrialId
 from zeus_plugins.protocol._values import (
     MAX_DETAIL_LENGTH,
+    MAX_POWER_LIMITS,
     BatchSize,
     EndReason,
     Epochs,
@@ -23,6 +32,7 @@ from zeus_plugins.protocol._values import (
     Seconds,
     Text,
     TrialState,
+    Watts,
     WireMessage,
 )
 
@@ -44,7 +54,7 @@ class StopRule(WireMessage):
     max_epochs: PositiveInt
 
     def judge(
-        self, goal: Goal, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
+        self, goal: JobParams, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
     ) -> Verdict:
         """Decide whether a trial goes on.
 
@@ -52,7 +62,7 @@ class StopRule(WireMessage):
         Otherwise it goes on until its epochs are over.
 
         Args:
-            goal: What it is to reach.
+            goal: The job, with the target and `max_epochs`.
             metric: Its latest validation metric.
             epochs: Epochs trained so far.
             cost_j: Its cost so far, joules; None where that is unknown, so that no bound on it applies.
@@ -64,7 +74,7 @@ class StopRule(WireMessage):
             bound = f"{self.max_cost_j:.4g} J" if because is None else f"{because}, {self.max_cost_j:.4g} J"
             state, reason = TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED
             message = f"stopped: {spent} spent, more than {bound}"
-        elif is_reached(goal, metric):
+        elif goal.is_reached_by(metric):
             state, reason = TrialState.COMPLETED, EndReason.TARGET_REACHED
             message = f"target reached: {measured} after {epochs:g} epochs, {spent}"
         elif epochs >= goal.max_epochs:
@@ -99,13 +109,97 @@ class Verdict:
 
     @property
     def stop(self) -> bool:
-        """Whether the training should end."""
+        """True if the training should end."""
         return self.state is not TrialState.RUNNING
 
     @property
     def converged(self) -> bool:
-        """Whether the target was reached within the cost bound."""
+        """True if the target was reached within the cost bound."""
         return self.state is TrialState.COMPLETED
+
+
+class PowerLimitSample(WireMessage):
+    """One measurement window under one power limit.
+
+    Attributes:
+        limit_w: The power limit of each GPU, watts.
+        steps: Steps measured.
+        time_s: Their duration, seconds.
+        energy_j: Their energy over all GPUs, joules.
+        source: How the energy was obtained, as `zeus_plugins.energy.Measurement.source`.
+    """
+
+    limit_w: Watts
+    steps: PositiveInt
+    time_s: Seconds
+    energy_j: Joules
+    source: Text = ""
+
+    @property
+    def time_per_step_s(self) -> float:
+        """Seconds of one step."""
+        return self.time_s / self.steps
+
+    @property
+    def energy_per_step_j(self) -> float:
+        """Joules of one step, over all GPUs."""
+        return self.energy_j / self.steps
+
+    @property
+    def average_power_w(self) -> float:
+        """Mean power over all GPUs, watts."""
+        return self.energy_j / self.time_s
+
+
+def _ascending_with_one_for_each_limit(samples: tuple[PowerLimitSample, ...]) -> tuple[PowerLimitSample, ...]:
+    by_limit = {sample.limit_w: sample for sample in samples}
+    if len(by_limit) < len(samples):
+        raise ValueError("two samples have the same limit_w")
+    return tuple(by_limit[limit_w] for limit_w in sorted(by_limit))
+
+
+PowerLimitSamples = Annotated[
+    tuple[PowerLimitSample, ...],
+    FailFast(),
+    Field(max_length=MAX_POWER_LIMITS),
+    AfterValidator(_ascending_with_one_for_each_limit),
+]
+
+
+class PowerProfile(WireMessage):
+    """The cost of a training's steps under each power limit; the batch size is said beside it.
+
+    Attributes:
+        gpus: The devices measured; their maximum power is summed over them, watts.
+        samples: One for each power limit. Kept ascending by limit.
+    """
+
+    gpus: GpuConfig
+    samples: PowerLimitSamples = ()
+
+
+class PowerLimitChoice(PowerProfile):
+    """A training's knowledge of its power limits, and its choice among them.
+
+    Attributes:
+        samples: What it has measured itself, and what it was told; at least one.
+        chosen_limit_w: The limit that it trains under, watts of each GPU; None where it sets none.
+    """
+
+    samples: Annotated[PowerLimitSamples, Field(min_length=1)]
+    chosen_limit_w: Watts | None = None
+
+    @field_validator("chosen_limit_w")
+    @classmethod
+    def _was_measured(cls, chosen_w: float | None, others: ValidationInfo) -> float | None:
+        samples: tuple[PowerLimitSample, ...] | None = others.data.get("samples")
+        if chosen_w is not None and samples is not None and chosen_w not in {sample.limit_w for sample in samples}:
+            raise ValueError(f"{chosen_w:g} W is not the limit_w of any of the samples")
+        return chosen_w
+
+
+class TrialPowerProfile(PowerLimitChoice, TrialId):
+    """Body of ``PUT /trials/power_profile``: the power limits of a trial."""
 
 
 class TrialDispatch(TrialId):
@@ -181,19 +275,19 @@ class HeartbeatResponse(WireMessage):
         state: Where the trial stands; a training whose trial has ended need not send more.
         lease_s: Seconds after which the trial counts as abandoned if nothing more is heard of it.
         interval_s: Seconds after which the next heartbeat is due.
-        time_s: Seconds since the trial began, as of its last report; None, here and below, where unsaid.
+        lease_epoch: The trial's, as in `TrialId`.
+        time_s: Seconds since the trial began, as of its last report; None, here and below, before any.
         energy_j: Joules since then.
         epochs: Epochs trained since then.
-        lease_epoch: The trial's, as in `TrialId`; None from a server of version 0.1.
     """
 
     state: TrialState
     lease_s: float
     interval_s: float
+    lease_epoch: PositiveInt
     time_s: float | None = None
     energy_j: float | None = None
     epochs: float | None = None
-    lease_epoch: PositiveInt | None = None
 
 
 class Evaluation(WireMessage):

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 MAX_BATCH_SIZE = 2**31 - 1
 MAX_BATCH_SIZES = 1000
@@ -153,40 +147,6 @@ Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
 
 
 class WireMessage(BaseModel):
-    """Base of all messages: immutable, and deaf to fields that it does not know.
-
-    A message is written without those of its fields that older clients and servers do not know, where nobody has told
-    them. That is done here and not by a serializer: pydantic makes an error of its own of what a signal's handler
-    raises in one, and SIGTERM would end nothing.
-    """
+    """Base of all messages: immutable; unknown fields are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-
-    _told_only: ClassVar[frozenset[str]] = frozenset()
-    _is_terse: ClassVar[bool] = False
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Note whether such a message may be written without some of its fields, or one within it: few may."""
-        kinds = [
-            kind for field in cls.model_fields.values() for kind in (field.annotation, *get_args(field.annotation))
-        ]
-        within = any(isinstance(kind, type) and issubclass(kind, WireMessage) and kind._is_terse for kind in kinds)
-        cls._is_terse = bool(cls._told_only) or within
-
-    def model_dump(self, *, exclude: Any = None, **options: Any) -> dict[str, Any]:
-        """See `BaseModel`."""
-        return super().model_dump(exclude=self._excluded(exclude) if self._is_terse else exclude, **options)
-
-    def model_dump_json(self, *, exclude: Any = None, **options: Any) -> str:
-        """See `BaseModel`."""
-        return super().model_dump_json(exclude=self._excluded(exclude) if self._is_terse else exclude, **options)
-
-    def _excluded(self, also: Iterable[str] | None) -> dict[str, Any] | None:
-        """The fields that are left out, those of messages within this one among them."""
-        values = self.__dict__
-        found: dict[str, Any] = {name: True for name in self._told_only if values[name] is None}
-        for name, value in values.items():
-            if isinstance(value, WireMessage) and (within := value._excluded(None)):
-                found[name] = within
-        return found | dict.fromkeys(also or (), True) or None

@@ -1,6 +1,6 @@
 """The conformance suite of policies: jobs that live through everything, decided by the policy under test.
 
-The server's core keeps the jobs, in memory, so that the extra ``server`` is needed.
+The server's core keeps the jobs, in memory: `zeus_plugins.testing` imports this module when the suite is called.
 """
 
 from __future__ import annotations
@@ -11,24 +11,16 @@ import random
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from zeus_plugins.protocol import (
-    ALIVE,
-    Decision,
-    Ending,
-    EndReason,
-    JobRegistration,
-    Origin,
-    TrialState,
-)
-
-if TYPE_CHECKING:
-    from bso_server.core.history import History
-    from bso_server.core.model import Suggestion, TrialRecord
-    from bso_server.core.registry import Policy
+from bso_server.core.job import JobState, dispatch_trial, end_by_training, end_trial, judge_report, replay, revive_trial
+from bso_server.core.model import History, Report, Suggestion, TrialRecord
+from bso_server.core.policy import Policy, find, given, installed, memory_after, needs_bound
+from bso_server.errors import NoSurvivorError
+from zeus_plugins.protocol import ALIVE, CreatedJob, Decision, Ending, EndReason, Origin, TrialState
 
 T = TypeVar("T")
 
@@ -45,31 +37,13 @@ _GROWTH = 1.5
 _MAX_REASON_LENGTH = 10_000
 
 
-def check_policy(
-    policy: str | Policy, *, seeds: Iterable[int] = range(6), trials: int = 40, limit_s: float = 10.0
-) -> None:
-    """Check that a policy keeps to what the server expects of one; see docs/policy.md.
-
-    Each seed is a job that lives through trials that reach the target, are stopped, crash, run out of memory, are
-    preempted, fall silent and come back, or began without the server, several at the same time.
-
-    Args:
-        policy: A `bso_server.policies.Policy`, or the name of one that is installed.
-        seeds: A job for each.
-        trials: Number of trials of each job.
-        limit_s: Seconds that one call may take.
-
-    Raises:
-        AssertionError: It does not; the text says in what, and in which job.
-        PolicyNotInstalledError: There is no policy of this name.
-    """
-    from bso_server.core import registry
-
+def check(policy: str | Policy, seeds: Iterable[int], trials: int, limit_s: float) -> None:
+    """Check a policy; see `zeus_plugins.testing.check_policy`."""
     with ExitStack() as stack:
-        name = policy if isinstance(policy, str) else stack.enter_context(registry.given(_NAME, policy))
-        registry.installed(name)
+        name = policy if isinstance(policy, str) else stack.enter_context(given(_NAME, policy))
+        installed(name)
         for seed in seeds:
-            chosen = [_Life(name, seed, limit_s).live(trials) for _ in range(2)]
+            chosen = [_PlayedJob(name, seed, limit_s).play(trials) for _ in range(2)]
             if chosen[0] != chosen[1]:
                 raise AssertionError(
                     f"seed {seed}: the same job was given other batch sizes when it lived again: decisions may depend "
@@ -77,9 +51,9 @@ def check_policy(
                 )
 
 
-def _job(policy: str, seed: int) -> JobRegistration:
+def _job(policy: str, seed: int) -> CreatedJob:
     sizes = _SIZES[seed % len(_SIZES)]
-    return JobRegistration(
+    return CreatedJob(
         job_id_prefix="job",
         job_id="job",
         batch_sizes=sizes,
@@ -97,18 +71,13 @@ def _job(policy: str, seed: int) -> JobRegistration:
     )
 
 
-class _Life:
+class _PlayedJob:
     """A job, and what happens to it."""
 
     def __init__(self, policy: str, seed: int, limit_s: float) -> None:
-        import numpy as np
-
-        from bso_server.core import registry
-        from bso_server.core.job import JobState
-
         self._seed, self._limit_s = seed, limit_s
         self._job = _job(policy, seed)
-        self._policy = registry.find(policy)
+        self._policy = find(policy)
         self._policy.check(self._job)
         self._random = random.Random(seed)  # noqa: S311 - chance, not secrecy
         self._rng = np.random.default_rng(seed)
@@ -121,14 +90,15 @@ class _Life:
         self._needed = {size: self._random.choice([3, 5, 8, 12, 30]) for size in self._job.batch_sizes}
         self._epoch_j = {size: self._random.uniform(10, 40) for size in self._job.batch_sizes}
 
-    def live(self, trials: int) -> list[int]:
+    def play(self, trials: int) -> list[int]:
         """Let as many trials begin, and say which batch sizes the policy chose."""
         chosen: list[int] = []
         while len(self._trials) < trials:
             alive = [trial for trial in self._trials if trial.state in {*ALIVE, TrialState.ABANDONED}]
             if len(alive) < _CONCURRENCY and (not alive or self._random.random() < 0.3):
                 if self._random.random() < 0.05:
-                    self._begin_offline()
+                    offline = self._random.choice(self._job.batch_sizes)
+                    self._dispatch(Suggestion(offline, Origin.OFFLINE, "began without the server"))
                 elif (size := self._begin()) is not None:
                     chosen.append(size)
                 else:
@@ -140,9 +110,6 @@ class _Life:
 
     def _begin(self) -> int | None:
         """Begin the trial that the policy wants; None where no batch size can run any more."""
-        from bso_server.core import job as life
-        from bso_server.errors import NoSurvivorError
-
         history = self._replayed(self._trials, self._state.survivors)
         self._learn(history)
         before = copy.deepcopy(self._rng)
@@ -160,22 +127,15 @@ class _Life:
             )
         self._check(suggestion, history)
         self._check_views(history, suggestion)
-        self._state, trial = life.suggested(self._state, suggestion)
-        self._trials.append(trial)
-        return trial.batch_size
+        self._dispatch(suggestion)
+        return suggestion.batch_size
 
-    def _begin_offline(self) -> None:
-        from bso_server.core import job as life
-        from bso_server.core.model import Suggestion
-
-        suggestion = Suggestion(self._random.choice(self._job.batch_sizes), Origin.OFFLINE, "began without the server")
-        self._state, trial = life.dispatched(self._state, suggestion)
+    def _dispatch(self, suggestion: Suggestion) -> None:
+        self._state, trial = dispatch_trial(self._state, suggestion)
         self._trials.append(trial)
 
     def _go_on(self, trial: TrialRecord) -> None:
         """Something happens to a trial that has not ended."""
-        from bso_server.core import job as life
-
         event = self._random.choices(["report", "crash", "preempted", "silent", "refused"], [40, 1, 1, 1, 0.5])[0]
         if trial.batch_size > self._largest_that_fits:
             event = "memory"
@@ -183,7 +143,7 @@ class _Life:
             self._report(trial)
             return
         if event == "silent" and trial.state is TrialState.RUNNING:
-            self._state, trial = life.ended(
+            self._state, trial = end_trial(
                 self._state, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, "not heard of"
             )
         elif event != "silent":
@@ -193,31 +153,26 @@ class _Life:
             crashes = sum(
                 other.batch_size == trial.batch_size and other.state is TrialState.FAILED for other in self._trials
             )
-            self._state, trial = life.ended_by_training(self._state, trial, ending, crashes=crashes, retries=3)
+            self._state, trial = end_by_training(self._state, trial, ending, crashes=crashes, retries=3)
         self._trials[trial.trial_number - 1] = trial
 
     def _report(self, trial: TrialRecord) -> None:
-        from bso_server.core import job as life
-        from bso_server.core import policy
-        from bso_server.core.model import Report
-
         size, epoch = trial.batch_size, trial.epoch + 1
         spent_j = self._epoch_j[size] * self._random.uniform(0.9, 1.1)
         metric = 1.0 if epoch >= self._needed[size] * self._random.uniform(0.8, 1.2) else 0.5
         report = Report(trial.time_s + spent_j / 100, trial.energy_j + spent_j, epoch, metric)
-        running, history = life.revived(trial), None
-        if policy.needs_bound(self._job, running):
+        running, history = revive_trial(trial), None
+        if needs_bound(self._job, running):
             history = self._replayed(self._trials, self._state.survivors)
-        self._call(self._check_stop, running, self._state.min_cost_j)
-        self._state, trial, _ = self._call(_reported, self._state, running, report, history)
+        rule = self._call(self._policy.stop_rule, self._job, running, self._state.min_cost_j)
+        self._check_epochs(rule.max_epochs)
+        self._state, trial, _ = self._call(judge_report, self._state, running, report, history=history)
         if trial.epoch_bound is not None:
             self._check_epochs(trial.epoch_bound)
         self._trials[trial.trial_number - 1] = trial
 
     def _learn(self, history: History) -> None:
         """Move the memory forward by the trials that have ended since the last decision, as the server does."""
-        from bso_server.core.replay import memory_after
-
         kept, since = self._policy.memory, self._state.folded_event
         if kept is None:
             return
@@ -280,18 +235,12 @@ class _Life:
             if not isinstance(decision, Decision):
                 raise self._fault(f"explain gives a Decision, not {decision!r}")
 
-    def _check_stop(self, trial: TrialRecord, min_cost_j: float | None) -> None:
-        rule = self._policy.stop_rule(self._job, trial, min_cost_j)
-        self._check_epochs(rule.max_epochs)
-
     def _check_epochs(self, epochs: int) -> None:
         if not 1 <= epochs <= _MAX_EPOCHS:
             raise self._fault(f"a trial of {_MAX_EPOCHS} epochs is to be stopped after {epochs}")
 
     def _pure(self, function: Callable[..., T], *arguments: Any) -> T:
         """The answer of a function, which must leave its arguments alone, but for a generator."""
-        import numpy as np
-
         checked = [each for each in arguments if not isinstance(each, np.random.Generator)]
         before, state = copy.deepcopy(checked), (random.getstate(), _numpy_state())
         answer = self._call(function, *arguments)
@@ -303,14 +252,14 @@ class _Life:
             )
         return answer
 
-    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+    def _call(self, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
         """The answer of a function, in time."""
         answers: list[T] = []
         errors: list[BaseException] = []
 
         def run() -> None:
             try:
-                answers.append(function(*arguments))
+                answers.append(function(*arguments, **named))
             except BaseException as error:
                 errors.append(error)
 
@@ -324,8 +273,6 @@ class _Life:
         return answers[0]
 
     def _replayed(self, trials: list[TrialRecord], survivors: tuple[int, ...] | None) -> History:
-        from bso_server.core.replay import replay
-
         return self._call(replay, self._job, trials, survivors)
 
     def _fault(self, fault: str) -> AssertionError:
@@ -333,15 +280,7 @@ class _Life:
         return AssertionError(f"{place}: {fault}")
 
 
-def _reported(state: Any, trial: TrialRecord, report: Any, history: History | None) -> Any:
-    from bso_server.core import job as life
-
-    return life.reported(state, trial, report, history=history)
-
-
 def _numpy_state() -> tuple[Any, ...]:
     """The state of the generator that all of NumPy shares."""
-    import numpy as np
-
     state: Any = np.random.get_state(legacy=True)
     return state[0], state[1].tobytes(), *state[2:]

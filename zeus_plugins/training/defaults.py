@@ -6,9 +6,14 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
+from typing import Any
+
+from pydantic import ValidationError
 
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.protocol import MAX_BATCH_SIZE, MAX_ID_LENGTH, Fingerprint, GpuConfig, JobSpec
@@ -47,12 +52,8 @@ class JobWish:
     higher_is_better_metric: bool | None = None
 
     def __post_init__(self) -> None:
-        said = {
-            "target": "target_metric",
-            "job_id": "job_id",
-            "higher_is_better_metric": "higher_is_better_metric",
-        }
-        twice = [f"{name}= as JobSpec({field}=…)" for name, field in said.items() if getattr(self, name) is not None]
+        fields = {"target": "target_metric", "job_id": "job_id", "higher_is_better_metric": "higher_is_better_metric"}
+        twice = [f"{name}= as JobSpec({field}=…)" for name, field in fields.items() if getattr(self, name) is not None]
         if self.job is not None and twice:
             raise ZeusBSOConfigError(f"there is a job= already: say {', '.join(twice)}")
         if self.job is None and self.target is None:
@@ -136,11 +137,7 @@ class JobPlan:
 
 
 def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
-    """The job that a user wishes.
-
-    Args:
-        wish: What the user says.
-        facts: What the training tells; needed without a whole job.
+    """Return the job that a user wishes; without a whole job, the facts of the training are needed.
 
     Raises:
         ZeusBSOConfigError: Too little is known.
@@ -149,7 +146,7 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
         is_said = "higher_is_better_metric" in wish.job.model_fields_set
         higher, warning = _direction(wish.monitor, wish.job.higher_is_better_metric if is_said else None)
         if higher is wish.job.higher_is_better_metric:
-            return JobPlan(job=wish.job, warning=warning)
+            return JobPlan(job=wish.job, monitor=wish.monitor, warning=warning)
         job = wish.job.model_copy(update={"higher_is_better_metric": higher})
         return JobPlan(job=job, guessed=frozenset({"higher_is_better_metric"}), monitor=wish.monitor)
     if facts is None:
@@ -182,11 +179,8 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
         higher_is_better_metric=higher,
         **epochs,
     )
-    said = {"target_metric"}
-    if wish.job_id is not None:
-        said.add("job_id")
-    if wish.higher_is_better_metric is not None:
-        said.add("higher_is_better_metric")
+    optional = ("job_id", "higher_is_better_metric")
+    said = {"target_metric"} | {name for name in optional if getattr(wish, name) is not None}
     return JobPlan(
         job=job,
         guessed=frozenset(JobSpec.model_fields) - said,
@@ -197,13 +191,9 @@ def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
 
 
 def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reached: bool) -> str | None:
-    """A warning after the first report of a target that was hardly meant so; None for nothing.
+    """Return a warning after the first report of a target that was hardly meant so; None for nothing.
 
-    Args:
-        job: The job.
-        monitor: Name of the metric; may be empty.
-        metric: Its first value.
-        is_reached: Whether it ended the trial, as the target is reached.
+    `is_reached` says whether that report ended the trial, as the target is reached.
     """
     name, target = monitor or "the metric", job.target_metric
     if is_reached:
@@ -221,8 +211,79 @@ def first_report_warning(job: JobSpec, monitor: str, metric: float, *, is_reache
     return None
 
 
+def as_job(job: JobSpec | Mapping[str, Any]) -> JobSpec:
+    """The job, of its fields in a mapping.
+
+    Raises:
+        ZeusBSOConfigError: A field is missing or out of its range, or it is no mapping.
+    """
+    if isinstance(job, JobSpec):
+        return job
+    if not isinstance(job, Mapping):
+        raise ZeusBSOConfigError(f"job is a {type(job).__name__}: give a JobSpec, or its fields as a dict")
+    # What only behaves as a list, such as OmegaConf's, becomes one.
+    fields = {
+        name: list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for name, value in job.items()
+    }
+    try:
+        return JobSpec.model_validate(fields)
+    except ValidationError as error:
+        problems = "; ".join(
+            ": ".join(filter(None, (".".join(map(str, one["loc"])), one["msg"].removeprefix("Value error, "))))
+            for one in error.errors()
+        )
+        raise ZeusBSOConfigError(f"job does not describe a JobSpec: {problems}") from None
+
+
+def check_epochs(job: JobSpec | None, limit: float, setting: str, *, trained: int = 0) -> None:
+    """Refuse a trainer that ends before the job's last epoch. A job that is guessed (None) fits the trainer.
+
+    Args:
+        job: The job.
+        limit: Epochs after which the trainer ends.
+        setting: What limits it, such as ``Trainer(max_epochs={})``.
+        trained: Epochs that it had trained before the trial began.
+
+    Raises:
+        ZeusBSOConfigError: It ends before.
+    """
+    needed = 0 if job is None else job.max_epochs
+    if limit - trained >= needed:
+        return
+    already, remedy = "", f"set JobSpec(max_epochs={int(limit)}) or {setting.format(needed)}"
+    if trained:
+        already = f" after the {trained} epochs that this trainer has trained already"
+        remedy = "make a new Trainer for each training"
+    raise ZeusBSOConfigError(
+        f"{setting.format(f'{limit:g}')} ends before the job's max_epochs ({needed}){already}, so the server would "
+        f"never learn that a batch size cannot reach the target: {remedy}"
+    )
+
+
+def check_steps(job: JobSpec | None, limit: int, samples: int, setting: str) -> None:
+    """Refuse a trainer that ends within its first epoch. A job that is guessed (None) fits the trainer.
+
+    Args:
+        job: The job.
+        limit: Optimizer steps after which the trainer ends.
+        samples: Samples of an epoch.
+        setting: What limits it, such as ``TrainingArguments(max_steps={})``.
+
+    Raises:
+        ZeusBSOConfigError: It does with at least one of the job's batch sizes.
+    """
+    cut_short = [size for size in (() if job is None else job.batch_sizes) if math.ceil(samples / size) > limit]
+    if cut_short:
+        raise ZeusBSOConfigError(
+            f"{setting.format(limit)} ends within the first epoch at the batch sizes {cut_short}, whose cost would "
+            f"be taken for that of a whole one: set {setting.format(math.ceil(samples / cut_short[0]))} or more, "
+            "or num_train_epochs in its place, or drop these sizes from the job"
+        )
+
+
 def script_name(argv0: str) -> str:
-    """The name of a script, from the first of a process's arguments."""
+    """Return the name of a script, from the first of a process's arguments."""
     path = PurePath(argv0)
     if path.stem == "__main__":  # python -m package
         return path.parent.name or "python"
@@ -230,22 +291,16 @@ def script_name(argv0: str) -> str:
 
 
 def _direction(monitor: str, said: bool | None) -> tuple[bool, str | None]:
-    """The direction, true if higher is better, and a warning where what is said of it is hardly meant."""
+    """Return the direction, true if higher is better, and a warning where what is said of it is hardly meant."""
     words = set(re.findall(r"[a-z]+[0-9]?", re.sub(r"([a-z])([A-Z])", r"\1_\2", monitor).lower()))
     falls, rises = bool(words & _FALLING), bool(words & _RISING)
     if said is None:
         return not falls, None
-    if falls and not rises and said:
-        return said, _contradiction(monitor, "lower", said=said)
-    if rises and not falls and not said:
-        return said, _contradiction(monitor, "higher", said=said)
-    return said, None
-
-
-def _contradiction(monitor: str, better: str, *, said: bool) -> str:
-    return (
-        f"the job says higher_is_better_metric={said}, and of a metric called {monitor!r} {better} values are usually "
-        "better: if they are, the training ends at once or never"
+    if falls == rises or rises == said:
+        return said, None
+    return said, (
+        f"the job says higher_is_better_metric={said}, and of a metric called {monitor!r} "
+        f"{'higher' if rises else 'lower'} values are usually better: if they are, the training ends at once or never"
     )
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, EpochMeter, WindowMonitor
-from zeus_plugins.energy.breakdown import Breakdown
-from zeus_plugins.training.placement import placed
+from zeus_plugins.energy.meter import Breakdown
+from zeus_plugins.placement import placed
 from zeus_plugins.training.port import Ranks, cluster_monitor, node_monitor
 
 
@@ -17,6 +17,7 @@ class EnergyRun:
     """
 
     def __init__(self) -> None:
+        # Seconds (time_s) and joules (energy_j) of all epochs that have ended; empty before the first.
         self._totals: dict[str, float] = {}
         self._meter: EpochMeter | None = None
         self._cluster: ClusterMonitor | None = None
@@ -102,3 +103,21 @@ class EnergyRun:
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
+
+
+class EnergyTotals:
+    """The constructor and results of the energy callbacks. Each callback's own docstring describes the argument."""
+
+    def __init__(self, energy_monitor: EnergyMonitor | WindowMonitor | None = None) -> None:
+        self._energy_monitor = energy_monitor
+        self._run = EnergyRun()
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of all epochs of the present or latest training; 0 on other processes than the first."""
+        return self._run.time_s
+
+    @property
+    def energy_j(self) -> float:
+        """Joules of the same epochs."""
+        return self._run.energy_j

@@ -7,8 +7,8 @@ logs. Dictionaries are as the Hugging Face Trainer makes them, where names of ev
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Iterable, Mapping
+from ctypes import c_float
 from dataclasses import dataclass
 
 from zeus_plugins.errors import ZeusBSOConfigError
@@ -28,8 +28,7 @@ _SINGLE_DIGITS = 9
 class EvaluationMetric:
     """The monitored metric of evaluations, in what each of them returns and in what is logged with it.
 
-    Args:
-        monitor: Name of the metric, with or without the prefix ``eval_``.
+    The name `monitor` may lack the prefix ``eval_``.
     """
 
     def __init__(self, monitor: str) -> None:
@@ -52,15 +51,12 @@ class EvaluationMetric:
             self._log = dict(logs)
 
     def value(self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1) -> float | None:
-        """Find the metric.
+        """Return the metric, or None when it may yet come from the evaluation of another data set.
 
         Args:
             metrics: What the evaluation has returned.
             step: Number of optimizer steps before the evaluation.
             data_sets: Number of data sets, each of which is evaluated on its own.
-
-        Returns:
-            The metric, or None when it may yet come from the evaluation of another data set.
 
         Raises:
             ZeusBSOConfigError: No evaluation of this step has it.
@@ -102,11 +98,7 @@ def check_evaluated_metric(monitor: str, data: object) -> None:
 
 
 class LoggedMetric:
-    """The monitored metric of a training without evaluations, in its own logs.
-
-    Args:
-        monitor: Name of the metric.
-    """
+    """The monitored metric of a training without evaluations, in its own logs."""
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
@@ -115,14 +107,9 @@ class LoggedMetric:
         self._is_awaited = False
 
     def note(self, logs: Mapping[str, float], *, step: int) -> bool:
-        """Take note of a log.
+        """Take note of a log after so many optimizer steps.
 
-        Args:
-            logs: The log.
-            step: Number of optimizer steps before it.
-
-        Returns:
-            Whether it has the metric of an epoch that ended before it, which is to be reported now.
+        Return whether it has the metric of an epoch that ended before it, which is to be reported now.
         """
         if self._monitor not in logs:
             return False
@@ -172,20 +159,11 @@ class EpochCount:
 
 
 def as_written(metric: float) -> float:
-    """A number in single precision as people write it: 0.9 is 0.89999998 there, below a target of 0.9.
+    """Return a number in single precision as people write it: 0.9 is 0.89999998 there, below a target of 0.9.
 
-    Args:
-        metric: Any number. One that single precision does not hold exactly stays as it is.
+    A number that single precision does not hold exactly stays as it is.
     """
-    if not math.isfinite(metric) or _in_single_precision(metric) != metric:
+    if not math.isfinite(metric) or c_float(metric).value != metric:
         return metric
     written = (float(f"{metric:.{digits}g}") for digits in range(1, _SINGLE_DIGITS + 1))
-    return next(number for number in written if _in_single_precision(number) == metric)
-
-
-def _in_single_precision(number: float) -> float:
-    try:
-        (single,) = struct.unpack("f", struct.pack("f", number))
-    except OverflowError:
-        return math.copysign(math.inf, number)
-    return float(single)
+    return next(number for number in written if c_float(number).value == metric)

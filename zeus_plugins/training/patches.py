@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,28 @@ class Patches:
         else:
             self._undo.append(lambda: target.pop(key, None))
         target[key] = value
+
+    def extend(
+        self,
+        target: object,
+        name: str,
+        *,
+        first: Callable[[], None] | None = None,
+        then: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Have a method of this object call `first` before it runs and `then` with what it returned, each time."""
+        method = getattr(target, name)
+
+        @functools.wraps(method)
+        def extended(*args: Any, **kwargs: Any) -> Any:
+            if first is not None:
+                first()
+            result = method(*args, **kwargs)
+            if then is not None:
+                then(result)
+            return result
+
+        self.set_attribute(target, name, extended)
 
     @property
     def has_changes(self) -> bool:

@@ -7,11 +7,11 @@ from typing import Any, Protocol, TypeVar, cast
 
 from zeus_plugins import energy
 from zeus_plugins.energy import ClusterMonitor, EnergyMonitor, WindowMonitor, as_energy_monitor
+from zeus_plugins.placement import Neighbours, Placement
 from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
-from zeus_plugins.training.loaders import BatchSplit
 from zeus_plugins.training.patches import Patches
-from zeus_plugins.training.placement import Neighbours, Placement
 
 T = TypeVar("T")
 
@@ -45,12 +45,8 @@ class TrainerPort(Ranks, Protocol):
     def deliver(self, split: BatchSplit, patches: Patches) -> None:
         """Have the training accumulate as `split` says, and its loaders deliver batches of that size.
 
-        Args:
-            split: Samples per batch of one device, and accumulated batches per step.
-            patches: Takes note of every change; the run undoes them.
-
-        From then on the batches of each epoch are counted as `SampleCount` does, which raises `ZeusBSOConfigError`
-        within the epoch when they are others.
+        `patches` takes note of every change; the run undoes them. From then on the batches of each epoch are counted as
+        `SampleCount` does, which raises `ZeusBSOConfigError` within the epoch when they are others.
 
         Raises:
             ZeusBSOConfigError: The data come in batches that cannot be changed.
@@ -73,11 +69,7 @@ class TrainerPort(Ranks, Protocol):
         """The making of the training, as far as is known before it begins."""
 
     def facts(self, patches: Patches) -> TrainingFacts:
-        """The training's facts, as it tells them before it begins.
-
-        Args:
-            patches: Takes note of what has to be undone.
-        """
+        """The training's facts, as it tells them before it begins. `patches` takes note of what has to be undone."""
 
     def say(self, line: str) -> None:
         """Show the user a line, once for all ranks, whatever logging is set up."""
@@ -108,14 +100,8 @@ class TrainerPort(Ranks, Protocol):
 def decided_by_rank_zero(decide: Callable[[], T], *, rank: int, world_size: int, broadcast: Callable[[Any], Any]) -> T:
     """Let rank 0 decide, and give every rank its answer or its error; a rank that raised alone would hang the rest.
 
-    Args:
-        decide: Called on rank 0 only. The answer must be picklable.
-        rank: Of this process.
-        world_size: Number of processes, all of which make this call.
-        broadcast: Takes an object and returns that of rank 0.
-
-    Raises:
-        Exception: What `decide` raised, on every rank.
+    All `world_size` processes make this call; `broadcast` takes an object and returns that of rank 0. The answer of
+    `decide`, and what it raises, must be picklable.
     """
     if world_size == 1:
         return decide()

@@ -8,23 +8,36 @@ from __future__ import annotations
 
 import logging
 import math
+import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args
 
-from zeus_plugins.client.delivery import is_refusal, recorded, taken_over
+from pydantic import ValidationError
+
+from zeus_plugins import environment
+from zeus_plugins.client.delivery import deliver_waiting, is_refusal, recorded, registered_as, taken_over
 from zeus_plugins.client.outbox import Outbox, OutboxHeader, default_outbox
 from zeus_plugins.client.port import NO_RETRIES, ServerPort
 from zeus_plugins.client.reporter import TrialReporter
 from zeus_plugins.energy import EnergyMonitor, WindowMonitor, as_energy_monitor
-from zeus_plugins.energy.bridged import BridgedMonitor
-from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOError, ZeusBSOOperationOrderError, ZeusBSOTokenError
+from zeus_plugins.energy.monitor import BridgedMonitor
+from zeus_plugins.errors import (
+    ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
+    ZeusBSOError,
+    ZeusBSOOperationOrderError,
+    ZeusBSORuntimeError,
+    ZeusBSOTokenError,
+)
 from zeus_plugins.protocol import (
     LEAST_TIME_S,
     MAX_DETAIL_LENGTH,
+    CreatedJob,
     Ending,
     Evaluation,
-    JobRegistration,
     JobSpec,
+    JobSpecFromClient,
     JobView,
     PowerLimitChoice,
     PowerProfile,
@@ -32,12 +45,14 @@ from zeus_plugins.protocol import (
     StopRule,
     TrialState,
 )
-from zeus_plugins.training.advice import LATEST_TRIALS, advice, warn_of_scopes
+from zeus_plugins.training.announce import LATEST_TRIALS, advice, warn_of_scopes
 from zeus_plugins.training.defaults import JobPlan
-from zeus_plugins.training.entry import OnUnreachable, TrialEntry
 from zeus_plugins.training.metrics import as_written
 from zeus_plugins.training.outcomes import detail_of, ending_of
 from zeus_plugins.training.trial import TrialInfo
+
+OnUnreachable = Literal["default", "raise"]
+"""What becomes of a training that begins while the server is away: see `TrialSession`."""
 
 _WINDOW = "zeus_bso_trial"
 
@@ -47,9 +62,9 @@ _logger = logging.getLogger("zeus_plugins")
 class TrialSession:
     """One trial from the question for a batch size to its end.
 
-    The order of calls is `ask`, `begin_measurement`, `report` once per evaluation until its answer says stop, `end`.
-    A resumed training calls `resume` in place of `ask`. The session can be pickled before `ask`, so that it
-    can travel to spawned worker processes.
+    The order of calls is `ask`, `begin_measurement`, `report_evaluation` once per evaluation until its answer says
+    stop, `end`. A resumed training calls `resume` in place of `ask`. The session can be pickled before `ask`, so that
+    it can travel to spawned worker processes.
 
     Args:
         job: The recurring job, or a plan for it. Its `job_id` wins over the environment variable ``ZEUS_JOB_ID``; with
@@ -66,11 +81,10 @@ class TrialSession:
         ZeusBSOConfigError: ``ZEUS_JOB_ID`` does not fit the job, or there is no such `on_unreachable`.
 
     Attributes:
+        plan: The job, as the server has it once a trial has been asked for, and what of it was guessed.
         job_view: The job with its latest trials as the server shows it after the verdict that ended this one; None
             before that, and where the server does not show it.
     """
-
-    job_view: JobView | None = None
 
     def __init__(
         self,
@@ -82,23 +96,26 @@ class TrialSession:
         outbox: Outbox | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
+        check_on_unreachable(on_unreachable)
+        self.plan = _with_job_id_from(environ, job if isinstance(job, JobPlan) else JobPlan(job=job))
+        self.job_view: JobView | None = None
         self._client = client
-        self._outbox = outbox or default_outbox(environ)
         self._monitor = BridgedMonitor(as_energy_monitor(monitor), strict=True)
-        self._entry = TrialEntry(
-            job, client, self._monitor, self._outbox, on_unreachable=on_unreachable, environ=environ
-        )
-        self._reporter: TrialReporter | None = None
+        self._on_unreachable = on_unreachable
+        self._outbox = outbox or default_outbox(environ)
+        # With one key, a repeated request finds the same trial.
+        self._key = secrets.token_hex(16)
         self._trial: TrialInfo | None = None
+        # None without a trial, and where the server takes no reports on a checkpoint's trial.
+        self._reporter: TrialReporter | None = None
         self._measuring = False
-        self._closed = False
         self._ended = False
         # The epochs that the server heard of; a checkpoint may be older than the last report.
         self._reported_epoch = 0.0
 
     @property
     def has_trial(self) -> bool:
-        """Whether there is a trial: asked for, or restored from a checkpoint."""
+        """True if there is a trial: asked for, or restored from a checkpoint."""
         return self._trial is not None
 
     @property
@@ -115,6 +132,11 @@ class TrialSession:
         return self._trial.known_as(self._reporter.trial, stop_rule=self._reporter.rule)
 
     @property
+    def sender(self) -> OutboxHeader | None:
+        """The trial to which results that wait for the server belong; None before there is a trial to report on."""
+        return None if self._reporter is None else self._reporter.sender
+
+    @property
     def cost_j(self) -> float | None:
         """The trial's cost so far, joules; None while that is unknown."""
         if self._reporter is None or self.trial.unmeasured is not None:
@@ -123,65 +145,136 @@ class TrialSession:
 
     @property
     def finished(self) -> bool:
-        """Whether a verdict says stop. The server hears no more of this trial."""
+        """True if a verdict says stop. The server hears no more of this trial."""
         return self._trial is not None and self._trial.is_over
 
     @property
     def failed(self) -> bool:
-        """Whether a verdict says stop although the target was not reached."""
+        """True if a verdict says stop although the target was not reached."""
         return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
 
-    @property
-    def plan(self) -> JobPlan:
-        """The job, as the server has it once a trial has been asked for, and what of it was guessed."""
-        return self._entry.plan
-
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
-        """Register the job on this hardware and start a trial.
+        """Register the job on this hardware and start a trial. A repeated call after an error is for the same trial.
 
         What earlier trainings have left for this server is delivered first.
 
         Args:
-            check: As of `TrialEntry.ask`.
+            check: Refuses a job that is registered otherwise than was guessed, if this training cannot have it so.
 
         Returns:
             The GLOBAL batch size of the trial: samples per optimizer step over all devices.
 
         Raises:
             ZeusBSOOperationOrderError: There is a trial already, or the session has ended.
-            ZeusBSOConfigError: The server refuses the job or the token.
+            ZeusBSOConfigError: The server refuses the job or the token; or earlier trainings of the job were made of
+                something else, and the user is strict.
             ZeusBSORuntimeError: The server refuses otherwise; or it cannot be reached or fails, and `on_unreachable`
                 says to raise.
         """
         if self.has_trial or self._ended:
             raise ZeusBSOOperationOrderError("a session holds one trial, and this one has had it: make a new session")
-        self._trial, registration, trouble = self._entry.ask(check)
-        self._open_line(registration, told_of=trouble)
-        return self._trial.batch_size
+        gpus = self._monitor.gpus()
+        self.plan = replace(self.plan, job=self.plan.on(gpus))
+        job = JobSpecFromClient.of(self.plan.job, gpus).with_fingerprint(self.plan.fingerprint)
+        self._deliver_earlier()
+        trouble: ZeusBSORuntimeError | None = None
+        try:
+            registration = self._register(job)
+            if check is not None:
+                check(self.plan.job)
+            dispatch = self._client.request_trial(registration.job_id, self._key)
+            trial = TrialInfo(**dispatch.model_dump(exclude={"origin"}))
+        except ZeusBSORuntimeError as error:
+            if self._must_raise(error):
+                raise
+            trouble = error
+            # A trial that is recorded later, with the default batch size.
+            registration = job.named(job.job_id or f"{job.job_id_prefix}-{secrets.token_hex(4)}")
+            trial = TrialInfo(
+                job_id=registration.job_id,
+                batch_size=registration.default_batch_size,
+                key=f"offline-{self._key}",
+                reason="the default size, as the server could not be reached",
+            )
+            _logger.warning(
+                "%s. This training takes the default batch size %d of job %s; its results wait in %s and count when "
+                "the server is back",
+                *(error, trial.batch_size, trial.job_id, self._outbox.directory),
+            )
+        self._trial = trial
+        self._open_line(registration, trouble=trouble)
+        return trial.batch_size
 
-    @property
-    def sender(self) -> OutboxHeader | None:
-        """The trial to which results that wait for the server belong; None before there is a trial to report on."""
-        return None if self._reporter is None else self._reporter.sender
+    def resume(self, state: Mapping[str, Any]) -> bool:
+        """Continue the trial of a checkpoint, if the server still takes reports on it.
+
+        Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
+        but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
+        away, or does not accept the token for it, the trial goes on as if it took them. From now on the server refuses
+        what an earlier run says of the trial.
+
+        What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
+
+        Args:
+            state: What `state_dict` returned, with a trial.
+
+        Returns:
+            True if the trial goes on. A warning says why not.
+
+        Raises:
+            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
+            ZeusBSOConfigError: `state` is not what `state_dict` returns.
+            ZeusBSORuntimeError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
+                else answers in its place.
+        """
+        if self.has_trial or self._ended:
+            raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
+        trial = self._trial = TrialInfo.restored(state)
+        if self.plan.job.job_id not in (None, trial.job_id):
+            _logger.warning(
+                "the checkpoint belongs to job %s, not to job %s: continuing its trial there",
+                *(trial.job_id, self.plan.job.job_id),
+            )
+        closed: str | None
+        if trial.is_over and trial.verdict is not None:
+            closed = f"the server said stop: {trial.verdict.message}"
+        elif trial.unmeasured is not None:
+            closed = f"its energy could not be measured: {trial.unmeasured}"
+        else:
+            closed = self._continue_on_server(trial)
+        trial = self.trial
+        if closed is None:
+            _logger.info(
+                "job %s, %s goes on from the checkpoint: batch size %d, %.4g J and %.4g s so far",
+                *(trial.job_id, trial.name, trial.batch_size, trial.energy_j, trial.time_s),
+            )
+        else:
+            _logger.warning(
+                "%s of job %s, which the checkpoint holds, is over (%s): this training goes on with its batch size %d, "
+                "and nothing more of it is measured or reported",
+                *(trial.name, trial.job_id, closed, trial.batch_size),
+            )
+        return closed is None
 
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
         Args:
-            optimizer: The optimizer's class, which the job's fingerprint may lack.
+            optimizer: The optimizer's class, which some frameworks know only now: the server is told, if the job's
+                fingerprint lacks it.
 
         Raises:
-            ZeusBSOConfigError: As of `TrialEntry.tell_optimizer`.
+            ZeusBSOConfigError: Earlier trainings of the job used another optimizer, and the user is strict.
             ZeusBSOOperationOrderError: There is no trial, it is over, or the window is open already.
         """
         reporter = self._require_live_trial()
         if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
-            self._entry.tell_optimizer(reporter.job, optimizer)
+            self._tell_optimizer(reporter.job, optimizer)
         if self._measuring:
             raise ZeusBSOOperationOrderError("the measurement has begun already: begin it once per training")
         self._begin_window()
 
-    def report(self, metric: float, epoch: float | None = None) -> ReportResponse:
+    def report_evaluation(self, metric: float, epoch: float | None = None) -> ReportResponse:
         """Report an evaluation with the time and energy spent since the trial began.
 
         A metric that is NaN or infinite is not sent: the training has diverged, so the trial ends as failed on the
@@ -214,14 +307,14 @@ class TrialSession:
         self._measure(self._end_window)
         self._update(epoch=epoch)
         metric = as_written(float(metric))
-        if not math.isfinite(metric):
-            verdict = self._diverged(metric, reporter)
-        else:
+        if math.isfinite(metric):
             self._update(metric=metric)
-            if self.trial.unmeasured is None:
-                verdict = reporter.report(self._evaluation(metric, max(epoch, self._reported_epoch)))
-            else:
-                verdict = reporter.judge_unmeasured(metric=metric, epoch=epoch)
+            verdict = self._judged(reporter, metric, epoch)
+        else:
+            problem = f"the metric is {metric}: training diverged"
+            reporter.end(Ending(detail=problem))
+            message = f"{problem} with batch size {self.trial.batch_size}"
+            verdict = ReportResponse(stop_train=True, converged=False, message=message)
         self._update(verdict=verdict)
         if verdict.stop_train:
             self._look_at_job(reporter)
@@ -235,7 +328,7 @@ class TrialSession:
         Checkpoints hold it from now on, and the server gets it, at once or when it is back; this call does not wait for
         it. A trial that has ended or takes no reports, and a Zeus server, are told nothing. Never raises.
         """
-        if self._reporter is None or self._ended or self._closed:
+        if self._reporter is None or self._ended:
             return
         self._update(power_profile=PowerProfile(gpus=choice.gpus, samples=choice.samples))
         job = self._reporter.job
@@ -264,7 +357,13 @@ class TrialSession:
         if self._ended:
             return
         self._ended = True
-        self._close_window()
+        if self._measuring:
+            try:
+                self._end_window()
+            except Exception as failure:
+                # Do not mask the original exception; mark the trial as unmeasured.
+                self._update(unmeasured=detail_of(failure))
+                _logger.debug("could not close the last measurement window: %s", failure)
         if self._reporter is not None:
             self._reporter.end(None if self.finished else ending_of(error, early_end=early_end))
 
@@ -283,79 +382,63 @@ class TrialSession:
             self._measure(self._begin_window)
         return self.trial.model_dump(mode="json")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the trial of a checkpoint. What `state_dict` gave without a trial changes nothing.
+    # Getting a trial
 
-        Args:
-            state: What `state_dict` returned.
-
-        Raises:
-            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
-            ZeusBSOConfigError: `state` is not what `state_dict` returns.
-        """
-        if not state:
-            return
-        if self.has_trial or self._ended:
-            raise ZeusBSOOperationOrderError("restore a checkpoint's trial into a new session, before asking for one")
-        self._trial = TrialInfo.restored(state)
-        job_id = self._entry.job.job_id
-        if job_id not in (None, self._trial.job_id):
+    def _register(self, job: JobSpecFromClient) -> CreatedJob:
+        known = registered_as(self._client, job, self.plan.guessed)
+        update = {name: getattr(known, name) for name in self.plan.guessed}
+        self.plan = replace(self.plan, job=self.plan.job.model_copy(update=update))
+        self._compare_fingerprints(known)
+        job_id = known.job_id
+        if self.plan.job.job_id is None:
             _logger.warning(
-                "the checkpoint belongs to job %s, not to job %s: continuing its trial there",
-                self._trial.job_id,
-                job_id,
+                "the server made a new job %s, and each run without a job_id makes another that learns nothing from "
+                "the earlier ones: set job_id=%r or %s=%s to continue this job at its next recurrence",
+                *(job_id, job_id, environment.JOB_ID.name, job_id),
             )
+            # Kept, so that asking again after a failed dispatch does not make one more job.
+            self.plan = replace(self.plan, job=self.plan.job.model_copy(update={"job_id": job_id}))
+        return job.model_copy(update=update).named(job_id)
 
-    def resume(self, state: Mapping[str, Any]) -> bool:
-        """Continue the trial of a checkpoint, if the server still takes reports on it.
-
-        Where it does not (the trial has ended there, or the server knows it no more), the trial's batch size stands,
-        but nothing is measured or reported: the rest of a training says nothing about a whole one. While the server is
-        away, or does not accept the token for it, the trial goes on as if it took them. From now on the server refuses
-        what an earlier run says of the trial.
-
-        What was reported after the checkpoint was written counts: those epochs are trained again, and paid twice.
-
-        Args:
-            state: What `state_dict` returned, with a trial.
-
-        Returns:
-            Whether the trial goes on. A warning says why not.
-
-        Raises:
-            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
-            ZeusBSOConfigError: `state` is not what `state_dict` returns.
-            ZeusBSORuntimeError: The server cannot be reached or fails, and `on_unreachable` says to raise; or something
-                else answers in its place.
-        """
-        self.load_state_dict(state)
-        trial = self.trial
-        if self.finished and trial.verdict is not None:
-            closed: str | None = f"the server said stop: {trial.verdict.message}"
-        elif trial.unmeasured is not None:
-            closed = f"its energy could not be measured: {trial.unmeasured}"
-        else:
-            closed = self._continue_on_server(trial)
-        trial = self.trial
-        if closed is None:
-            _logger.info(
-                "job %s, %s goes on from the checkpoint: batch size %d, %.4g J and %.4g s so far",
-                *(trial.job_id, trial.name, trial.batch_size, trial.energy_j, trial.time_s),
-            )
-            return True
-        self._closed = True
-        _logger.warning(
-            "%s of job %s, which the checkpoint holds, is over (%s): this training goes on with its batch size %d, and "
-            "nothing more of it is measured or reported",
-            *(trial.name, trial.job_id, closed, trial.batch_size),
+    def _compare_fingerprints(self, known: CreatedJob) -> None:
+        """Warn, or raise, where the job's earlier trainings were made of something else."""
+        told = self.plan.fingerprint
+        if known.fingerprint is None or told is None:
+            return
+        differences = known.fingerprint.differences(told)
+        if not differences:
+            return
+        text = (
+            f"the trainings of job {known.job_id} were made of something else ({'; '.join(differences)}), so what was "
+            "learned from them need not hold for this one. Give it a job of its own, such as "
+            f"job_id={f'{known.job_id}-{told.model}'!r}"
         )
-        return False
+        if self.plan.is_strict:
+            raise ZeusBSOConfigError(f"{text}, or say strict=False")
+        _logger.warning("%s", text)
+
+    def _tell_optimizer(self, registration: CreatedJob, optimizer: str) -> None:
+        if self.plan.fingerprint is None or self.plan.fingerprint.optimizer is not None:
+            return
+        told = self.plan.fingerprint.model_copy(update={"optimizer": optimizer})
+        self.plan = replace(self.plan, fingerprint=told)
+        try:
+            known = self._client.register(registration.model_copy(update={"fingerprint": told}))
+        except ZeusBSOError as error:  # as much as the trainings are worth without it
+            _logger.debug("the server was not told the optimizer: %s", error)
+        else:
+            self._compare_fingerprints(known)
+
+    def _must_raise(self, error: ZeusBSOError) -> bool:
+        """True if the training does not begin after this error."""
+        is_outage = isinstance(error, ZeusBSORuntimeError) and error.is_outage
+        return self._on_unreachable == "raise" or not is_outage
 
     def _continue_on_server(self, trial: TrialInfo) -> str | None:
         """Go on with a checkpoint's trial. Why the server takes no more reports on it, or None when it does."""
-        registration = self._entry.registration_of(trial)
+        registration = JobSpecFromClient.of(self.plan.job, self._monitor.gpus()).named(trial.job_id)
         sender = self._sender(registration, trial)
-        self._entry.deliver_earlier()
+        self._deliver_earlier()
         trouble: ZeusBSOError | None = None
         try:
             trial_id, heard = trial.trial_id or recorded(self._client, sender), None
@@ -366,7 +449,7 @@ class TrialSession:
         except ZeusBSOError as error:
             if is_refusal(error):
                 return str(error)
-            if not isinstance(error, ZeusBSOTokenError) and self._entry.must_raise(error):
+            if not isinstance(error, ZeusBSOTokenError) and self._must_raise(error):
                 raise
             trouble = error
             self._update(lease_epoch=None)  # until this run has one of its own
@@ -379,7 +462,7 @@ class TrialSession:
                 return f"it is {heard.state}"
             if heard is not None:
                 self._count_known(heard.time_s or 0.0, heard.energy_j or 0.0, heard.epochs or 0.0)
-        self._open_line(registration, told_of=trouble, resumes=trouble is not None and trial.has_extended_server)
+        self._open_line(registration, trouble=trouble, resumes=trouble is not None and trial.has_extended_server)
         return None
 
     def _count_known(self, time_s: float, energy_j: float, epochs: float) -> None:
@@ -388,7 +471,7 @@ class TrialSession:
         trial = self.trial
         self._update(time_s=max(trial.time_s, time_s), energy_j=max(trial.energy_j, energy_j))
 
-    def _sender(self, registration: JobRegistration, trial: TrialInfo) -> OutboxHeader:
+    def _sender(self, registration: CreatedJob, trial: TrialInfo) -> OutboxHeader:
         return OutboxHeader(
             server_url=self._client.server_url,
             registration=registration,
@@ -398,11 +481,10 @@ class TrialSession:
             key=trial.key,
         )
 
-    def _open_line(
-        self, registration: JobRegistration, *, told_of: ZeusBSOError | None = None, resumes: bool = False
-    ) -> TrialReporter:
+    def _open_line(self, registration: CreatedJob, *, trouble: ZeusBSOError | None, resumes: bool = False) -> None:
+        """Open the trial's line to the server; `trouble` is what the user has been warned of."""
         trial = self.trial
-        reporter = TrialReporter(
+        self._reporter = reporter = TrialReporter(
             self._client,
             self._outbox,
             self._sender(registration, trial),
@@ -410,28 +492,57 @@ class TrialSession:
             takes_heartbeats=trial.has_extended_server,
             resumes=resumes,
         )
-        self._reporter = reporter
-        if told_of is not None:  # Before its thread meets the same trouble.
-            reporter.note_as_warned(told_of)
+        if trouble is not None:  # Before its thread meets the same trouble.
+            reporter.note_as_warned(trouble)
         reporter.start()
-        return reporter
+
+    def _deliver_earlier(self) -> None:
+        """Deliver what earlier trainings have left for this server, as far as it takes it."""
+        told: set[str] = set()
+        with self._client.with_retries(NO_RETRIES) as client:
+            for file in deliver_waiting(
+                self._outbox, lambda server_url: client if server_url == client.server_url else None
+            ):
+                if file.delivered:
+                    _logger.info("delivered %d results of job %s that had waited", file.delivered, file.job_id)
+                if file.set_aside is not None and file.problem is None:
+                    _logger.warning(
+                        "%d lines of results of job %s that had waited cannot be read: they are set aside as %s",
+                        *(file.damaged_lines, file.job_id, file.set_aside),
+                    )
+                elif file.set_aside is not None:
+                    _logger.warning(
+                        "the server refuses results of job %s that had waited (%s): they are set aside as %s",
+                        *(file.job_id, file.problem, file.set_aside),
+                    )
+                elif file.problem is not None:
+                    # Whoever has no token for them would not hear of them otherwise, and nobody else comes for them.
+                    level = logging.WARNING if file.needs_token and file.job_id not in told else logging.INFO
+                    told.add(file.job_id)
+                    _logger.log(level, "results of job %s stay in %s: %s", file.job_id, file.path, file.problem)
+
+    # Measuring and reporting it
 
     def _require_live_trial(self) -> TrialReporter:
         trial = self.trial
-        if self.finished and trial.verdict is not None:
+        if trial.is_over and trial.verdict is not None:
             raise ZeusBSOOperationOrderError(f"the trial is over, the server said stop: {trial.verdict.message}")
-        if self._ended or self._closed:
+        if self._ended or self._reporter is None:
             raise ZeusBSOOperationOrderError("the trial is over: make a new session for another one")
-        return self._reporter or self._open_line(self._entry.registration_of(trial))
+        return self._reporter
 
-    def _evaluation(self, metric: float, epoch: float) -> Evaluation:
+    def _judged(self, reporter: TrialReporter, metric: float, epoch: float) -> ReportResponse:
         trial = self.trial
-        return Evaluation(
-            time=max(trial.time_s, LEAST_TIME_S),
-            energy=trial.energy_j,
-            metric=metric,
-            current_epoch=epoch,
-            energy_source=trial.energy_source,
+        if trial.unmeasured is not None:
+            return reporter.judge_unmeasured(metric=metric, epoch=epoch)
+        return reporter.report_evaluation(
+            Evaluation(
+                time=max(trial.time_s, LEAST_TIME_S),
+                energy=trial.energy_j,
+                metric=metric,
+                current_epoch=max(epoch, self._reported_epoch),
+                energy_source=trial.energy_source,
+            )
         )
 
     def _look_at_job(self, reporter: TrialReporter) -> None:
@@ -446,14 +557,6 @@ class TrialSession:
         else:
             self._update(advice=advice(self.job_view))
             warn_of_scopes(self.job_view)
-
-    def _diverged(self, metric: float, reporter: TrialReporter) -> ReportResponse:
-        reporter.end(Ending(detail=f"the metric is {metric}: training diverged"))
-        return ReportResponse(
-            stop_train=True,
-            converged=False,
-            message=f"the metric is {metric}: training diverged with batch size {self.trial.batch_size}",
-        )
 
     def _update(self, **fields: Any) -> None:
         self._trial = self.trial.model_copy(update=fields)
@@ -488,12 +591,23 @@ class TrialSession:
         self._measuring = False
         self._trial = self.trial.plus(self._monitor.end_window(_WINDOW))
 
-    def _close_window(self) -> None:
-        if not self._measuring:
-            return
-        try:
-            self._end_window()
-        except Exception as error:
-            # Not worth an error in place of the one that ended the training; but no later training adds to the rest.
-            self._update(unmeasured=detail_of(error))
-            _logger.debug("could not close the last measurement window: %s", error)
+
+def check_on_unreachable(on_unreachable: str) -> None:
+    """Refuse what is no `OnUnreachable`.
+
+    Raises:
+        ZeusBSOConfigError: It is none.
+    """
+    if on_unreachable not in get_args(OnUnreachable):
+        raise ZeusBSOConfigError(f"on_unreachable is {on_unreachable!r}: choose 'default' or 'raise'")
+
+
+def _with_job_id_from(environ: Mapping[str, str] | None, plan: JobPlan) -> JobPlan:
+    job_id = environment.JOB_ID.text(environ)
+    if plan.job.job_id is not None or not job_id:
+        return plan
+    try:
+        return plan.named(job_id)
+    except ValidationError as error:
+        problems = "; ".join(problem["msg"] for problem in error.errors())
+        raise ZeusBSOConfigError(f"{environment.JOB_ID}={job_id} does not fit the job: {problems}") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -51,8 +51,6 @@ class TrialInfo(WireMessage):
             of a checkpoint.
         unmeasured: Why what the trial costs is no longer known; None while it is.
     """
-
-    _told_only: ClassVar[frozenset[str]] = frozenset({"registration_id", "lease_epoch"})
 
     job_id: Identifier
     batch_size: BatchSize

@@ -1,4 +1,4 @@
-"""Files that this user alone writes: opened without following anything planted, locked, and put on the disk."""
+"""Files that this user alone writes: opened without following planted links, locked, and put on the disk."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import errno
 import os
 import stat
 import sys
+import tempfile
+from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
 from typing import IO
+
+from zeus_plugins import environment
 
 # What flock and Windows say of a lock that another process has; any other error is the file system's.
 _LOCKED_BY_ANOTHER = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES, errno.EDEADLK})
@@ -24,6 +28,26 @@ class FileBusyError(Exception):
 
 class ForeignFileError(Exception):
     """There is something else than a regular file of this user."""
+
+
+def state_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Return ``ZEUS_STATE_DIR``, or else ``zeus-plugins`` in the platform's directory for state."""
+    stated = environment.STATE_DIRECTORY.text(environ)
+    if stated:
+        return Path(stated)
+    try:
+        home = Path.home()
+    except RuntimeError:  # A container's user without a name or a HOME shares the directory for temporary files.
+        home = Path(tempfile.gettempdir())
+        if sys.platform != "win32":
+            return Path(environment.XDG_STATE_HOME.text(environ) or home / f"user-{os.geteuid()}") / "zeus-plugins"
+    if sys.platform == "win32":
+        base = Path(environment.LOCALAPPDATA.text(environ) or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Application Support"
+    else:
+        base = Path(environment.XDG_STATE_HOME.text(environ) or home / ".local" / "state")
+    return base / "zeus-plugins"
 
 
 def make_private(directory: Path) -> None:
@@ -46,13 +70,23 @@ def make_private(directory: Path) -> None:
         directory.chmod(0o700)
 
 
-def open_own(path: Path) -> IO[bytes]:
-    """Open a regular file of this user for reading and writing; whatever else there is stays as it is.
+def open_own(path: Path, *, create: bool = False) -> IO[bytes]:
+    """Open a regular file of this user for reading and writing, or create it; anything else there stays as it is.
 
     Raises:
         ForeignFileError: There is something else.
+        FileExistsError: The file that was to be created is there.
     """
-    return os.fdopen(_checked(path, os.open(path, _flags(path), 0o600)), "r+b", buffering=0)
+    # Opening a device can already have an effect: the kind of the file is checked before, and again afterwards.
+    if not create and not stat.S_ISREG(path.lstat().st_mode):
+        raise ForeignFileError(f"{path} is not a regular file")
+    descriptor = os.open(path, os.O_RDWR | _CAREFUL | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+    opened = os.fstat(descriptor)
+    is_own = sys.platform == "win32" or opened.st_uid == os.geteuid()
+    if not (stat.S_ISREG(opened.st_mode) and is_own):
+        os.close(descriptor)
+        raise ForeignFileError(f"{path} is not a regular file of this user")
+    return os.fdopen(descriptor, "r+b", buffering=0)
 
 
 def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
@@ -64,7 +98,7 @@ def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
     """
     while True:
         try:
-            file = _created(path) if create else open_own(path)
+            file = open_own(path, create=create)
         except FileExistsError as error:
             raise FileBusyError(f"another process has made {path}") from error
         try:
@@ -79,7 +113,7 @@ def open_locked(path: Path, *, create: bool = False) -> IO[bytes]:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
                 return file
-        # It was removed between opening and locking.
+        # Another process has removed the file between opening and locking.
         close(file)
 
 
@@ -90,7 +124,7 @@ def close(file: IO[bytes]) -> None:
 
 
 def set_aside(path: Path, suffix: str) -> Path:
-    """Rename a file that is not to be delivered; what was set aside before under its name stays."""
+    """Rename a file that is not to be delivered; files that were set aside before under its name stay."""
     aside = path.with_suffix(suffix)
     for copy in count(1):
         if not os.path.lexists(aside):
@@ -98,27 +132,6 @@ def set_aside(path: Path, suffix: str) -> Path:
         aside = path.with_name(f"{path.stem}-{copy}{suffix}")
     os.replace(path, aside)
     return aside
-
-
-def _created(path: Path) -> IO[bytes]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o600)
-    return os.fdopen(descriptor, "r+b", buffering=0)
-
-
-def _flags(path: Path) -> int:
-    # Opening a device or a tape can do something by itself.
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise ForeignFileError(f"{path} is not a regular file")
-    return os.O_RDWR | _CAREFUL
-
-
-def _checked(path: Path, descriptor: int) -> int:
-    opened = os.fstat(descriptor)
-    is_own = sys.platform == "win32" or opened.st_uid == os.geteuid()
-    if stat.S_ISREG(opened.st_mode) and is_own:
-        return descriptor
-    os.close(descriptor)
-    raise ForeignFileError(f"{path} is not a regular file of this user")
 
 
 if sys.platform == "win32":

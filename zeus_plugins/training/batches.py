@@ -1,15 +1,18 @@
-"""Counts what a training really gets: the samples of its batches, and the batches of its optimizer steps.
+"""The batches of a training: a global size spread over its devices, loaders that deliver it, and counts of what came.
 
 A size that was set is not a size in force. A sampler may have made its batches before, a data set may read the size
 once, a module may accumulate by hand. So the first batches of each epoch are counted, and the first optimizer steps of
 a training; after these nothing is done in a step. Batches of different sizes are counted throughout.
 
-Nothing here imports torch.
+Loaders are changed in place: making new ones from the old fails for subclasses and for arguments given by position.
+Nothing here imports torch; a loader is whatever has a `batch_sampler` or a `batch_size`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -23,6 +26,139 @@ TOLERANCE = 0.1
 _FIRST = 4
 # Packages whose samplers deliver the same number of samples in each batch but the last.
 _EVEN_SAMPLERS = ("torch.", "accelerate.")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSplit:
+    """The spread of one optimizer step's samples.
+
+    Attributes:
+        per_device: Samples in one batch of one device's loader.
+        accumulation: Batches whose gradients are summed before a step.
+    """
+
+    per_device: int
+    accumulation: int
+
+
+def split_batch(
+    global_batch_size: int, *, world_size: int, accumulation: int = 1, max_per_device: int | None = None
+) -> BatchSplit | None:
+    """Spread a global batch size: ``global = per_device · world_size · accumulation``.
+
+    Args:
+        global_batch_size: Samples per optimizer step over all devices.
+        world_size: Number of devices.
+        accumulation: Accumulation that the user asked for; raised as far as `max_per_device` needs.
+        max_per_device: Largest batch that a device holds. None: no limit.
+
+    Returns:
+        The split with the least accumulation, or None when the size cannot be spread evenly.
+    """
+    per_device_step, remainder = divmod(global_batch_size, world_size)
+    if remainder:
+        return None
+    most = accumulation if max_per_device is None else per_device_step
+    for steps in range(accumulation, most + 1):
+        per_device, remainder = divmod(per_device_step, steps)
+        if remainder == 0 and (max_per_device is None or per_device <= max_per_device):
+            return BatchSplit(per_device, steps)
+    return None
+
+
+def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
+    """Batch sizes of several loaders in the proportion of these, the largest being `largest`.
+
+    Raises:
+        ZeusBSOConfigError: One would not be whole.
+    """
+    before = max(sizes)
+    if any(size * largest % before for size in sizes):
+        raise ZeusBSOConfigError(
+            f"the train loaders mix {':'.join(map(str, sizes))} samples, which cannot become {largest} in the same "
+            f"proportion: choose batch sizes that are multiples of {before // math.gcd(*sizes)} for each device"
+        )
+    return [size * largest // before for size in sizes]
+
+
+def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
+    """Make a loader deliver `batch_size` samples at a time from its next iteration on.
+
+    Raises:
+        ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
+    """
+    delivered = delivered_batch_size(loader)
+    if delivered == batch_size:
+        return
+    if delivered is None:
+        raise _sizeless(loader, batch_size)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is not None:
+        patches.set_attribute(batch_sampler, "batch_size", batch_size)
+    if getattr(loader, "batch_size", None) is not None:
+        patches.set_attribute(loader, "batch_size", batch_size)
+
+
+def delivered_batch_size(loader: Any) -> int | None:
+    """The number of samples in a batch of this loader, or None when it does not say."""
+    for batcher in (getattr(loader, "batch_sampler", None), loader):
+        size = getattr(batcher, "batch_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def resize_process_loader(loader: Any, batch_size: int, processes: int, patches: Patches) -> None:
+    """Make the loader of one of several processes, as accelerate prepares it, deliver `batch_size` to that process.
+
+    Accelerate puts samplers around samplers, each of which keeps a batch size; where it splits batches over the
+    processes, that size is the one of all processes together.
+
+    Args:
+        loader: What accelerate's `prepare` returned, or a loader that it never saw.
+        batch_size: Samples per batch for each process.
+        processes: Number of processes that get different data.
+        patches: Takes note of the changes.
+
+    Raises:
+        ZeusBSOConfigError: The loader does not batch, so that its batches cannot change.
+    """
+    batchers = _batchers(loader)
+    # A sampler that says no size may have read it from the trainer's arguments; its batches are counted.
+    if not batchers and getattr(getattr(loader, "base_dataloader", loader), "batch_sampler", None) is None:
+        raise _sizeless(loader, batch_size)
+    for batcher, is_shared in batchers:
+        patches.set_attribute(batcher, "batch_size", batch_size * processes if is_shared else batch_size)
+
+
+def process_batch_sizes(loader: Any, processes: int) -> set[float]:
+    """The batch sizes that the parts of a loader as in `resize_process_loader` would deliver; one, if they agree."""
+    return {batcher.batch_size / (processes if is_shared else 1) for batcher, is_shared in _batchers(loader)}
+
+
+def _batchers(loader: Any) -> list[tuple[Any, bool]]:
+    """All that keeps a batch size in a loader, and whether it is the one of all processes together."""
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate's wrapper only passes on
+    is_shared = getattr(loader, "split_batches", False)
+    found: list[tuple[Any, bool]] = [(inner, is_shared)]
+    batcher = getattr(inner, "batch_sampler", None)
+    if batcher is None:
+        batcher = getattr(inner, "sampler", None)
+    for each in nested_samplers(batcher):
+        is_shared = is_shared or getattr(each, "split_batches", False)
+        found.append((each, is_shared))
+    dataset: Any = getattr(inner, "dataset", None)
+    if hasattr(dataset, "split_batches"):  # accelerate's share of a stream
+        found.append((dataset, dataset.split_batches))
+    return [(each, is_shared) for each, is_shared in found if isinstance(getattr(each, "batch_size", None), int)]
+
+
+def _sizeless(loader: Any, batch_size: int) -> ZeusBSOConfigError:
+    return ZeusBSOConfigError(
+        f"the training data ({type(loader).__name__}) does not say how many samples it puts into a batch, so its "
+        f"batch size cannot be set to {batch_size}: give a torch DataLoader with batch_size= or with a batch "
+        "sampler that has a batch_size"
+    )
 
 
 class SampleCount:
@@ -46,22 +182,21 @@ class SampleCount:
         """Count from the loader's next iteration on.
 
         Batches of indices are counted where a sampler deals them out. Elsewhere the batches themselves are: of a stream
-        that a torch DataLoader cuts into batches only a lone one, since those may hold tensors of any shape.
-
-        Args:
-            loader: A torch DataLoader, accelerate's wrapper of one, or another iterable of batches.
-            patches: Takes note of every change.
+        that a torch DataLoader cuts into batches only a lone one, since those may hold tensors of any shape. The loader
+        may be a torch DataLoader, accelerate's wrapper of one, or another iterable of batches.
         """
         inner = getattr(loader, "base_dataloader", loader)
         sampler = getattr(inner, "batch_sampler", None)
         self._name = type(inner).__name__
-        if sampler is None or _is_stream(getattr(inner, "dataset", None)):
+        data_set_kinds = type(getattr(inner, "dataset", None)).__mro__
+        if sampler is None or any(kind.__name__ == "IterableDataset" for kind in data_set_kinds):
             self._lone_only = sampler is not None
             _extend_iteration(inner, lambda batches: self._counted(batches, samples_in), patches)
         else:
             self._name = f"{self._name} with {type(sampler).__name__}"
-            self._settles = _deals_evenly(sampler)
-            self._parts = len(getattr(_inmost(sampler), "batch_samplers", ()))
+            samplers = nested_samplers(sampler)
+            self._settles = all(type(each).__module__.startswith(_EVEN_SAMPLERS) for each in samplers)
+            self._parts = len(getattr(samplers[-1], "batch_samplers", ()))
             _extend_iteration(sampler, lambda batches: self._counted(batches, len), patches)
 
     def check(self) -> None:
@@ -82,13 +217,16 @@ class SampleCount:
             raise self._error(f"{mean:.4g} samples on average over {len(sizes)} batches of different sizes")
 
     def _counted(self, batches: Iterator[Any], size_of: Callable[[Any], int | None]) -> Iterator[Any]:
-        self._sizes = sizes = []
+        sizes: list[int] = []
+        self._sizes = sizes
         for batch in batches:
             size = size_of(batch)
             if size is None:  # nothing to be said of these batches
                 yield batch
                 return
-            self._check_first()
+            # Compare the batches that others follow, once they are enough.
+            if len(sizes) == _FIRST and not self._lone_only and len(set(sizes)) == 1 and sizes[0] != self._expected:
+                raise self._error(f"{sizes[0]} samples in each batch")
             sizes.append(size)
             yield batch
             if len(sizes) > _FIRST and (self._lone_only or (self._settles and set(sizes) == {self._expected})):
@@ -96,12 +234,6 @@ class SampleCount:
         if not self._sizes:
             raise self._error("no batch at all")
         self._check_few()
-
-    def _check_first(self) -> None:
-        """Compare the batches that others follow, once they are enough."""
-        sizes = self._sizes
-        if len(sizes) == _FIRST and not self._lone_only and len(set(sizes)) == 1 and sizes[0] != self._expected:
-            raise self._error(f"{sizes[0]} samples in each batch")
 
     def _check_few(self) -> None:
         """Compare the batches of an epoch that has delivered few, at least one."""
@@ -188,10 +320,9 @@ class StepCount:
 
 
 def samples_in(batch: Any) -> int | None:
-    """The number of samples in a batch: the length that all its parts share; None where they share none.
+    """Return the number of samples in a batch: the length that all its parts share; None where they share none.
 
-    Args:
-        batch: Tensors or arrays with a dimension of samples in front, alone or in mappings, sequences and tuples.
+    Parts are tensors or arrays with a dimension of samples in front, alone or in mappings, sequences and tuples.
     """
     lengths = set(_lengths(batch))
     return lengths.pop() if len(lengths) == 1 else None
@@ -233,20 +364,10 @@ def _extend_iteration(iterable: Any, extend: Callable[[Iterator[Any]], Iterator[
         ) from None
 
 
-def _is_stream(data_set: Any) -> bool:
-    return any(kind.__name__ == "IterableDataset" for kind in type(data_set).__mro__)
-
-
-def _inmost(sampler: Any) -> Any:
-    """The sampler that accelerate's own are put around."""
-    while hasattr(sampler, "batch_sampler"):
-        sampler = sampler.batch_sampler
-    return sampler
-
-
-def _deals_evenly(sampler: Any) -> bool:
+def nested_samplers(sampler: Any) -> list[Any]:
+    """A sampler and those that it is put around, as accelerate's are: the inmost is the last; none of None."""
+    found = []
     while sampler is not None:
-        if not type(sampler).__module__.startswith(_EVEN_SAMPLERS):
-            return False
+        found.append(sampler)
         sampler = getattr(sampler, "batch_sampler", None)
-    return True
+    return found

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from zeus_plugins.training.environment import GROUP_RANK
+from zeus_plugins.environment import GROUP_RANK
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -1,0 +1,258 @@
+"""What Linux itself tells of energy: the counters of CPU packages (RAPL) and the power sensors of Jetson modules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from zeus_plugins.energy.counters import MICRO, CounterMonitor, Found, IntegratedPowerMonitor
+from zeus_plugins.energy.estimate import cpu_model_name
+from zeus_plugins.energy.monitor import Choice, EnergyUnavailableError, MonitorRequest, NoPowerLimitError
+
+POWERCAP = Path("/sys/class/powercap")
+
+RAPL_INTERVAL_S = 10.0
+
+HWMON = Path("/sys/class/hwmon")
+
+MODEL = Path("/proc/device-tree/model")
+
+_SENSOR = "ina3221"
+
+# Where a module measures its whole input, that is all of it. Where it does not (AGX Orin), its rails are added up,
+# without the one that another of them feeds.
+_WHOLE = ("VDD_IN", "POM_5V_IN")
+_PARTS_OF_OTHERS = ("VDDQ_VDD2_1V8AO",)
+
+
+def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
+    """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
+    if request.trains_on_gpu:
+        return None
+    return request.choice(lambda max_power_w: RaplMonitor(root=root, max_power_w=max_power_w))
+
+
+class RaplMonitor(CounterMonitor):
+    """An `EnergyMonitor` over this machine's CPU packages and, where it is counted, their memory.
+
+    The packages are described in the place of GPUs. Everything that runs on the machine counts, not this training
+    alone. The domains ``core`` and ``uncore`` are parts of a package and ``psys`` is the whole machine, so they are
+    left out, and so are the same packages' twins at ``intel-rapl-mmio``.
+
+    The counters wrap: at 300 W, one that ranges to 262 kJ does so every 15 minutes. A thread reads them every 10 s
+    while a window is open, which misses nothing as long as a package draws less than its range / 10 s (6.5 kW where
+    the range is 65 kJ). A wrap itself is off by at most one unit of the counter, 61 µJ on most machines.
+
+    Args:
+        root: Where Linux shows power zones.
+        max_power_w: The most that they draw together, in watts. None: the sum of their long-term power limits, which
+            Intel's packages state and AMD's do not.
+
+    Raises:
+        EnergyUnavailableError: On first use: no such counters, or this user may not read them. From `gpus`: the
+            packages state no power limit, and nobody else does.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: Path = POWERCAP,
+        max_power_w: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("rapl", partial(_packages, root, max_power_w), clock, RAPL_INTERVAL_S)
+
+
+def _packages(root: Path, max_power_w: float | None) -> Found:
+    zones = open_zones(root, max_power_w)
+    return Found(zones, sum(zone.is_package for zone in zones), cpu_model_name())
+
+
+@dataclass
+class Zone:
+    """One package, or its memory."""
+
+    folder: Path
+    name: str
+    range_uj: int
+    stated_power_w: float | None
+    _latest_uj: int | None = None
+    _total_uj: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.folder.name})"
+
+    @property
+    def is_package(self) -> bool:
+        """True for a package, false for memory."""
+        return self.name.startswith("package")
+
+    @property
+    def max_power_w(self) -> float:
+        """The stated power, else its long-term limit; for memory, which often has none, 0."""
+        if self.stated_power_w is not None:
+            return self.stated_power_w
+        for limit in ("constraint_0_max_power_uw", "constraint_0_power_limit_uw"):
+            try:
+                limit_uw = _number(self.folder / limit)
+            except (OSError, ValueError):
+                continue
+            if limit_uw > 0:
+                return limit_uw / MICRO
+        if self.is_package:
+            raise NoPowerLimitError(f"{self} states no power limit: pass RaplMonitor(max_power_w=...)")
+        return 0.0
+
+    def energy_uj(self) -> int:
+        """Microjoules since the first reading, through wraps that were not missed."""
+        try:
+            reading_uj = _number(self.folder / "energy_uj")
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.folder, error) from error
+        if self._latest_uj is not None:
+            wrapped_uj = self.range_uj if reading_uj < self._latest_uj else 0
+            self._total_uj += reading_uj - self._latest_uj + wrapped_uj
+        self._latest_uj = reading_uj
+        return self._total_uj
+
+
+def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
+    """Find what counts, and make sure that it can be read and counts at all."""
+    named = [(folder, line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
+    packages = [(folder, name) for folder, name in named if name.startswith("package")]
+    if not packages:
+        raise EnergyUnavailableError(f"no CPU package counts its energy in {root} (RAPL)")
+    memory = [(folder, name) for folder, name in named if name.startswith("dram")]
+    zones = []
+    for folder, name in packages + memory:
+        # What is stated holds for all of them together; how it is spread matters only where counters stand still.
+        share_w = None if max_power_w is None else max_power_w / len(packages) if (folder, name) in packages else 0.0
+        try:
+            zone = Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
+            counts = _number(folder / "energy_uj") > 0
+        except (OSError, ValueError) as error:
+            raise _unreadable(folder, error) from error
+        if not counts:  # as in virtual machines whose host keeps it to itself
+            raise EnergyUnavailableError(f"{folder / 'energy_uj'} stands at 0")
+        zones.append(zone)
+    return tuple(zones)
+
+
+def _unreadable(folder: Path, error: Exception) -> EnergyUnavailableError:
+    if isinstance(error, PermissionError):
+        return EnergyUnavailableError(
+            f"only root may read {folder / 'energy_uj'} (RAPL); `sudo chmod a+r {folder.parent}/intel-rapl:*/energy_uj`"
+            " lets everybody, until the next start of the machine"
+        )
+    return EnergyUnavailableError(f"{folder} (RAPL) cannot be read: {error}")
+
+
+def _number(path: Path) -> int:
+    return int(line_of(path))
+
+
+def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
+    """Choose a monitor of this Jetson module, whatever of it trains; None on another machine; see `Probe`."""
+    if not _open_rails(root):
+        return None
+    return request.choice(lambda max_power_w: JetsonMonitor(root=root, max_power_w=max_power_w))
+
+
+class JetsonMonitor(IntegratedPowerMonitor):
+    """An `EnergyMonitor` over the power rails of a Jetson module, read every 0.1 s while a window is open.
+
+    GPU, CPU and memory share the module and count together, with everything that runs on it.
+
+    Args:
+        root: Where Linux shows its sensors.
+        max_power_w: The most that the module draws, in watts: no sensor tells it.
+        model: The file with the module's name.
+
+    Raises:
+        EnergyUnavailableError: On first use: there is no such sensor. From `gpus`: nobody states the power.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: Path = HWMON,
+        max_power_w: float | None = None,
+        model: Path = MODEL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__("jetson rails", partial(_module, root, max_power_w, model), clock)
+
+
+def _module(root: Path, max_power_w: float | None, model: Path) -> Found:
+    rails = _open_rails(root)
+    if not rails:
+        raise EnergyUnavailableError(f"there is no power sensor {_SENSOR} of a Jetson module in {root}")
+    name = line_of(model, "").rstrip("\0") or "Jetson"
+    return Found([_Module(name, rails, max_power_w)], 1, name)
+
+
+@dataclass(frozen=True)
+class _Rail:
+    """One input of a sensor: millivolts and milliamperes."""
+
+    label: str
+    voltage: Path
+    current: Path
+
+    def power_w(self) -> float:
+        try:
+            return int(line_of(self.voltage)) * int(line_of(self.current)) / 1e6
+        except (OSError, ValueError) as error:
+            raise EnergyUnavailableError(f"the power rail {self.label} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    rails: Sequence[_Rail]
+    stated_power_w: float | None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(rail.label for rail in self.rails)})"
+
+    @property
+    def max_power_w(self) -> float:
+        if self.stated_power_w is None:
+            raise NoPowerLimitError(f"{self} gives no power limit")
+        return self.stated_power_w
+
+    def power_w(self) -> float:
+        return sum(rail.power_w() for rail in self.rails)
+
+
+def _open_rails(root: Path) -> Sequence[_Rail]:
+    """Return the rails that make up the module, each once; none if there is no sensor, or that of another board."""
+    rails = []
+    for sensor in sorted(root.glob("*/name")):
+        if line_of(sensor, "").startswith(_SENSOR):
+            rails += [
+                _Rail(line_of(label, ""), label.with_name(f"in{number}_input"), label.with_name(f"curr{number}_input"))
+                for label in sorted(sensor.parent.glob("in*_label"))
+                if label.with_name(f"curr{(number := label.name[2:-6])}_input").exists()
+            ]
+    whole = [rail for rail in rails if rail.label in _WHOLE]
+    counted = whole[:1] or [rail for rail in rails if rail.label not in _PARTS_OF_OTHERS]
+    is_module = whole or any("GPU" in rail.label for rail in counted)
+    return counted if is_module else []
+
+
+def line_of(path: Path, default: str | None = None) -> str:
+    """Return what a file of Linux says of a device, without white space around it; `default` if it cannot be read.
+
+    Raises:
+        OSError: It cannot be read, and there is no default.
+    """
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        if default is None:
+            raise
+        return default

@@ -1,0 +1,442 @@
+"""The first hour on a real GPU, as one command: do its figures mean what they say?
+
+`Examination` looks at each visible NVIDIA GPU, at rest and under load, changes nothing of it, and says of each thing
+what was expected and found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import groupby, pairwise, zip_longest
+from pathlib import Path
+from statistics import median
+from textwrap import wrap
+from typing import Any
+
+from zeus_plugins.energy import EnergyUnavailableError
+from zeus_plugins.energy.nvml import POWER_INSTANT, Nvml, NvmlGpu, open_gpus
+from zeus_plugins.energy.visible import cuda_devices
+from zeus_plugins.environment import (
+    CUDA_DEVICE_ORDER,
+    CUDA_VISIBLE_DEVICES,
+    POWER_LIMIT_COMMAND,
+    ZEUSD_SOCK_PATH,
+    environment_for,
+)
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
+from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
+
+PERIOD_S = 3.0
+"""Seconds for which readings are watched."""
+
+PHASE_S = 4.0
+"""Seconds of each phase, after `SETTLE_S`: a mean power reading is that of the last second."""
+
+SETTLE_S = 1.5
+
+_POLL_S = 0.002
+_SAMPLE_S = 0.01
+
+# The bit of CAP_SYS_ADMIN in the capabilities that Linux tells of a process.
+_SYS_ADMIN = 1 << 21
+
+BURST_S = 0.2
+"""Seconds of work, and of rest, in bursts."""
+
+_MATRIX_SIZE = 4096
+_CALLS = 200
+
+LONGEST_PERIOD_S = 0.15
+"""A counter is expected to move more often: 20 to 100 ms were seen on Volta and newer."""
+
+AGREEMENT = {"idle": 0.2, "load": 0.1, "bursts": 0.2}
+"""The largest distance of energy by power readings from the counter's, as a part of it.
+
+Both come from the same sensor, so they agree or one is misread. Under bursts, and at rest, the ends of the measurement
+and the averaging of power readings weigh more.
+"""
+
+_MAPPING_TIMEOUT_S = 120.0
+
+# Tells what `ask_mapping` returns, as a line of JSON, of the process that runs it.
+_TELL_MAPPING = "import json; from zeus_plugins.gpu_check import own_mapping; print(json.dumps(own_mapping()))"
+
+
+class Verdict(StrEnum):
+    """The meaning of a result for a training's figures."""
+
+    OK = "ok"
+    DOUBTFUL = "doubtful"
+    """Figures may be wrong, or something will not work."""
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One thing that was looked at on one GPU, or on the machine, in words; and its figures for programs."""
+
+    check: str
+    expected: str
+    found: str
+    verdict: Verdict
+    gpu: str = ""
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+class Load:
+    """Keeps the GPU with this UUID busy: multiplies matrices on it, if PyTorch is installed."""
+
+    def __init__(self, uuid: str) -> None:
+        self._uuid = uuid
+        self._torch: Any = None
+        with contextlib.suppress(ImportError, OSError):
+            self._torch = importlib.import_module("torch")
+
+    def problem(self) -> str | None:
+        """Return the reason for which there is no such work; None if there is."""
+        if self._torch is None or not self._torch.cuda.is_available():
+            return "PyTorch with CUDA is not installed, so there is nothing to load the GPU with"
+        return None if self._device() is not None else "CUDA does not show this GPU to PyTorch"
+
+    @contextmanager
+    def running(self, phase: str) -> Iterator[None]:
+        """Work meanwhile: not at all (``idle``), all the time (``load``), or on and off (``bursts``)."""
+        if phase == "idle":
+            yield
+            return
+        stopped = threading.Event()
+        worker = threading.Thread(target=self._work, args=(phase, stopped), name="zeus-gpu-load", daemon=True)
+        worker.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            worker.join()
+
+    def queued(self) -> tuple[float, float]:
+        """Return the seconds until the calls of some work had returned, and until the work was done."""
+        matrix = self._matrix()
+        self._multiply(matrix)
+        begun_s = time.monotonic()
+        for _ in range(_CALLS):
+            matrix @ matrix
+        returned_s = time.monotonic()
+        self._torch.cuda.synchronize(matrix.device)
+        return returned_s - begun_s, time.monotonic() - begun_s
+
+    def _work(self, phase: str, stopped: threading.Event) -> None:
+        matrix = self._matrix()
+        while not stopped.is_set():
+            end_s = time.monotonic() + BURST_S
+            while time.monotonic() < end_s:
+                self._multiply(matrix)
+            if phase == "bursts":
+                stopped.wait(BURST_S)
+
+    def _multiply(self, matrix: Any) -> None:
+        matrix @ matrix
+        self._torch.cuda.synchronize(matrix.device)
+
+    def _matrix(self) -> Any:
+        return self._torch.rand(_MATRIX_SIZE, _MATRIX_SIZE, device=self._device())
+
+    def _device(self) -> Any:
+        self._torch.cuda.init()
+        known = cuda_devices(self._torch) or ()
+        places = [place for place, uuid in enumerate(known) if self._uuid.removeprefix("GPU-") == uuid]
+        return self._torch.device("cuda", places[0]) if places else None
+
+
+def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Ask a process of its own which GPUs CUDA means by these variables, without others that choose GPUs.
+
+    Returns:
+        The UUIDs of the GPUs that CUDA means (`cuda`) and that this package does (`ours`); and the `problem`.
+    """
+    environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
+    command = [sys.executable, "-c", _TELL_MAPPING]
+    try:
+        done = subprocess.run(  # noqa: S603 - this interpreter, on this module
+            command, env=environ, capture_output=True, text=True, timeout=_MAPPING_TIMEOUT_S, check=True
+        )
+        told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        return {"cuda": None, "ours": None, "problem": f"a process to ask could not be run: {error}"}
+    return told
+
+
+def own_mapping() -> dict[str, Any]:
+    """Return what `ask_mapping` returns, of this process."""
+    try:
+        ours = [gpu.uuid for gpu in open_gpus()]  # before CUDA starts, so by the variable
+    except ZeusBSOConfigError as error:
+        return {"cuda": None, "ours": None, "problem": str(error)}
+    try:
+        torch = importlib.import_module("torch")
+        torch.cuda.init()
+    except Exception as error:  # PyTorch is absent, or without CUDA
+        return {"cuda": None, "ours": ours, "problem": f"PyTorch cannot start CUDA: {error}"}
+    known = cuda_devices(torch)
+    if known is None:
+        return {"cuda": None, "ours": ours, "problem": "this PyTorch tells no UUIDs"}
+    return {"cuda": list(known), "ours": ours, "problem": None}
+
+
+class Examination:
+    """One look at all visible GPUs.
+
+    Args:
+        nvml: What to call instead of the installed `pynvml`.
+        load: Makes the work for the GPU with a UUID.
+        ask: Tells what CUDA means by variables; as `ask_mapping`.
+    """
+
+    def __init__(
+        self,
+        nvml: Nvml | None = None,
+        *,
+        load: Callable[[str], Load] = Load,
+        ask: Callable[[Mapping[str, str]], Mapping[str, Any]] = ask_mapping,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._nvml = nvml
+        self._load = load
+        self._ask = ask
+        self._clock = clock
+        self._sleep = sleep
+
+    def results(self) -> Iterator[Result]:
+        """Look at one thing after another; takes about half a minute for each GPU.
+
+        Raises:
+            ZeusBSOConfigError: There is no NVIDIA GPU that could be looked at.
+        """
+        gpus = open_gpus(self._nvml)
+        devices = find_devices(nvml=self._nvml)
+        for gpu, device in zip(gpus, devices, strict=True):
+            yield from self._of(gpu)
+            yield _limits(gpu, device)
+        yield _permission(devices[0])
+        yield from self._mappings(gpus[0])
+
+    def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
+        load = self._load(gpu.uuid)
+        missing = load.problem()
+        others, scope = gpu.other_processes(), gpu.scope()
+        found = f"{others} beside this one" if others else "none is told of"
+        verdict = Verdict.DOUBTFUL if others else Verdict.OK
+        yield Result("other processes", "none computes on the GPU", found, verdict, str(gpu), {"others": others})
+        found = scope or "there is only the GPU"
+        yield Result("scope", "GPU or module is known", found, Verdict.OK, str(gpu), {"scope": scope or None})
+        try:
+            for what, read in (("counter", gpu.energy_uj), ("power reading", gpu.power_w)):
+                with load.running("idle" if missing else "load"):
+                    yield period_result(str(gpu), what, self._periods_s(read), PERIOD_S)
+            for phase in AGREEMENT:
+                if missing and phase != "idle":
+                    yield Result(f"energy, {phase}", "a load", missing, Verdict.SKIPPED, str(gpu))
+                    continue
+                with load.running(phase):
+                    self._sleep(SETTLE_S)
+                    yield agreement_result(str(gpu), phase, self._span(gpu))
+        except EnergyUnavailableError as error:
+            yield Result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL, str(gpu))
+        if missing:
+            yield Result("queued work", "a load", missing, Verdict.SKIPPED, str(gpu))
+        else:
+            returned_s, done_s = load.queued()
+            missed = max(0.0, 1 - returned_s / done_s) if done_s > 0 else 0.0
+            expected = "calls return before their work is done: a window has to wait for it"
+            found = f"{missed:.0%} of the work was still to do when its calls had returned; the callbacks wait for it"
+            details = {"returned_s": returned_s, "done_s": done_s, "missed": missed}
+            yield Result("queued work", expected, found, Verdict.OK, str(gpu), details)
+
+    def _periods_s(self, read: Callable[[], float]) -> list[float]:
+        """Seconds between two moves of a reading."""
+        begun_s, latest = self._clock(), read()
+        moves_s: list[float] = []
+        while (now_s := self._clock()) - begun_s < PERIOD_S:
+            if (reading := read()) != latest:
+                latest = reading
+                moves_s.append(now_s)
+            self._sleep(_POLL_S)
+        return [after - before for before, after in pairwise(moves_s)]
+
+    def _span(self, gpu: NvmlGpu) -> Span:
+        """Energy from one move of the counter to another, so that its steps do not matter."""
+        begun_s, begun_uj = self._move(gpu)
+        means: list[tuple[float, float | None]] = []
+        instants: list[tuple[float, float | None]] = []
+        while (now_s := self._clock()) - begun_s < PHASE_S or len(means) < 2:
+            try:
+                means.append((now_s, gpu.power_w()))
+            except EnergyUnavailableError:
+                means.append((now_s, None))
+            instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
+            self._sleep(_SAMPLE_S)
+        ended_s, ended_uj = self._move(gpu)
+        time_s = ended_s - begun_s
+        return Span(time_s, (ended_uj - begun_uj) / 1e6, _energy_j(means, time_s), _energy_j(instants, time_s))
+
+    def _move(self, gpu: NvmlGpu) -> tuple[float, int]:
+        """The next move of the counter, which is waited for a second at most: when, and where to."""
+        begun_s, latest_uj = self._clock(), gpu.energy_uj()
+        while (now_s := self._clock()) - begun_s < 1.0:
+            reading_uj = gpu.energy_uj()
+            if reading_uj != latest_uj:
+                return now_s, reading_uj
+            self._sleep(_POLL_S)
+        return now_s, latest_uj
+
+    def _mappings(self, gpu: NvmlGpu) -> Iterator[Result]:
+        place = str(gpu.index)
+        forms = {
+            "index": {"CUDA_VISIBLE_DEVICES": place},
+            "index, bus order": {"CUDA_VISIBLE_DEVICES": place, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+            "UUID": {"CUDA_VISIBLE_DEVICES": gpu.uuid},
+            "short UUID": {"CUDA_VISIBLE_DEVICES": gpu.uuid[: len("GPU-") + 8]},
+        }
+        for form, variables in forms.items():
+            told = self._ask(variables)
+            yield mapping_result(form, told["cuda"], told["ours"], told["problem"])
+
+
+def _energy_j(readings: Sequence[tuple[float, float | None]], time_s: float) -> float | None:
+    """Integrate power readings, each with its instant, and scale that to `time_s`; None if one is missing."""
+    known = [(now_s, power_w) for now_s, power_w in readings if power_w is not None]
+    if len(known) < len(readings):
+        return None
+    sampled_j = sum((later_s - now_s) * (now_w + later_w) / 2 for (now_s, now_w), (later_s, later_w) in pairwise(known))
+    return sampled_j / (known[-1][0] - known[0][0]) * time_s
+
+
+def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
+    expected = "range, limit in force and default limit are told"
+    try:
+        lowest_w, highest_w = device.range_w()
+        details = {
+            "lowest_w": lowest_w,
+            "highest_w": highest_w,
+            "limit_w": device.limit_w(),
+            "enforced_w": enforced_limit_w(device),
+            "default_w": default_limit_w(device),
+        }
+    except PowerLimitUnavailableError as error:
+        return Result("power limits", expected, str(error), Verdict.DOUBTFUL, str(gpu))
+    told = {name: "unknown" if watts is None else f"{watts:g} W" for name, watts in details.items()}
+    found = f"{told['limit_w']} of {told['lowest_w']} to {told['highest_w']}, default {told['default_w']}"
+    is_usual = details["default_w"] is not None and details["limit_w"] == details["default_w"] == details["enforced_w"]
+    return Result("power limits", expected, found, Verdict.OK if is_usual else Verdict.DOUBTFUL, str(gpu), details)
+
+
+def _permission(device: PowerLimitDevice) -> Result:
+    """The setter of limits, as far as that is known without setting one."""
+    expected = "root, CAP_SYS_ADMIN, a command or zeusd"
+    ways = [str(each) for each in (POWER_LIMIT_COMMAND, ZEUSD_SOCK_PATH) if each.text()]
+    if _may_administrate():
+        ways.append("this process, which may administrate the system")
+    found = f"{', '.join(ways) or 'none'} (nothing was set to find out)"
+    details = {"ways": ways, "device": type(device).__name__}
+    return Result("setting limits", expected, found, Verdict.OK if ways else Verdict.DOUBTFUL, details=details)
+
+
+def _may_administrate(status: Path = Path("/proc/self/status")) -> bool:
+    try:
+        lines = status.read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):  # other systems than Linux
+        return hasattr(os, "geteuid") and os.geteuid() == 0
+    return any(line.startswith("CapEff:") and int(line.split()[1], 16) & _SYS_ADMIN for line in lines)
+
+
+def period_result(gpu: str, what: str, periods_s: list[float], span_s: float) -> Result:
+    """The period of a reading, of which these are the seconds between two moves."""
+    expected = f"moves every {1000 * LONGEST_PERIOD_S:g} ms or more often"
+    if not periods_s:
+        found, verdict, details = f"has not moved twice in {span_s:.2g} s", Verdict.DOUBTFUL, {}
+    else:
+        middle_s, longest_s = median(periods_s), max(periods_s)
+        found = f"every {1000 * middle_s:.3g} ms in the median, {1000 * longest_s:.3g} ms at most"
+        verdict = Verdict.OK if middle_s <= LONGEST_PERIOD_S else Verdict.DOUBTFUL
+        details = {"median_s": middle_s, "longest_s": longest_s, "moves": len(periods_s)}
+    return Result(f"period of the {what}", expected, found, verdict, gpu, details)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The energy of one span of time, joules: by the counter, and by mean and instant power readings, integrated.
+
+    None where the driver does not tell it.
+    """
+
+    time_s: float
+    counter_j: float
+    mean_j: float | None
+    instant_j: float | None
+
+
+def agreement_result(gpu: str, phase: str, span: Span) -> Result:
+    """The agreement of the counter and the power readings on a phase."""
+    allowed = AGREEMENT[phase]
+    expected = f"power readings within {allowed:.0%} of the counter"
+    details = vars(span) | {"allowed": allowed}
+    if span.counter_j <= 0:
+        found = f"the counter rose by {span.counter_j:g} J in {span.time_s:.3g} s"
+        return Result(f"energy, {phase}", expected, found, Verdict.DOUBTFUL, gpu, details)
+    told, worst = [f"{span.counter_j / span.time_s:.4g} W by the counter"], 0.0
+    for name, joules in (("mean", span.mean_j), ("instant", span.instant_j)):
+        if joules is None:
+            told.append(f"no {name} power")
+            continue
+        difference = joules / span.counter_j - 1
+        worst = max(worst, abs(difference))
+        told.append(f"{name} power {difference:+.1%}")
+    is_alone = span.mean_j is None and span.instant_j is None
+    verdict = Verdict.SKIPPED if is_alone else Verdict.OK if worst <= allowed else Verdict.DOUBTFUL
+    return Result(f"energy, {phase}", expected, ", ".join(told), verdict, gpu, details)
+
+
+def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, problem: str | None) -> Result:
+    """The agreement of CUDA and this package on the GPUs that a form of the variable means."""
+    expected = "CUDA and this package mean the same GPUs"
+    details = {"cuda": cuda, "ours": ours}
+    if problem is not None:
+        return Result(f"mapping by {form}", expected, problem, Verdict.SKIPPED, details=details)
+    bare_cuda, bare_ours = ([uuid.removeprefix("GPU-") for uuid in uuids or ()] for uuids in (cuda, ours))
+    is_same = bare_cuda == bare_ours != []
+    found = f"both: {', '.join(ours or ())}" if is_same else f"CUDA: {cuda}, this package: {ours}"
+    return Result(f"mapping by {form}", expected, found, Verdict.OK if is_same else Verdict.DOUBTFUL, details=details)
+
+
+def table(results: list[Result]) -> str:
+    """The results as lines for people, GPU by GPU: columns of which the wide ones are wrapped."""
+    lines = _row("verdict", "check", "found", "expected")
+    for gpu, group in groupby(results, key=lambda each: each.gpu):
+        lines += ["", gpu or "this machine"]
+        for each in group:
+            lines += _row(each.verdict, each.check, each.found, each.expected)
+    return "\n".join(lines)
+
+
+_WIDTHS = (8, 28, 48, 40)
+"""Columns: verdict, check, found, expected."""
+
+
+def _row(*texts: str) -> list[str]:
+    cells = [wrap(text, width, break_on_hyphens=False) for text, width in zip(texts, _WIDTHS, strict=True)]
+    return [
+        "  ".join(part.ljust(width) for part, width in zip(parts, _WIDTHS, strict=True)).rstrip()
+        for parts in zip_longest(*cells, fillvalue="")
+    ]

@@ -1,0 +1,394 @@
+"""Runs as jobs of a cluster: of Slurm by submitit, of Ray by its Jobs API, of Kubernetes by Kubeflow's SDK.
+
+https://github.com/facebookincubator/submitit, https://docs.ray.io/en/latest/cluster/running-applications,
+https://github.com/kubeflow/sdk
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shlex
+import subprocess
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.master.executors import Launch, Show, shown_live
+
+LOST = 1
+"""The exit status of a run that left none: it was stopped, or its node is gone."""
+
+POLL_S = 1.0
+
+# Seconds without any answer after which a cluster counts as gone: more than an upgrade of its control plane takes.
+_PATIENCE_S = 300.0
+
+T = TypeVar("T")
+
+
+def answered(question: Callable[[], T], cluster: str, failures: tuple[type[Exception], ...]) -> T:
+    """Ask until the cluster, named so in errors, answers: without one of these `failures`.
+
+    Raises:
+        ZeusBSOConfigError: There was no answer for five minutes.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return question()
+        except failures as error:
+            if time.monotonic() > deadline:
+                raise ZeusBSOConfigError(f"{cluster} has not answered for {_PATIENCE_S:g} s: {error}") from None
+            time.sleep(POLL_S)
+
+
+def note_loss(log: Path, text: str) -> int:
+    """Append a line to a run's log; return `LOST`."""
+    with log.open("a") as file:
+        file.write(f"\n{text}\n")
+    return LOST
+
+
+class ClusterExecutor(ABC):
+    """An `Executor` that submits each run as a job; the log directory must be on a file system that the nodes share.
+
+    A job goes on when its master is killed; a resumed master finds it by what ``{job id}.train.running`` keeps of it.
+    """
+
+    def run(self, launch: Launch, show: Show) -> int:
+        """See `Executor.run`."""
+        offset = launch.log.stat().st_size if launch.log.exists() else 0
+        return self._wait(self._submit(launch), launch, show, offset)
+
+    def adopt(self, launch: Launch, show: Show) -> bool:
+        """See `Executor.adopt`."""
+        job = self._find_unfinished(launch) if launch.marker.exists() else None
+        if job is None:
+            return False
+        self._wait(job, launch, show, 0)
+        return True
+
+    def _wait(self, job: Any, launch: Launch, show: Show, offset: int) -> int:
+        try:
+            with shown_live(launch.log, show, offset=offset):
+                end = self._await_exit(job, launch)
+        except BaseException:
+            self._cancel(job)
+            raise
+        launch.marker.unlink(missing_ok=True)
+        return end if isinstance(end, int) else note_loss(launch.log, end)
+
+    @abstractmethod
+    def _submit(self, launch: Launch) -> Any:
+        """Submit a run and return its job; the launch's marker then holds what finds it again."""
+
+    @abstractmethod
+    def _find_unfinished(self, launch: Launch) -> Any | None:
+        """Return the job of the launch's marker, or None if it has ended or is unknown."""
+
+    @abstractmethod
+    def _await_exit(self, job: Any, launch: Launch) -> int | str:
+        """Wait for a job; its exit status, or a line about a run that is lost."""
+
+    @abstractmethod
+    def _cancel(self, job: Any) -> None:
+        """Cancel a job; raise nothing if the cluster does not answer."""
+
+
+class SubmititExecutor(ClusterExecutor):
+    """A `ClusterExecutor` of Slurm. The marker holds submitit's own record of the job.
+
+    Args:
+        cluster: ``"slurm"``; ``"local"`` has submitit run it as a process of this machine.
+        parameters: Arguments of submitit's ``AutoExecutor.update_parameters``, such as ``timeout_min``,
+            ``slurm_partition`` or ``gpus_per_node``.
+
+    Raises:
+        ZeusBSOConfigError: submitit is not installed, or there is no such parameter.
+    """
+
+    def __init__(self, *, cluster: str = "slurm", **parameters: Any) -> None:
+        try:
+            import submitit
+        except ModuleNotFoundError:
+            raise ZeusBSOConfigError("Slurm jobs need submitit: pip install 'zeus-plugins[slurm]'") from None
+        self._submitit = submitit
+        self._cluster = cluster
+        self._parameters = parameters
+
+    def _submit(self, launch: Launch) -> Any:
+        try:
+            executor = self._submitit.AutoExecutor(folder=launch.log.parent / "submitit", cluster=self._cluster)
+            executor.update_parameters(name=launch.log.name.removesuffix(".train.log"), **self._parameters)
+        except (NameError, RuntimeError, ValueError, TypeError) as error:
+            raise ZeusBSOConfigError(f"submitit cannot make Slurm jobs of these parameters: {error}") from None
+        workdir = str(launch.workdir or Path.cwd())
+        job = executor.submit(_execute, list(launch.command), workdir, dict(launch.environ), str(launch.log))
+        launch.marker.write_bytes(pickle.dumps(job))
+        return job
+
+    def _find_unfinished(self, launch: Launch) -> Any | None:
+        job = pickle.loads(launch.marker.read_bytes())  # noqa: S301 - a file of our own, beside commands that we run
+        return None if job.done(force_check=True) else job
+
+    def _await_exit(self, job: Any, launch: Launch) -> int | str:  # noqa: ARG002 - the signature is the interface's
+        try:
+            return int(job.result())
+        except self._submitit.core.utils.FailedJobError as error:
+            # Cancelled, out of time or memory, or a node that is gone: why, only Slurm knows.
+            return f"Slurm job {job.job_id}, {job.state}: {str(error).splitlines()[-1]}"
+
+    def _cancel(self, job: Any) -> None:
+        job.cancel(check=False)
+
+
+def _execute(command: Sequence[str], workdir: str, environ: Mapping[str, str], log: str) -> int:
+    """Execute a run on its node; submitit calls it there."""
+    with Path(log).open("ab") as output:
+        try:
+            return subprocess.run(  # noqa: S603 - running what the user says is what this is for
+                command,
+                cwd=workdir,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **environ},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                check=False,
+            ).returncode
+        except OSError as error:
+            output.write(f"{command[0]} cannot be started in {workdir}: {error.strerror}\n".encode())
+            return 127
+
+
+# Errors of the network, as the requests library has them, and of a dashboard that answers otherwise than asked.
+_RAY_AWAY = (OSError, RuntimeError)
+
+
+class RayExecutor(ClusterExecutor):
+    """A `ClusterExecutor` of Ray. The marker holds the job's submission id.
+
+    Args:
+        address: URL of the cluster's dashboard, such as ``http://ray-head:8265``; by default that of ``RAY_ADDRESS``,
+            or of a cluster on this machine.
+        runtime_env: Ray's runtime environment for all runs, such as ``{"pip": [...]}``. The run's own variables are
+            added to its ``env_vars``.
+        parameters: More arguments of ``JobSubmissionClient.submit_job``, such as ``entrypoint_num_gpus``.
+
+    Raises:
+        ZeusBSOConfigError: Ray is not installed, or no cluster answers at this address.
+    """
+
+    def __init__(
+        self, *, address: str | None = None, runtime_env: Mapping[str, Any] | None = None, **parameters: Any
+    ) -> None:
+        try:
+            from ray.job_submission import JobSubmissionClient
+        except ModuleNotFoundError:
+            raise ZeusBSOConfigError("jobs of a Ray cluster need Ray: pip install 'zeus-plugins[ray]'") from None
+        try:
+            self._client = JobSubmissionClient(address)
+        except (*_RAY_AWAY, ValueError) as error:
+            where = "RAY_ADDRESS" if address is None else address
+            raise ZeusBSOConfigError(
+                f"no Ray cluster takes jobs at {where}: give executor.parameters the address of its dashboard, such as "
+                f"http://HOST:8265 ({error})"
+            ) from None
+        self._runtime_env = dict(runtime_env or {})
+        self._parameters = parameters
+
+    def _submit(self, launch: Launch) -> Any:
+        variables = {"PYTHONUNBUFFERED": "1", **launch.environ}
+        runtime_env = {**self._runtime_env, "env_vars": {**self._runtime_env.get("env_vars", {}), **variables}}
+        submission_id = f"zeus-{uuid.uuid4().hex}"
+        # Before it is submitted: a master that is killed in between finds no such job, and launches the run again.
+        launch.marker.write_text(submission_id)
+        workdir, log = shlex.quote(str(launch.workdir or Path.cwd())), shlex.quote(str(launch.log))
+        try:
+            self._client.submit_job(
+                # A line for the shell by which Ray starts jobs; the output goes where the master reads it.
+                entrypoint=f"cd {workdir} && exec {shlex.join(launch.command)} >>{log} 2>&1",
+                submission_id=submission_id,
+                runtime_env=runtime_env,
+                **self._parameters,
+            )
+        except (*_RAY_AWAY, TypeError, ValueError) as error:
+            # It may have been taken, and the answer lost.
+            self._cancel(submission_id)
+            launch.marker.unlink()
+            raise ZeusBSOConfigError(f"Ray takes no job with these executor.parameters: {error}") from None
+        return submission_id
+
+    def _find_unfinished(self, launch: Launch) -> Any | None:
+        submission_id = launch.marker.read_text()
+        if not any(one.submission_id == submission_id for one in self._ask(self._client.list_jobs)):
+            return None
+        ended = self._ask(lambda: self._client.get_job_status(submission_id)).is_terminal()
+        return None if ended else submission_id
+
+    def _await_exit(self, job: Any, launch: Launch) -> int | str:  # noqa: ARG002 - the signature is the interface's
+        while not (info := self._ask(lambda: self._client.get_job_info(job))).status.is_terminal():
+            time.sleep(POLL_S)
+        if info.driver_exit_code is None:
+            # Stopped by somebody, or its node is gone, or its runtime environment could not be made.
+            return f"Ray job {job}, {info.status}: {info.message}"
+        return int(info.driver_exit_code)
+
+    def _cancel(self, job: Any) -> None:
+        with contextlib.suppress(*_RAY_AWAY):
+            self._client.stop_job(job)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        return answered(question, "the Ray cluster", _RAY_AWAY)
+
+
+_KUBERNETES_AWAY = (RuntimeError, TimeoutError)
+_OVER = frozenset({"Complete", "Failed"})
+# The part of a runtime that trains, and its container, as Kubeflow's own runtimes name both.
+_NODE = "node"
+
+
+class KubeflowExecutor(ClusterExecutor):
+    """A `ClusterExecutor` that has each run trained by a TrainJob of Kubeflow Trainer v2, on one node.
+
+    The log directory must be on a volume that the pods mount at the same path: `volumes`, or the runtime's own. The
+    marker holds the TrainJob's name. TrainJobs stay when they are over.
+
+    Args:
+        image: Container image with the script and `zeus_plugins`.
+        runtime: Name of the TrainingRuntime or ClusterTrainingRuntime.
+        namespace: Namespace of the jobs; by default that of the pod or of the kubeconfig's context.
+        context: Context of the kubeconfig, where it is not the current one.
+        volumes: Paths at which pods mount PersistentVolumeClaims, by the names of these.
+        resources: Resources of a pod, such as ``{"gpu": 1, "memory": "16Gi"}``.
+
+    Raises:
+        ZeusBSOConfigError: Kubeflow's SDK is not installed, or there is no cluster.
+    """
+
+    def __init__(
+        self,
+        *,
+        image: str,
+        runtime: str = "torch-distributed",
+        namespace: str | None = None,
+        context: str | None = None,
+        volumes: Mapping[str, str] | None = None,
+        resources: Mapping[str, Any] | None = None,
+    ) -> None:
+        try:
+            from kubeflow import trainer
+            from kubeflow.trainer import options
+            from kubernetes.config import ConfigException
+        except ModuleNotFoundError:
+            raise ZeusBSOConfigError("TrainJobs need Kubeflow's SDK: pip install 'zeus-plugins[kubeflow]'") from None
+        self._sdk, self._options = trainer, options
+        try:
+            self._client = trainer.TrainerClient(trainer.KubernetesBackendConfig(namespace=namespace, context=context))
+        except ConfigException as error:
+            raise ZeusBSOConfigError(
+                f"there is no Kubernetes cluster: set KUBECONFIG, or run the master in a pod ({error})"
+            ) from None
+        self._image = image
+        self._runtime = runtime
+        self._resources = dict(resources or {})
+        self._volumes = dict(volumes or {})
+
+    def _submit(self, launch: Launch) -> Any:
+        name = f"zeus-{uuid.uuid4().hex[:16]}"
+        # Before there is the job: a master that is killed in between finds none, and launches the run again.
+        launch.marker.write_text(name)
+        _status_file(launch).unlink(missing_ok=True)
+        try:
+            self._client.train(
+                runtime=self._runtime,
+                trainer=self._sdk.CustomTrainerContainer(
+                    image=self._image,
+                    num_nodes=1,
+                    resources_per_node=self._resources or None,
+                    env={"PYTHONUNBUFFERED": "1", **launch.environ},
+                ),
+                options=[
+                    self._options.Name(name=name),
+                    self._options.TrainerCommand(command=["/bin/sh", "-c", _pod_script(launch)]),
+                    *self._mounted(),
+                ],
+            )
+        except (*_KUBERNETES_AWAY, TypeError, ValueError) as error:
+            # It may have been taken, and the answer lost.
+            self._cancel(name)
+            launch.marker.unlink()
+            reason = error.__cause__ or error
+            raise ZeusBSOConfigError(f"there is no TrainJob of these executor.parameters: {error} ({reason})") from None
+        return name
+
+    def _find_unfinished(self, launch: Launch) -> Any | None:
+        name = launch.marker.read_text()
+        jobs = {job.name: job for job in self._ask(self._client.list_jobs)}
+        return None if name not in jobs or jobs[name].status in _OVER else name
+
+    def _await_exit(self, job: Any, launch: Launch) -> int | str:
+        while (state := self._ask(lambda: self._client.get_job(job)).status) not in _OVER:
+            time.sleep(POLL_S)
+        status = _status_file(launch)
+        if status.exists():
+            said = int(status.read_text())
+            status.unlink()
+            return said
+        # Deleted, out of memory, or never begun: why, Kubernetes knows.
+        return f"TrainJob {job}, {state}: it left no exit status; see kubectl describe trainjob {job}"
+
+    def _cancel(self, job: Any) -> None:
+        # A pod that is deleted gets SIGTERM first.
+        with contextlib.suppress(*_KUBERNETES_AWAY):
+            self._client.delete_job(job)
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        return answered(question, "the Kubernetes cluster", _KUBERNETES_AWAY)
+
+    def _mounted(self) -> list[Any]:
+        """The option of the SDK that mounts the volumes."""
+        if not self._volumes:
+            return []
+        from kubeflow.trainer.options import kubernetes as patches
+
+        named = [(f"zeus-{number}", claim, path) for number, (claim, path) in enumerate(self._volumes.items())]
+        pod = patches.PodSpecPatch(
+            volumes=[{"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim, _ in named],
+            containers=[
+                patches.ContainerPatch(
+                    name=_NODE, volume_mounts=[{"name": name, "mountPath": path} for name, _, path in named]
+                )
+            ],
+        )
+        job = patches.JobTemplatePatch(spec=patches.JobSpecPatch(template=patches.PodTemplatePatch(spec=pod)))
+        jobs = patches.JobSetSpecPatch(replicated_jobs=[patches.ReplicatedJobPatch(name=_NODE, template=job)])
+        template = patches.JobSetTemplatePatch(spec=jobs)
+        return [patches.RuntimePatch(training_runtime_spec=patches.TrainingRuntimeSpecPatch(template=template))]
+
+
+def _status_file(launch: Launch) -> Path:
+    """The file in which a run leaves its exit status, which a TrainJob does not tell."""
+    return launch.log.with_suffix(".status")
+
+
+def _pod_script(launch: Launch) -> str:
+    """The work of the pod: the command, whose output goes where the master reads it, and its exit status."""
+    workdir, log, status = (
+        shlex.quote(str(path)) for path in (launch.workdir or Path.cwd(), launch.log, _status_file(launch))
+    )
+    # The shell passes SIGTERM on: it is the pod's first process, which Kubernetes signals.
+    return (
+        f"cd {workdir} || exit\n"
+        f"{shlex.join(launch.command)} >>{log} 2>&1 &\n"
+        "trap 'kill -TERM $!' TERM\n"
+        "wait $!; status=$?\n"
+        "while kill -0 $! 2>/dev/null; do wait $!; status=$?; done\n"
+        f"echo $status >{status}.part && mv {status}.part {status}\n"
+        "exit $status\n"
+    )
