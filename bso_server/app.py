@@ -17,27 +17,22 @@ from litestar.openapi.spec import Components, SecurityScheme
 from litestar.stores.memory import MemoryStore
 
 from bso_server.api import HANDLERS
-from bso_server.api.auth import AccessControl
+from bso_server.api.admin import metrics_route
+from bso_server.api.auth import AccessControl, RefusalLog
 from bso_server.api.bodies import BodyRequest
 from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
-from bso_server.api.metrics import metrics_route
 from bso_server.api.openapi import OpenApiDocument
-from bso_server.api.refusals import RefusalLog
-from bso_server.api.report import report_route
-from bso_server.core.watch import Listener, nobody
+from bso_server.api.training import report_route
+from bso_server.core.occurrences import Listener, nobody
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.metrics.watch import Watch
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.commands import Commands
-from bso_server.service.health import Health
-from bso_server.service.page_views import Tariff
+from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.service.health import Health, TotalsReader
 from bso_server.service.pages import Pages
-from bso_server.service.queries import JobReader
-from bso_server.service.replays import Replays
-from bso_server.service.security import Authenticator
-from bso_server.service.tokens import Tokens
-from bso_server.service.totals import TotalsReader
+from bso_server.service.reading import JobReader
+from bso_server.service.tokens import Authenticator, Tokens
+from bso_server.service.views import Tariff
 from bso_server.settings import Settings
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
@@ -63,8 +58,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
     request_counts = MemoryStore()
     rate_limit = settings.rate_limit_per_minute
     reader = JobReader(store)
-    replays = Replays()
-    source = JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True)), replays)
+    source = JobPages(reader, Pages(Tariff.model_validate(settings, from_attributes=True)))
     health = Health(store, reader)
 
     exposition = watch.exposition(TotalsReader(store).read, settings.metrics_jobs)
@@ -80,7 +74,6 @@ def create_app(settings: Settings | None = None) -> Litestar:
             yield
             reaper.cancel()
         finally:
-            await replays.close()
             await watch.close()
             await store.close()
 

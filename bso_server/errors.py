@@ -1,6 +1,11 @@
-"""The errors of the domain, all of them below `BsoError`, without a word about HTTP (that is `api.errors`)."""
+"""The errors of the domain, all of them below `BsoError`, and the HTTP status of each.
+
+A training that has the server in its own process gets the same statuses, in the errors that it raises.
+"""
 
 from __future__ import annotations
+
+from http import HTTPStatus
 
 from zeus_plugins.protocol import RefusalReason
 
@@ -155,3 +160,27 @@ class DatabaseUnavailableError(BsoError):
         super().__init__(message)
         self.detail = detail
         self.fault = fault
+
+
+STATUS_OF: dict[type[BsoError], HTTPStatus] = {
+    UnknownJobError: HTTPStatus.NOT_FOUND,
+    UnknownTrialError: HTTPStatus.NOT_FOUND,
+    JobConflictError: HTTPStatus.CONFLICT,
+    ReportConflictError: HTTPStatus.CONFLICT,
+    OtherRegistrationError: HTTPStatus.CONFLICT,
+    StaleLeaseError: HTTPStatus.CONFLICT,
+    KeyConflictError: HTTPStatus.CONFLICT,
+    IllegalTransitionError: HTTPStatus.CONFLICT,
+    NoSurvivorError: HTTPStatus.CONFLICT,
+    InvalidJobError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    PolicyNotInstalledError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    InvalidReportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    InvalidImportError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    UnauthenticatedError: HTTPStatus.UNAUTHORIZED,
+    ForbiddenError: HTTPStatus.FORBIDDEN,
+    UntrustedHostError: HTTPStatus.BAD_REQUEST,
+    UnknownTokenError: HTTPStatus.NOT_FOUND,
+    RevokedTokenError: HTTPStatus.CONFLICT,
+    DatabaseNotReadyError: HTTPStatus.SERVICE_UNAVAILABLE,
+    DatabaseUnavailableError: HTTPStatus.SERVICE_UNAVAILABLE,
+}

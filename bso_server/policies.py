@@ -3,24 +3,29 @@
 They stay as they are within a minor version. Everything else of `bso_server` may change at any time.
 """
 
-from bso_server.core.history import Arm, Cheapest, History, after_report, cost_of, log_costs_per_epoch
 from bso_server.core.model import (
     OBSERVED,
+    Arm,
+    Cheapest,
     EpochBound,
     Expectations,
     ExpectedCost,
+    History,
     Report,
+    Statistics,
     Suggestion,
     TrialRecord,
+    after_report,
+    cost_of,
+    log_costs_per_epoch,
 )
-from bso_server.core.registry import GROUP, Memory, Policy, own_bound
-from bso_server.core.statistics import Statistics
+from bso_server.core.policy import GROUP, Memory, Policy, own_bound
 from bso_server.errors import InvalidJobError, NoSurvivorError
 from zeus_plugins.protocol import (
     CandidateWorth,
+    CreatedJob,
     Decision,
     EndReason,
-    JobRegistration,
     Origin,
     SizeBelief,
     StopRule,
@@ -33,6 +38,7 @@ __all__ = [
     "Arm",
     "CandidateWorth",
     "Cheapest",
+    "CreatedJob",
     "Decision",
     "EndReason",
     "EpochBound",
@@ -40,7 +46,6 @@ __all__ = [
     "ExpectedCost",
     "History",
     "InvalidJobError",
-    "JobRegistration",
     "Memory",
     "NoSurvivorError",
     "Origin",

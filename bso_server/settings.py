@@ -82,8 +82,8 @@ class Settings(BaseSettings):
     crash_retries: Annotated[int, Field(ge=1)] = 3
     reap_interval_s: Annotated[float, Field(gt=0)] = 60.0
     # The lease's validator sees the fields above its own only.
-    heartbeat_interval_s: Lease = 30.0
-    heartbeat_lease_s: Lease = 180.0
+    heartbeat_interval_s: Lease = 60.0
+    heartbeat_lease_s: Lease = 360.0
     silent_lease_s: Lease = 3600.0
     suspended_lease_s: Lease = 86400.0
     insecure: bool = False

@@ -52,16 +52,16 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
     return receive_in_time
 
 
-def require_json(content_type: str) -> None:
-    """Raise for a body whose ``Content-Type`` says to be anything but JSON.
+def require_json(content_type: str, also: str = "") -> None:
+    """Raise for a body whose ``Content-Type`` says to be anything but JSON, or what a route takes `also`.
 
     One that does not say what it is counts as JSON: Zeus's clients send nothing else. A page in a browser, on the other
     hand, may send text and forms to any server that its reader reaches, without asking that server first.
     """
     media_type = content_type.partition(";")[0].strip().lower()
-    if media_type not in ("", "application/json") and not media_type.endswith("+json"):
+    if media_type not in ("", "application/json", also) and not media_type.endswith("+json"):
         raise HTTPException(
-            f"a body must be JSON, not {media_type!r}: send the header Content-Type: application/json",
+            f"a body must be JSON, not {media_type!r}: send the header Content-Type: {also or 'application/json'}",
             status_code=HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
         )
 

@@ -28,12 +28,9 @@ from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.health import Health
 from bso_server.service.pages import Found, Pages, View, digest
-from bso_server.service.queries import JobReader
-from bso_server.service.replays import Replays
-from bso_server.service.security import SESSION_S, Authenticator
-from bso_server.service.tokens import Tokens
-from bso_server.service.what_if import question, replay_key, what_if
-from bso_server.ui import pages as html
+from bso_server.service.reading import JobReader
+from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
+from bso_server.ui import html
 from zeus_plugins.protocol import MAX_ID_LENGTH
 
 AnyRequest = Request[Any, Any, Any]
@@ -46,12 +43,10 @@ class JobPages:
     Attributes:
         reader: Runs queries.
         pages: The queries.
-        replays: The replays of jobs under other knobs.
     """
 
     reader: JobReader
     pages: Pages
-    replays: Replays
 
 
 Source = NamedDependency[JobPages]
@@ -72,7 +67,6 @@ _After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LE
 _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
 # Empty: none. Zero is no β. As many digits as pages show of the one that a job has.
 _Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
-_Event = Annotated[int | None, QueryParameter(name="replay", ge=0, le=2**31 - 1)]
 
 # A place below /ui/ to go to after the login: nothing that a header or a link takes for anything else.
 _PLACE = re.compile(r"[A-Za-z0-9._:@/?=&%-]{0,1000}")
@@ -89,15 +83,12 @@ _WORTH_PACKING = 1400
 
 @get(["/", "/jobs.json"], opt=PAGE)
 async def jobs(
-    request: AnyRequest,
-    source: Source,
-    containing: _Containing = None,
-    after: _After = None,
+    request: AnyRequest, source: Source, containing: _Containing = None, after: _After = None
 ) -> Response[bytes]:
-    """The list of jobs."""
+    """Show the list of jobs."""
     tag = _Tag(request)
     found = await source.reader.read(source.pages.jobs, containing=containing or None, cursor=after, known=tag.known)
-    return tag.answer(found, None if tag.is_twin else html.jobs_page, depth=0)
+    return tag.answer(found)
 
 
 @get("/", opt=needs(None), include_in_schema=False)
@@ -108,50 +99,40 @@ async def home() -> Response[bytes]:
 
 @get("/jobs/{name:str}", opt=PAGE)
 async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
-    """A job, as it is or as it was when trial `at` was chosen.
+    """Show a job, as it is or as it was when trial `at` was chosen.
 
-    With ``.json`` at the end the same as JSON, unless a slash says that this belongs to the job's id.
+    With ``.json`` at the end it is JSON, unless a slash says that the ending belongs to the job's id.
     """
-    tag, is_twin = _Tag(request), _is_twin(request, name)
-    job_id = name.removesuffix(_JSON) if is_twin else name
+    tag = _Tag(request, is_twin=name.endswith(_JSON) and not _has_slash(request))
+    job_id = name.removesuffix(_JSON) if tag.is_twin else name
     if at is not None:
         then = await source.reader.read(source.pages.moment, job_id, at, known=tag.known)
-        return tag.answer(then, None if is_twin else html.moment_page, depth=1)
+        return tag.answer(then, depth=1)
     found = await source.reader.read(source.pages.job, job_id, known=tag.known)
-    return tag.answer(found, None if is_twin else html.job_page, depth=1)
+    return tag.answer(found, depth=1)
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
 async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
-    """A trial, or with ``.json`` at the end the same as JSON."""
+    """Show a trial, or with ``.json`` at the end return it as JSON."""
     tag, trial_number = _Tag(request), min(int(number.removesuffix(_JSON)), 2**31 - 1)
     found = await source.reader.read(source.pages.trial, name, trial_number, known=tag.known)
-    return tag.answer(found, None if number.endswith(_JSON) else html.trial_page, depth=3)
+    return tag.answer(found, depth=3)
 
 
 @get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
 async def job_if(
-    request: AnyRequest,
-    name: _NAME,
-    source: Source,
-    eta: _Eta = None,
-    beta: _Beta = None,
-    event: _Event = None,
+    request: AnyRequest, name: _NAME, source: Source, eta: _Eta = None, beta: _Beta = None
 ) -> Response[bytes]:
-    """A job under another η and β, with a replay of its runs up to an event where that is asked for."""
-    tag, knobs = _Tag(request), (eta, None if beta is None else float(beta or math.inf))
-    replay = None
-    if event is not None:
-        key = await source.reader.read(replay_key, name, *knobs, event)
-        replay = await source.replays.look(key, lambda: source.reader.read(question, name, *knobs, key[1]))
-    tariff = source.pages.tariff
-    found = await source.reader.read(what_if, name, *knobs, replay=replay, tariff=tariff, known=tag.known)
-    return tag.answer(found, None if tag.is_twin else html.what_if_page, depth=2)
+    """Show a job under another η and β."""
+    tag, bound = _Tag(request), None if beta is None else float(beta or math.inf)
+    found = await source.reader.read(source.pages.what_if, name, eta, bound, known=tag.known)
+    return tag.answer(found, depth=2)
 
 
 @get("/jobs/{name:str}/report.html", opt=PAGE)
 async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[bytes]:
-    """A job in one file, to be kept or sent."""
+    """Return a job in one file, to be kept or sent."""
     page = await source.reader.read(source.pages.report, name)
     answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
     answer.headers["Content-Security-Policy"] = html.report_policy()
@@ -160,18 +141,17 @@ async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[b
 
 @get(["/health", "/health.json"], opt=PAGE)
 async def state(request: AnyRequest, health: HealthOfServer) -> Response[bytes]:
-    """The state of the server."""
+    """Show the state of the server."""
     tag = _Tag(request)
-    return tag.answer(await health.look(tag.known), None if tag.is_twin else html.health_page, depth=0)
+    return tag.answer(await health.look(tag.known))
 
 
 @get(["/tokens", "/tokens.json"], opt=PAGE | needs(Scope.ADMIN))
 async def list_tokens(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """The tokens, for administrators."""
+    """Show the tokens, to administrators."""
     tag, page = _Tag(request), await tokens.page(request.user.token_id)
     version = digest([page])
-    found = version, None if version == tag.known else page
-    return tag.answer(found, None if tag.is_twin else html.tokens_page, depth=0)
+    return tag.answer((version, None if version == tag.known else page))
 
 
 @post("/tokens/revoke", opt=PAGE | FORM | needs(Scope.ADMIN))
@@ -186,7 +166,7 @@ async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Respon
 
 @get("/static/{name:str}", opt=needs(None))
 async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
-    """A file that pages need; its address changes with its contents."""
+    """Return a file that pages need; its address changes with its contents."""
     if name not in html.MEDIA_TYPES:
         raise NotFoundException
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
@@ -202,7 +182,7 @@ async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
     try:
         session = await sessions.begin_session(str(form.get("token", "")).strip())
     except UnauthenticatedError:
-        refused = "This is no token that is good here: they look like zbso_0123abcd_…"
+        refused = "Not a valid token (tokens start with zbso_)."
         page = html.login_page(_reader_of(request, 0), place, refused)
         return _page(request, page, HTTPStatus.UNAUTHORIZED)
     return _redirect(place, _cookie(request, session, SESSION_S))
@@ -241,35 +221,28 @@ class _Tag:
     It names everything that the answer depends on. What is sent packed is the same page, hence a weak one.
     """
 
-    def __init__(self, request: AnyRequest) -> None:
+    def __init__(self, request: AnyRequest, *, is_twin: bool | None = None) -> None:
         self._request = request
-        self.is_twin = request.url.path.rstrip("/").endswith(_JSON)
-        kind = "json" if _JSON in request.url.path else _theme_of(request) or "auto"
+        self.is_twin = request.url.path.rstrip("/").endswith(_JSON) if is_twin is None else is_twin
+        kind = "json" if self.is_twin else _theme_of(request) or "auto"
         self._prefix = f'W/"{html.build()}.{kind}.{int(_has_session(request))}.'
         shown = request.headers.get("if-none-match", "")
         self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
 
-    def answer(
-        self, found: Found[View], render: Callable[[View, html.Reader], str] | None, depth: int = 0
-    ) -> Response[bytes]:
-        """The page, or without `render` its twin; 304 for a reader who has it."""
+    def answer(self, found: Found[View], depth: int = 0) -> Response[bytes]:
+        """Return the page, which lies `depth` folders below ``/ui/``, or its twin; 304 to a reader who has it."""
         version, view = found
         tag = f'{self._prefix}{version}"'
         if view is None:
-            return Response(
-                b"", status_code=HTTPStatus.NOT_MODIFIED, headers={"ETag": tag, "Cache-Control": "no-cache"}
-            )
-        if render is None:
+            headers = {"ETag": tag, "Cache-Control": "no-cache"}
+            return Response(b"", status_code=HTTPStatus.NOT_MODIFIED, headers=headers)
+        if self.is_twin:
             content, media_type = view.model_dump_json().encode(), "application/json"
         else:
-            content, media_type = render(view, _reader_of(self._request, depth, tag)).encode(), "text/html"
+            content, media_type = html.page(view, _reader_of(self._request, depth, tag)).encode(), "text/html"
         answer = _packed(self._request, content, media_type, "private, no-cache")
         answer.headers["ETag"] = tag
         return answer
-
-
-def _is_twin(request: AnyRequest, name: str) -> bool:
-    return name.endswith(_JSON) and not _has_slash(request)
 
 
 def _has_slash(request: AnyRequest) -> bool:
@@ -337,10 +310,7 @@ def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
 
 PAGES = Router(
     "/ui",
-    route_handlers=[
-        *(jobs, job, job_if, report, trial),
-        *(state, list_tokens, revoke_token, static, login, logout),
-    ],
+    route_handlers=[jobs, job, job_if, report, trial, state, list_tokens, revoke_token, static, login, logout],
     # Each that the API answers, or the nearer one would be found.
     exception_handlers=dict.fromkeys(errors.EXCEPTION_HANDLERS, refused),
     include_in_schema=False,

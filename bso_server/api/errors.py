@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP statuses and bodies."""
+"""The one place where errors become HTTP bodies, and the error answers of routes for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from http import HTTPStatus
 from typing import Any
 
 from litestar import Request, Response
-from litestar.exceptions import ClientException, HTTPException, ValidationException
+from litestar.exceptions import HTTPException, ValidationException
+from litestar.openapi.datastructures import ResponseSpec
 
-from bso_server.errors import BsoError, DatabaseUnavailableError, UnauthenticatedError
-from bso_server.service.json_stream import MalformedJsonError
-from bso_server.service.messages import MAX_IMPORT_BYTES
-from bso_server.service.statuses import STATUS_OF
+from bso_server.errors import STATUS_OF, BsoError, DatabaseUnavailableError, UnauthenticatedError
+from bso_server.service.imports import MAX_IMPORT_BYTES
 from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
 logger = logging.getLogger("bso_server")
@@ -80,11 +79,6 @@ def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody
     return _answer(status, message, fields, headers=error.headers)
 
 
-def malformed_json(request: AnyRequest, error: MalformedJsonError) -> Response[ErrorBody]:
-    """Answer a body that was read in pieces as one that is read at once (`api.bodies.decoded`)."""
-    return http_error(request, ClientException(f"the body cannot be read as JSON: {error}"))
-
-
 def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:
     """Answer a fault of the server: 500, with the details in its log alone."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
@@ -123,8 +117,52 @@ def _answer(
 
 EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = {
     BsoError: domain_error,
-    MalformedJsonError: malformed_json,
     ValidationException: invalid_request,
     HTTPException: http_error,
     Exception: unexpected_error,
 }
+
+
+_MEANING = {
+    HTTPStatus.BAD_REQUEST: "The request cannot be read: a body that is no JSON, or a host name not served here.",
+    HTTPStatus.UNAUTHORIZED: "A token is needed, and there is none or not a good one.",
+    HTTPStatus.FORBIDDEN: "The caller may not do that.",
+    HTTPStatus.NOT_FOUND: "No such job or trial.",
+    HTTPStatus.CONFLICT: "It contradicts what the server knows; the message says what, and what to change.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body says to be something else than JSON.",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "A parameter or a field of the body is wrong; each is named.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests from this address.",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "The server failed; its log says why.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The database does not answer, has another schema, or can keep nothing.",
+}
+
+BODY = (
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
+)
+"""The error statuses of a route that reads a body."""
+
+# What any route behind the guard may answer.
+_ALWAYS = (
+    HTTPStatus.BAD_REQUEST,
+    HTTPStatus.UNAUTHORIZED,
+    HTTPStatus.FORBIDDEN,
+    HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR,
+    HTTPStatus.SERVICE_UNAVAILABLE,
+)
+
+
+def errors(*statuses: HTTPStatus, always: tuple[HTTPStatus, ...] = _ALWAYS) -> dict[int, ResponseSpec]:
+    """Error answers of a route: these statuses, and those that every route may answer."""
+    return {
+        int(status): ResponseSpec(
+            ErrorBody,
+            description=_MEANING[status],
+            media_type="application/problem+json",
+            generate_examples=False,
+        )
+        for status in sorted({*statuses, *always})
+    }

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from http import HTTPStatus
 
-from litestar import MediaType, get
+from litestar import get
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.response import Stream
 
+from bso_server.api.errors import errors
 from bso_server.api.parameters import (
     ExplainedTrial,
     JobCursor,
@@ -23,17 +24,10 @@ from bso_server.api.parameters import (
     TrialCursor,
     TrialNumber,
 )
-from bso_server.api.responses import errors
-from bso_server.service import queries, views
-from bso_server.service.messages import (
-    DEFAULT_PAGE,
-    ArmList,
-    EpochList,
-    EventPage,
-    JobExport,
-    PowerProfileList,
-)
-from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, TrialPage
+from bso_server.service import reading
+from bso_server.service.exports import MEDIA_TYPE
+from bso_server.service.views import DEFAULT_PAGE, ArmList, EpochList, EventList, PowerProfileList
+from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, TrialList
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
@@ -48,13 +42,13 @@ async def list_jobs(
     cursor: JobCursor = None,
 ) -> JobList:
     """A page of jobs, ordered by id as the database orders text."""
-    return await reader.read(queries.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
+    return await reader.read(reading.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
 async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PAGE) -> JobView:
     """One job with its arms, the number of its trials in each state, and the latest of them."""
-    return await reader.read(queries.show_job, job_id, limit=limit)
+    return await reader.read(reading.show_job, job_id, limit=limit)
 
 
 @get(_JOB + "/trials", summary="List trials", responses=_ERRORS)
@@ -64,21 +58,21 @@ async def list_trials(
     in_state: StateFilter = None,
     limit: Limit = DEFAULT_PAGE,
     cursor: TrialCursor = 0,
-) -> TrialPage:
+) -> TrialList:
     """A page of the job's trials, in order of dispatch."""
-    return await reader.read(queries.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
+    return await reader.read(reading.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
 async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
     """The knowledge of each of the job's batch sizes."""
-    return await reader.read(queries.list_arms, job_id)
+    return await reader.read(reading.list_arms, job_id)
 
 
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
     """Every report of a trial that is kept, in order."""
-    return await reader.read(queries.list_epochs, job_id, trial_number)
+    return await reader.read(reading.list_epochs, job_id, trial_number)
 
 
 @get(
@@ -88,32 +82,32 @@ async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Read
 )
 async def explain(job_id: JobInPath, reader: Reader, trial: ExplainedTrial = None) -> Explanation:
     """The reason for a trial's batch size, or what would be chosen next and why; nothing is started."""
-    return await reader.read(queries.explain, job_id, trial)
+    return await reader.read(reading.explain, job_id, trial)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)
-async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventPage:
+async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventList:
     """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
-    return await reader.read(queries.list_events, job_id, since=since, limit=limit)
+    return await reader.read(reading.list_events, job_id, since=since, limit=limit)
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
 async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
     """The job's power-limit profiles, in order of dispatch."""
-    return await reader.read(queries.list_power_profiles, job_id)
+    return await reader.read(reading.list_power_profiles, job_id)
 
 
 @get(
     _JOB + "/export",
     summary="Export a job",
-    media_type=MediaType.JSON,
+    media_type=MEDIA_TYPE,
     responses={
-        HTTPStatus.OK: ResponseSpec(JobExport, description="The whole job.", generate_examples=False),
+        HTTPStatus.OK: ResponseSpec(str, description="The whole job.", media_type=MEDIA_TYPE, generate_examples=False),
         **_ERRORS,
     },
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
-    """Everything that is kept of the job, to be imported elsewhere."""
+    """Export all that is kept of the job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
     pieces = reader.export(job_id)
     # An unknown job is answered as such; later nothing but an end in the middle would be left.
     first = await anext(pieces)
@@ -123,10 +117,10 @@ async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
         async for piece in pieces:
             yield piece
 
-    return Stream(whole(), media_type=MediaType.JSON)
+    return Stream(whole(), media_type=MEDIA_TYPE)
 
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
     """All of the job's trials as a table, with a header line."""
-    return views.trials_csv((await reader.read_whole(queries.show_job, job_id)).trials)
+    return reading.trials_csv((await reader.read_whole(reading.show_job, job_id)).trials)

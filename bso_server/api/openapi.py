@@ -1,8 +1,8 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
 Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
-Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.report`), nor of the body of
-``POST /api/import``.
+Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.training`), nor of the lines
+that ``POST /api/import`` takes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from litestar import Request
 from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
-from bso_server.api.responses import BODY, errors
-from bso_server.service.messages import JobExport
+from bso_server.api.errors import BODY, errors
+from bso_server.service.exports import MEDIA_TYPE, JobExport, TrialExport
 from zeus_plugins.protocol import ErrorBody, Paths, ReportResponse, TrainingResult, WireMessage
 
 
@@ -37,10 +37,10 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     ours = _schemas()
     paths = {**document["paths"], Paths.REPORT: {"post": _report()}}
     # It reads its body by itself, as it comes.
-    import_job = {**paths[Paths.IMPORT]["post"], "requestBody": {"content": _content(JobExport), "required": True}}
-    paths[Paths.IMPORT] = {"post": import_job}
+    body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
+    paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}
     used = set(components["schemas"])
-    for message in (TrainingResult, ReportResponse, JobExport):
+    for message in (TrainingResult, ReportResponse, JobExport, TrialExport):
         used |= _named(message.__name__, ours)
     schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
     return {**document, "paths": paths, "components": {**components, "schemas": schemas}}

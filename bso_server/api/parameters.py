@@ -7,9 +7,9 @@ from typing import Annotated, Any
 from litestar.di import NamedDependency
 from litestar.params import HeaderParameter, PathParameter, QueryParameter
 
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.messages import MAX_PAGE
-from bso_server.service.queries import JobReader
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.reading import JobReader
+from bso_server.service.views import MAX_PAGE
 from zeus_plugins.protocol import ID_PATTERN, MAX_ID_LENGTH, Stage, TrialState
 
 Service = NamedDependency[BatchSizeService]
@@ -69,5 +69,10 @@ Latest = Annotated[
 JobCursor = Annotated[str | None, QueryParameter(**_CURSOR, **ID)]
 
 TrialCursor = Annotated[int, QueryParameter(**_CURSOR, ge=0, le=_LARGEST)]
+
+FirstLine = Annotated[
+    int,
+    QueryParameter(ge=1, le=_LARGEST, description="Number of the body's first line in a larger file, for errors."),
+]
 
 Since = Annotated[int, QueryParameter(ge=0, le=_LARGEST, description="Only what happened after this event.")]

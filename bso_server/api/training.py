@@ -1,26 +1,33 @@
-"""The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits.
-
-The fifth one, ``POST /report``, is in `api.report`.
-"""
+"""The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits."""
 
 from __future__ import annotations
 
-from http import HTTPStatus
+from http import HTTPMethod, HTTPStatus
+from typing import cast
 
-from litestar import Response, delete, get, patch, post, put
+from litestar import Response, asgi, delete, get, patch, post, put
+from litestar.exceptions import MethodNotAllowedException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+from litestar.handlers import ASGIRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody
+from litestar.types import HTTPScope, Receive, Send
+from litestar.types import Scope as AsgiScope
 
 from bso_server.api.auth import CallerRequest, needs
+from bso_server.api.bodies import message_in, require_json
+from bso_server.api.errors import BODY, errors
 from bso_server.api.parameters import IdempotencyKey, JobInQuery, RequiredIdempotencyKey, Service
-from bso_server.api.responses import BODY, errors
-from bso_server.core.access import Scope
+from bso_server.core.access import Caller, Scope
+from bso_server.service.commands import BatchSizeService
 from zeus_plugins.protocol import (
+    CreatedJob,
     Heartbeat,
     HeartbeatResponse,
-    JobRegistration,
+    JobSpecFromClient,
     OfflineTrial,
     Paths,
+    TrainingResult,
     TrialDispatch,
     TrialEnd,
     TrialPowerProfile,
@@ -36,14 +43,14 @@ _ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
     opt=_TRAINING,
     responses={
         HTTPStatus.OK: ResponseSpec(
-            JobRegistration, description="The job exists with the same configuration.", generate_examples=False
+            CreatedJob, description="The job exists with the same configuration.", generate_examples=False
         ),
         **errors(HTTPStatus.CONFLICT, *BODY),
     },
 )
-async def register_job(
-    data: JSONBody[JobRegistration], service: Service, request: CallerRequest
-) -> Response[JobRegistration]:
+async def receive_job(
+    data: JSONBody[JobSpecFromClient], service: Service, request: CallerRequest
+) -> Response[CreatedJob]:
     """Register a job: 201 when new, 200 when it exists with the same configuration, 409 with another."""
     registration, created = await service.register(data, request.user)
     return Response(registration, status_code=HTTPStatus.CREATED if created else HTTPStatus.OK)
@@ -55,19 +62,19 @@ async def register_job(
     opt=_TRAINING,
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
-async def suggest(
+async def receive_trial_request(
     job_id: JobInQuery, service: Service, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
     """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
-    return await service.run(service.commands.suggest, job_id, idempotency_key, caller=request.user)
+    return await service.transact(service.commands.begin_trial, job_id, idempotency_key, caller=request.user)
 
 
 @post(Paths.TRIALS, summary="Record a trial that began without the server", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
-async def record_offline(
+async def receive_offline_trial(
     data: JSONBody[OfflineTrial], service: Service, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
 ) -> TrialDispatch:
     """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
-    return await service.run(service.commands.record_offline, data, idempotency_key, caller=request.user)
+    return await service.transact(service.commands.record_offline, data, idempotency_key, caller=request.user)
 
 
 @patch(
@@ -76,21 +83,21 @@ async def record_offline(
     opt=_TRAINING,
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY),
 )
-async def end_trial(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
+async def receive_trial_end(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
     """End a trial; one that is still running has failed, unless the body says otherwise."""
-    await service.run(service.commands.end_trial, data, caller=request.user)
+    await service.transact(service.commands.end_trial, data, caller=request.user)
 
 
 @patch(Paths.HEARTBEAT, summary="Keep a trial alive", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
-async def heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
+async def receive_heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
     """Keep a trial alive."""
-    return await service.run(service.commands.heartbeat, data, caller=request.user)
+    return await service.transact(service.commands.heartbeat, data, caller=request.user)
 
 
 @put(Paths.POWER_PROFILE, summary="Store a trial's power limits", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
-async def store_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
+async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
     """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
-    await service.run(service.commands.store_power_profile, data, caller=request.user)
+    await service.transact(service.commands.store_power_profile, data, caller=request.user)
 
 
 @delete(
@@ -100,6 +107,47 @@ async def store_power_profile(data: JSONBody[TrialPowerProfile], service: Servic
     opt=needs(Scope.ADMIN),
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
-async def delete_job(job_id: JobInQuery, service: Service) -> None:
+async def receive_deletion(job_id: JobInQuery, service: Service) -> None:
     """Delete a job with all its trials."""
     await service.delete_job(job_id)
+
+
+def report_route(service: BatchSizeService, max_body_bytes: int) -> ASGIRouteHandler:
+    """Make ``POST /report``, the route that every training calls after every epoch; it reads bodies of limited size.
+
+    Litestar routes the request, limits its rate, lets `AccessControl` see it, and answers its errors. Reading the body
+    and writing the answer are done here: over whole trials, a handler as above makes each request cost 0.08 ms more of
+    the server's CPU time, 0.49 in place of 0.41 ms (`python -m benchmarks`). `api.openapi` describes it.
+    """
+
+    @asgi(Paths.REPORT, opt=_TRAINING, copy_scope=False)
+    async def receive_report(scope: AsgiScope, receive: Receive, send: Send) -> None:
+        """Take the result of one evaluation and say whether the training goes on."""
+        if cast("HTTPScope", scope)["method"] != HTTPMethod.POST:
+            raise MethodNotAllowedException(headers={"Allow": HTTPMethod.POST})
+        require_json(dict(scope["headers"]).get(b"content-type", b"").decode("latin-1"))
+        body = await _body(receive, max_body_bytes)
+        if body is None:
+            return
+        caller: Caller = scope["user"]
+        answer = await service.reports.record_report(message_in(body, TrainingResult), caller)
+        text = answer.model_dump_json().encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(text))]
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": headers})
+        await send({"type": "http.response.body", "body": text, "more_body": False})
+
+    return receive_report
+
+
+async def _body(receive: Receive, limit: int) -> bytes | None:
+    """Return the whole body, or None when the client has left before its end."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message["body"]
+        if len(body) > limit:
+            raise RequestEntityTooLarge
+        if not message["more_body"]:
+            return body

@@ -25,9 +25,9 @@ from bso_server.cli.serve import add_serve_command
 from bso_server.cli.simulate import add_simulate_command
 from bso_server.cli.tokens import add_token_commands
 from bso_server.errors import BsoError, DatabaseUnavailableError, PolicyNotInstalledError
-from bso_server.service import queries
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.verification import differences
+from bso_server.service import reading
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.health import differences
 from bso_server.settings import Settings, source_of, variable_of
 from bso_server.storage.store import Store
 
@@ -118,7 +118,7 @@ def _db_verify(options: argparse.Namespace) -> None:
     unchecked: dict[str, str] = {}
 
     async def verify(store: Store) -> int:
-        jobs = (await store.read(queries.list_jobs, limit=None)).jobs
+        jobs = (await store.read(reading.list_jobs, limit=None)).jobs
         # A transaction for each: the jobs of a large database need not be of one moment.
         for job in jobs:
             try:

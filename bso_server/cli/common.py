@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import os
 import re
-from collections.abc import Awaitable, Callable
-from datetime import timedelta
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any, TypeAlias, TypeVar
 
 from pydantic import ValidationError
@@ -24,6 +24,7 @@ TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a tok
 _EMBEDDED = "embedded:"
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 class CommandError(Exception):
@@ -82,18 +83,18 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
     """Open the database, use it, and close it. A command keeps nobody waiting, and may itself take its time."""
 
-    async def run() -> T:
+    async def use_store() -> T:
         store = store_of(settings_of(options)).patient()
         try:
             return await use(store)
         finally:
             await store.close()
 
-    return asyncio.run(run())
+    return asyncio.run(use_store())
 
 
 def with_ready_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
-    """The same with a database that must have this version's schema."""
+    """Open the database like `with_store`, and fail unless it has this version's schema."""
 
     async def checked(store: Store) -> T:
         await store.check_schema()
@@ -109,3 +110,29 @@ def duration(text: str) -> timedelta:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write hours, days or weeks as 12h, 30d or 8w")
     number, unit = (0, "h") if match is None else (int(match[1]), match[2])
     return number * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[unit]
+
+
+def cell(value: object) -> str:
+    """Return the text of a value in a table: a dash for None, four digits of a number, the minute of an instant."""
+    match value:
+        case None:
+            return "-"
+        case float():
+            return f"{value:.4g}"
+        case datetime():
+            return f"{value:%Y-%m-%d %H:%M}"
+    return str(value)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return columns as wide as what is in them, two blanks apart."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
+        for row in [header, *rows]
+    )
+
+
+def table_of(columns: Mapping[str, Callable[[Item], object]], items: Sequence[Item]) -> str:
+    """Return a table with a line for each item; each column is a title and the value that it shows of an item."""
+    return table(list(columns), [[cell(value(item)) for value in columns.values()] for item in items])

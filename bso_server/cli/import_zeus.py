@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, tzinfo
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from bso_server.cli.common import CommandError, Commands, add_command, settings_of
+from bso_server.cli.common import CommandError, Commands, add_command, settings_of, table_of
 from bso_server.cli.jobs import import_job, read_jobs
-from bso_server.cli.tables import table
 from bso_server.core.job import Moment
 from bso_server.errors import BsoError, DatabaseUnavailableError
-from bso_server.service.transfer import END, beginning, lines
+from bso_server.service.exports import line_of
 from bso_server.service.zeus_import import ZeusImport, imported
 from bso_server.storage.zeus_database import ZeusJob
 from bso_server.storage.zeus_database import read_jobs as read_zeus_jobs
 from zeus_plugins.protocol import TrialState
 
-# Trials that are turned into JSON at a time.
-_AT_ONCE = 500
-
 _COLUMNS = (
-    *(TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED, TrialState.FAILED),
-    *(TrialState.RUNNING, TrialState.ABANDONED),
+    TrialState.COMPLETED,
+    TrialState.EARLY_STOPPED,
+    TrialState.EXHAUSTED,
+    TrialState.FAILED,
+    TrialState.RUNNING,
+    TrialState.ABANDONED,
 )
 
 
@@ -80,14 +80,14 @@ def _import_zeus(options: argparse.Namespace) -> None:
             job = imported(
                 source, moment, zone=options.timezone, live_as=TrialState(options.live_as), job_id=options.job_id
             )
-            job_id = job.head.job.job_id or ""
+            job_id = job.job.job.job_id
             if job_id in there:
                 raise CommandError(
                     f"job {job_id!r} is here already, and stays as it is: --job {source.job_id} --job-id NEW takes the "
                     "other one over beside it"
                 )
             if not options.dry_run:
-                import_job(options, _pieces(job))
+                import_job(options, (line_of(each) for each in (job.job, *job.trials)))
             found[job_id] = job
         except DatabaseUnavailableError:
             raise
@@ -106,7 +106,7 @@ def _import_zeus(options: argparse.Namespace) -> None:
 
 
 def _chosen(options: argparse.Namespace, jobs: list[ZeusJob]) -> list[ZeusJob]:
-    names = ", ".join(repr(job.job_id) for job in jobs[:20]) + ", …" * (len(jobs) > 20)
+    names = ", ".join([*(repr(job.job_id) for job in jobs[:20]), *(["…"] if len(jobs) > 20 else [])])
     if options.job is not None:
         jobs = [job for job in jobs if job.job_id == options.job]
         if not jobs:
@@ -122,21 +122,17 @@ def _name_of(zone: tzinfo | None, moment: Moment) -> str:
     return f"{moment.now.astimezone().tzname()}, this machine's time zone; --timezone names that of Zeus's server"
 
 
-def _pieces(job: ZeusImport) -> Iterator[bytes]:
-    """The text of its export."""
-    yield beginning(job.head).encode()
-    for first in range(0, len(job.trials), _AT_ONCE):
-        yield lines(job.trials[first : first + _AT_ONCE], is_first=first == 0).encode()
-    yield END.encode()
-
-
 def _table(found: dict[str, ZeusImport]) -> str:
-    """A line for each job: its stage, and the number of its trials that become what."""
-    header = ["JOB", "STAGE", "TRIALS", *(state.replace("_", " ").upper() for state in _COLUMNS), "LOWEST COST J"]
-    rows = []
-    for job_id, job in found.items():
-        states = job.states
-        stage = "pruning" if job.head.survivors is None else f"bandit, {len(job.head.survivors)} sizes"
-        cost = "-" if job.min_cost_j is None else f"{job.min_cost_j:.4g}"
-        rows.append([job_id, stage, str(len(job.trials)), *(str(states[state]) for state in _COLUMNS), cost])
-    return table(header, rows)
+    """Return a line for each job: its stage, and the number of its trials in each state."""
+    columns: dict[str, Callable[[ZeusImport], object]] = {
+        "JOB": lambda job: job.job.job.job_id,
+        "STAGE": lambda job: f"bandit, {len(job.job.survivors)} sizes" if job.job.survivors else "pruning",
+        "TRIALS": lambda job: len(job.trials),
+        **{state.replace("_", " ").upper(): _number_in(state) for state in _COLUMNS},
+        "LOWEST COST J": lambda job: job.min_cost_j,
+    }
+    return table_of(columns, list(found.values()))
+
+
+def _number_in(state: TrialState) -> Callable[[ZeusImport], int]:
+    return lambda job: job.states[state]

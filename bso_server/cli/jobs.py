@@ -6,20 +6,28 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
 
-from bso_server.cli.common import TOKEN_VARIABLE, CommandError, Commands, add_command, settings_of, with_ready_store
-from bso_server.cli.tables import explanation_text, job_list_text, job_text
+from bso_server.cli.common import (
+    TOKEN_VARIABLE,
+    CommandError,
+    Commands,
+    add_command,
+    cell,
+    settings_of,
+    table,
+    table_of,
+    with_ready_store,
+)
 from bso_server.errors import (
     InvalidImportError,
     InvalidJobError,
@@ -27,33 +35,38 @@ from bso_server.errors import (
     PolicyNotInstalledError,
     UnknownJobError,
 )
-from bso_server.service import queries, views
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.json_stream import MalformedJsonError
-from bso_server.service.messages import MAX_PAGE
-from bso_server.service.page_views import Tariff
+from bso_server.service import reading
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.exports import MEDIA_TYPE, export, split_exports
+from bso_server.service.imports import LONGEST_LINE_BYTES, renamed
 from bso_server.service.pages import Pages
-from bso_server.service.queries import JobReader
-from bso_server.service.transfer import END, ExportReader, beginning, exports_in, lines
+from bso_server.service.views import MAX_PAGE, Tariff
 from bso_server.settings import secret
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import ErrorBody, Explanation, JobList, JobSummary, JobView, Paths, TrialPage, TrialView
+from zeus_plugins.protocol import (
+    ArmView,
+    ErrorBody,
+    Explanation,
+    JobList,
+    JobSummary,
+    JobView,
+    Paths,
+    TrialList,
+    TrialView,
+)
 
 if TYPE_CHECKING:
     import httpx
 
 Message = TypeVar("Message", bound=BaseModel)
-Page = TypeVar("Page", JobList, TrialPage)
+Page = TypeVar("Page", JobList, TrialList)
 
 # Whole jobs take a while to write and to read.
 _TIMEOUT_S = 300.0
 
 # Trials that a terminal shows unless told otherwise.
 _LATEST = 20
-
-# Bytes of a file that are read at a time.
-_PIECE_BYTES = 65536
 
 # User and password in a URL; a token may be the password, and is not to be printed.
 _LOGIN = re.compile("//[^/]*@")
@@ -66,6 +79,9 @@ class _RefusedError(CommandError):
 class _UnknownError(_RefusedError):
     """The server has no such job."""
 
+
+# Errors of one import; another one may succeed.
+_REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError)
 
 # By the answers about the job that was sent or asked for.
 _ERRORS: dict[int, type[CommandError]] = {
@@ -104,17 +120,18 @@ def add_jobs_commands(commands: Commands) -> Commands:
     explain.add_argument("--json", action="store_true", help="print JSON")
 
     export_help = "everything about one job, or all of them, to keep or to take elsewhere"
-    export = add_command(jobs, "export", export_help, _export, or_server=True)
-    exported = export.add_mutually_exclusive_group(required=True)
+    export_ = add_command(jobs, "export", export_help, _export, or_server=True)
+    exported = export_.add_mutually_exclusive_group(required=True)
     exported.add_argument("job_id", metavar="JOB", nargs="?")
-    exported.add_argument("--all", action="store_true", help="all jobs, one after another, as JSON")
-    export.add_argument(
+    exported.add_argument("--all", action="store_true", help="all jobs, one after another")
+    export_.add_argument(
         "--format",
-        choices=["json", "csv"],
-        default="json",
-        help="json: all that is kept, which `jobs import` takes (default); csv: a table of its trials",
+        choices=["jsonl", "csv"],
+        default="jsonl",
+        help="jsonl: everything that is kept, a line for each trial, which `jobs import` reads (default); csv: a table "
+        "of its trials",
     )
-    export.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
+    export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
     report = add_command(jobs, "report", "a page about one job, as a file without scripts", _report, or_server=True)
     report.add_argument("job_id", metavar="JOB")
@@ -142,7 +159,7 @@ def add_jobs_commands(commands: Commands) -> Commands:
 def read_jobs(options: argparse.Namespace) -> JobList:
     """All jobs of the database or server that the command line names."""
     if options.server_url is None:
-        return with_ready_store(options, lambda store: store.read(queries.list_jobs, limit=None))
+        return with_ready_store(options, lambda store: store.read(reading.list_jobs, limit=None))
     pages = _pages(options, JobList, Paths.API_JOBS)
     return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
@@ -155,10 +172,10 @@ def _list(options: argparse.Namespace) -> None:
 def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
     """The job that the command line names, with its latest trials, at most so many of them; None: all."""
     query = urlencode({"limit": MAX_PAGE if limit is None else limit})
-    view = _read(options, JobView, f"?{query}", partial(queries.show_job, job_id=options.job_id, limit=limit))
+    view = _read(options, JobView, f"?{query}", partial(reading.show_job, job_id=options.job_id, limit=limit))
     if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
         return view
-    pages = _pages(options, TrialPage, f"{_path_of_job(options)}/trials")
+    pages = _pages(options, TrialList, f"{_path_of_job(options.job_id)}/trials")
     return view.model_copy(update={"trials": tuple(trial for page in pages for trial in page.trials)})
 
 
@@ -170,7 +187,7 @@ def _show(options: argparse.Namespace) -> None:
 def _explain(options: argparse.Namespace) -> None:
     number = options.trial_number
     path = "/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
-    query = partial(queries.explain, job_id=options.job_id, trial_number=number)
+    query = partial(reading.explain, job_id=options.job_id, trial_number=number)
     view = _read(options, Explanation, path, query)
     print(view.model_dump_json(indent=2) if options.json else explanation_text(view))
 
@@ -180,7 +197,7 @@ def _report(options: argparse.Namespace) -> None:
         text = _ask(options, "GET", f"/ui/jobs/{quote(options.job_id, safe='')}/report.html").decode()
     else:
         # Other commands need no templates.
-        from bso_server.ui.pages import report_page
+        from bso_server.ui.html import report_page
 
         query = Pages(Tariff.model_validate(settings_of(options), from_attributes=True)).report
         text = report_page(
@@ -195,48 +212,35 @@ def _export(options: argparse.Namespace) -> None:
         if options.all:
             raise CommandError("a table holds the trials of one job: name it, or leave out --format csv")
         with _written(options.output) as file:
-            file.write(views.trials_csv(read_job(options).trials))
-    elif options.server_url is not None:
-        with _written(options.output) as file:
-            _export_from_server(options, file)
-    else:
-
-        async def export(store: Store) -> None:
-            reader = JobReader(store)
-            with _written(options.output) as file:
+            file.write(reading.trials_csv(read_job(options).trials))
+        return
+    ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
+    with _written(options.output) as file:
+        if options.server_url is None:
+            with_ready_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
+            return
+        for job_id in ids:
+            try:
+                with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
+                    for piece in answer.iter_text():
+                        file.write(piece)
+            except _UnknownError:
                 if not options.all:
-                    await _write(file, reader.export(options.job_id))
-                    return
-                for job in (await store.read(queries.list_jobs, limit=None)).jobs:
-                    pieces = reader.export(job.job_id)
-                    try:
-                        first = await anext(pieces)
-                    except UnknownJobError:
-                        continue  # deleted since it was listed
-                    file.write(first.decode())
-                    await _write(file, pieces)
-
-        with_ready_store(options, export)
+                    raise
+                # Deleted since it was listed.
 
 
-async def _write(file: TextIO, pieces: AsyncIterator[bytes]) -> None:
-    async for piece in pieces:
-        file.write(piece.decode())
-
-
-def _export_from_server(options: argparse.Namespace, file: TextIO) -> None:
-    ids = [options.job_id]
-    if options.all:
-        ids = [job.job_id for page in _pages(options, JobList, Paths.API_JOBS) for job in page.jobs]
+async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
     for job_id in ids:
+        pieces = export(store, job_id)
         try:
-            with _answered(options, "GET", f"{Paths.API_JOBS}/{quote(job_id, safe='')}/export") as answer:
-                for piece in answer.iter_text():
-                    file.write(piece)
-        except _UnknownError:
-            if not options.all:
+            file.write((await anext(pieces)).decode())
+        except UnknownJobError:
+            if not is_listed:
                 raise
-            # Deleted since it was listed.
+            continue  # Deleted since it was listed.
+        async for piece in pieces:
+            file.write(piece.decode())
 
 
 @contextmanager
@@ -262,16 +266,18 @@ def _import(options: argparse.Namespace) -> None:
     refused: list[_RefusedError] = []
     number = 0
     with options.file.open("rb") as file:
-        for number, export in enumerate(exports_in(iter(partial(file.readline, _PIECE_BYTES), b"")), 1):
+        # A line that is longer is refused by its length, so that all of it need not fit into memory.
+        lines = iter(partial(file.readline, LONGEST_LINE_BYTES + 1), b"")
+        for number, (first_line, export) in enumerate(split_exports(lines), 1):
             if number > 1 and options.job_id is not None:
                 raise CommandError(
                     f"{options.file} holds several jobs, and --job-id is for one: the first is dealt with, the others "
                     "are not"
                 )
             try:
-                job = _import_one(options, export)
-            except _RefusedError as error:
-                refused.append(error)
+                job = import_job(options, _renamed(export, options.job_id, first_line), first_line)
+            except (*_REFUSALS, _RefusedError) as error:
+                refused.append(_RefusedError(f"{options.file}: {error}"))
             else:
                 print(f"job {job.job_id} is imported with {job.trials} trials")
     if number == 0:
@@ -284,75 +290,48 @@ def _import(options: argparse.Namespace) -> None:
         raise CommandError(f"{len(refused)} of {number} jobs of {options.file} are not imported")
 
 
-def _import_one(options: argparse.Namespace, export: Iterator[bytes]) -> JobSummary:
-    """The job that was imported.
-
-    Raises:
-        _RefusedError: The job cannot be imported, and another one perhaps can.
-    """
-    try:
-        is_checked = options.server_url is not None or options.job_id is not None
-        return import_job(options, _checked(options, export) if is_checked else export)
-    except (InvalidImportError, MalformedJsonError, ValidationError) as error:
-        said = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error
-        raise _RefusedError(f"{options.file} is no job that can be imported: {said}") from error
-    except (InvalidJobError, JobConflictError, PolicyNotInstalledError) as error:
-        raise _RefusedError(str(error)) from error
+def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> Iterator[bytes]:
+    """Yield the lines of an export, with another id for its job if one is given."""
+    for number, line in enumerate(export, first_line):
+        if job_id is not None and line.strip():
+            yield renamed(line, f"line {number}", job_id)
+            break
+        yield line
+    yield from export
 
 
-def import_job(options: argparse.Namespace, pieces: Iterator[bytes]) -> JobSummary:
-    """Create a job from the pieces of an export, where the command line says; errors as of `Imports.run`."""
+def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
+    """Create a job from the lines of an export, where the command line says; errors as of `Imports.import_job`."""
     if options.server_url is not None:
-        with _answered(options, "POST", Paths.IMPORT, content=pieces) as answer:
+        path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"
+        with _answered(options, "POST", path, content=export) as answer:
             return JobSummary.model_validate_json(answer.read())
 
     async def in_turn() -> AsyncIterator[bytes]:
-        for piece in pieces:
-            yield piece
+        for line in export:
+            yield line
 
-    return with_ready_store(options, lambda store: BatchSizeService(store).import_job(in_turn()))
-
-
-def _checked(options: argparse.Namespace, export: Iterator[bytes]) -> Iterator[bytes]:
-    """An export, piece by piece, as it was understood here; perhaps with another id for the job."""
-    reader, is_begun, is_first = ExportReader(), False, True
-    for piece in chain(export, [b""]):
-        trials = reader.feed(piece)
-        if reader.head is not None and not is_begun:
-            is_begun = True
-            head = reader.head if options.job_id is None else reader.head.renamed(options.job_id)
-            yield beginning(head).encode()
-        if trials:
-            yield lines(trials, is_first=is_first).encode()
-            is_first = False
-    yield END.encode()
+    return with_ready_store(options, lambda store: BatchSizeService(store).import_job(in_turn(), first_line=first_line))
 
 
 def _discard(options: argparse.Namespace) -> None:
     job_id, number = options.job_id, options.trial_number
-    if options.server_url is None:
-
-        async def discard(store: Store) -> TrialView:
-            service = BatchSizeService(store)
-            return await service.run(service.commands.discard, job_id, number)
-
-        with_ready_store(options, discard)
-    else:
-        _ask(options, "POST", f"{_path_of_job(options)}/trials/{number}/discard")
+    path = f"{_path_of_job(job_id)}/trials/{number}/discard"
+    _change(
+        options, TrialView, "POST", path, lambda service: service.transact(service.commands.discard, job_id, number)
+    )
     print(f"trial {number} of job {job_id} is set aside")
 
 
 def _share(options: argparse.Namespace) -> None:
-    if options.server_url is None:
-
-        async def share(store: Store) -> JobSummary:
-            service = BatchSizeService(store)
-            return await service.run(service.commands.share, options.job_id, shared=not options.stop)
-
-        job = with_ready_store(options, share)
-    else:
-        answer = _ask(options, "DELETE" if options.stop else "PUT", f"{_path_of_job(options)}/share")
-        job = JobSummary.model_validate_json(answer)
+    job_id, shared = options.job_id, not options.stop
+    job = _change(
+        options,
+        JobSummary,
+        "PUT" if shared else "DELETE",
+        f"{_path_of_job(job_id)}/share",
+        lambda service: service.transact(service.commands.share, job_id, shared=shared),
+    )
     if job.shared:
         print(f"job {job.job_id} is shared: every token with scope report may run trials of it")
     elif job.owner is None:
@@ -374,12 +353,25 @@ def _read(
 ) -> Message:
     """Ask the server for this part of the job if one is named, else read the database."""
     if options.server_url is not None:
-        return message.model_validate_json(_ask(options, "GET", _path_of_job(options) + path))
+        return message.model_validate_json(_ask(options, "GET", _path_of_job(options.job_id) + path))
     return with_ready_store(options, lambda store: store.read(query))
 
 
-def _path_of_job(options: argparse.Namespace) -> str:
-    return f"{Paths.API_JOBS}/{quote(options.job_id, safe='')}"
+def _change(
+    options: argparse.Namespace,
+    message: type[Message],
+    method: str,
+    path: str,
+    change: Callable[[BatchSizeService], Awaitable[Message]],
+) -> Message:
+    """Ask the server for a change if one is named, else change the database."""
+    if options.server_url is not None:
+        return message.model_validate_json(_ask(options, method, path))
+    return with_ready_store(options, lambda store: change(BatchSizeService(store)))
+
+
+def _path_of_job(job_id: str) -> str:
+    return f"{Paths.API_JOBS}/{quote(job_id, safe='')}"
 
 
 def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator[Page]:
@@ -394,7 +386,7 @@ def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator
 
 
 def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
-    """One request to the server that the command line names."""
+    """Send a request to the server that the command line names, and return the body of its answer."""
     with _answered(options, method, path) as answer:
         return answer.read()
 
@@ -403,13 +395,13 @@ def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
 def _answered(
     options: argparse.Namespace, method: str, path: str, content: Iterator[bytes] | None = None
 ) -> Iterator[httpx.Response]:
-    """The same with an answer that is yet to be read."""
+    """Send such a request, and yield its answer, whose body is yet to be read."""
     # Loaded where it is needed: a server starts without it.
     import httpx
 
     url = options.server_url.rstrip("/") + path
     token = (secret(TOKEN_VARIABLE, os.environ) or "").strip()
-    headers = {"Content-Type": "application/json"} if content is not None else {}
+    headers = {"Content-Type": MEDIA_TYPE} if content is not None else {}
     if token:
         headers["Authorization"] = f"Bearer {token}"
     shown = _LOGIN.sub("//", url)
@@ -429,3 +421,131 @@ def _message_in(response: httpx.Response) -> str:
         return ErrorBody.model_validate_json(response.content).message
     except ValidationError:
         return response.text[:200]
+
+
+def job_list_text(jobs: JobList) -> str:
+    """Return a table with a line for each job."""
+    if not jobs.jobs:
+        return "no jobs"
+    columns: dict[str, Callable[[JobSummary], object]] = {
+        "JOB": lambda job: job.job_id,
+        "POLICY": lambda job: job.policy,
+        "TRIALS": lambda job: job.trials,
+        "LOWEST COST J": lambda job: job.min_cost_j,
+        "AT BATCH SIZE": lambda job: job.min_cost_batch_size,
+    }
+    # A server that asks for no tokens has nothing to say there.
+    if any(job.owner for job in jobs.jobs):
+        columns["TOKEN"] = _owner
+    return table_of(columns, jobs.jobs)
+
+
+def job_text(view: JobView, *, verbose: bool = False) -> str:
+    """Return the job's standing, a table of its arms and one of its trials.
+
+    `verbose` adds the trials' epoch bounds and their reasons.
+    """
+    count = len(view.trials) if view.trial_count is None else view.trial_count
+    states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
+    head = (
+        f"job {view.job.job_id}: {view.stage} stage, {count} trials{f' ({states})' if states else ''}, "
+        f"{_best(view)}{f', token {_owner(view)}' if view.owner else ''}"
+    )
+    arms: dict[str, Callable[[ArmView], object]] = {
+        "BATCH SIZE": lambda arm: arm.batch_size,
+        "TRIALS": lambda arm: arm.trials,
+        "REACHED TARGET": lambda arm: arm.n,
+        "MEAN COST J": lambda arm: arm.mean_cost_j,
+        "STD J": lambda arm: arm.std_cost_j,
+        "EXPECTED COST J": lambda arm: arm.expected_cost,
+    }
+    trials: dict[str, Callable[[TrialView], object]] = {
+        "TRIAL": lambda trial: trial.trial_number,
+        "BATCH SIZE": lambda trial: trial.batch_size,
+        "STATE": lambda trial: trial.state,
+        "ORIGIN": lambda trial: trial.origin,
+        "EPOCHS": lambda trial: trial.epochs,
+        "TIME S": lambda trial: trial.time_s,
+        "ENERGY J": lambda trial: trial.energy_j,
+        "COST J": lambda trial: trial.cost_j,
+        "METRIC": lambda trial: trial.metric,
+    }
+    if any(trial.power_limits for trial in view.trials):
+        trials["POWER LIMIT W"] = _power_limit
+    if any(trial.owner for trial in view.trials):
+        trials["TOKEN"] = lambda trial: trial.owner
+    trials["WHY THIS SIZE"] = _with_bound if verbose else lambda trial: trial.reason
+    latest = table_of(trials, view.trials)
+    sources = sorted({trial.energy_source for trial in view.trials if trial.energy_source})
+    energy = f"energy by {', '.join(sources)}" if sources else "no energy reported yet"
+    if len(view.trials) < count:
+        latest += f"\nThe latest {len(view.trials)} of {count} trials; --all shows them all."
+    return "\n\n".join([head, _savings(view), table_of(arms, view.arms), latest, energy])
+
+
+def explanation_text(view: Explanation) -> str:
+    """The reason for a batch size that was chosen, or would be: a sentence, and a table of beliefs about each size."""
+    subject = "the next trial" if view.trial_number is None else f"trial {view.trial_number}"
+    state = "" if view.state is None else f", {view.state}"
+    head = f"job {view.job_id}, {subject}: batch size {view.batch_size} ({view.origin}{state})"
+    decision = view.decision
+    if decision is None:
+        return f"{head}\n\n{view.sentence}\n\nNo numbers are kept of this decision."
+    candidates = {each.batch_size: each for each in decision.candidates}
+    rows = []
+    for size in decision.sizes:
+        known = candidates.get(size.batch_size)
+        band = "-" if size.low_j is None else f"{cell(size.low_j)} to {cell(size.high_j)}"
+        row = [str(size.batch_size), cell(size.expected_cost_j), band, _percent(size.chance_best)]
+        if candidates:
+            worth = (None, None, None) if known is None else (known.value, known.loss, known.stop_epochs)
+            row += map(cell, worth)
+        notes = {decision.incumbent: "best known", view.batch_size: "chosen"}
+        notes |= {view.batch_size: "best known, chosen"} if view.batch_size == decision.incumbent else {}
+        rows.append([*row, notes.get(size.batch_size, "")])
+    header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
+    header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
+    told = [head, view.sentence, table([*header, ""], rows)]
+    if candidates:
+        told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size known.")
+    return "\n\n".join(told)
+
+
+def _percent(chance: float | None) -> str:
+    return "-" if chance is None else f"{chance:.0%}".replace("%", " %")
+
+
+def _savings(view: JobView) -> str:
+    saved, default = view.savings, view.job.default_batch_size
+    if saved is None:
+        return f"nothing to compare with yet: no run at the default, {default}, has reached the target"
+    runs = "1 recurrence" if saved.recurrences == 1 else f"{saved.recurrences} recurrences"
+    amounts = ", ".join(
+        f"{name} {amount.in_words}"
+        for name, amount in (("energy", saved.energy_j), ("time", saved.time_s), ("cost", saved.cost_j))
+    )
+    exploring = ""
+    if saved.exploration_cost_j:
+        exploring = f"; of the cost, exploring took {cell(saved.exploration_cost_j)} J"
+    return f"{runs} against as many at the default, {default}: {amounts}{exploring}"
+
+
+def _owner(job: JobSummary | JobView) -> str:
+    return f"{cell(job.owner)}{' (shared)' if job.shared else ''}"
+
+
+def _with_bound(trial: TrialView) -> str:
+    if trial.epoch_bound is None:
+        return trial.reason
+    return f"{trial.reason}; at most {trial.epoch_bound} epochs: {trial.epoch_bound_reason}"
+
+
+def _power_limit(trial: TrialView) -> str:
+    return "-" if trial.power_limits is None else f"{cell(trial.power_limit_w)} of {trial.power_limits}"
+
+
+def _best(view: JobView) -> str:
+    best = view.arm_of(view.best_batch_size)
+    if best is None:
+        return "no batch size has reached the target yet"
+    return f"best batch size {best.batch_size}, {best.expected_cost} J a run expected"

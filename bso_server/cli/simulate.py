@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bso_server.cli.common import CommandError, Commands, add_source
+from bso_server.cli.common import CommandError, Commands, add_source, table
 from bso_server.cli.jobs import read_job
-from bso_server.cli.simulate_tables import ratios_text, savings_text
-from bso_server.core.registry import find
-from bso_server.simulate.recorded import recorded_savings, recorded_workload
+from bso_server.core.policy import find
 from bso_server.simulate.results import Comparison, Setting, compare, geometric_means
-from bso_server.simulate.savings import Savings
-from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces
-from bso_server.simulate.workload import Workload
+from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recorded_savings, recorded_workload
+from bso_server.simulate.workload import Consumption, Savings, Workload
 from zeus_plugins.protocol import OWN_POLICIES
 
 # What names one workload in the traces; ``--all`` needs none of it.
@@ -163,11 +160,13 @@ def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace,
 
 def _recorded(options: argparse.Namespace) -> Subject:
     """The workload of a job's own trials, with its η and β."""
-    named = _flags(options, ("train_trace", "power_trace", *_SELECTION)) + ["--all"] * options.all
+    named = _flags(options, ("train_trace", "power_trace", *_SELECTION))
+    if options.all:
+        named.append("--all")
     if named:
         raise CommandError(f"--job takes a job's own trials: leave out {', '.join(named)}")
     view = read_job(options)
-    workload, job = recorded_workload(view.job, view.trials), view.job
+    workload, job = recorded_workload(view), view.job
     return Subject(
         [workload],
         job.eta_knob,
@@ -200,7 +199,7 @@ def _selections(options: argparse.Namespace) -> Sequence[Selection]:
 
 
 def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:
-    """Those of these options that the command line states, or does not."""
+    """Return the options of these names that the command line states, or does not."""
     return ["--" + name.replace("_", "-") for name in names if (getattr(options, name) is not None) is given]
 
 
@@ -237,3 +236,81 @@ def _beta(text: str) -> float | str | None:
     if number <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return number
+
+
+def ratios_text(comparisons: Sequence[Comparison]) -> str:
+    """Ratios of total cost to the oracle's, by policy and number of recurrences."""
+    results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
+    marks = [str(mark) for mark in results[0][2].ratio]
+    rows = [
+        [
+            each.workload.name,
+            policy,
+            f"{each.eta:g}",
+            *map(_ratio, [*result.ratio.values(), result.worst_seed_ratio]),
+            str(result.unfinished),
+            _percent(result.energy_reduction_last5),
+        ]
+        for each, policy, result in results
+    ]
+    if len(comparisons) > 1:
+        rows += [
+            ["geometric mean", policy, "", *map(_ratio, ratios.values()), "", "", ""]
+            for policy, ratios in geometric_means(comparisons).items()
+        ]
+    header = ["WORKLOAD", "POLICY", "ETA", *marks, "WORST SEED", "UNFINISHED", "ENERGY SAVED"]
+    return (
+        "total cost over the oracle's, mean over the seeds, by number of recurrences\n\n"
+        + table(header, rows)
+        + "\n\nENERGY SAVED: last five recurrences against the default batch size at the maximum power limit"
+    )
+
+
+def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Savings | None) -> str:
+    """Energy, time and money of all recurrences, and each policy's savings; without a price, money is left out."""
+    amounts = ["ENERGY J", "KWH", "HOURS"]
+    if price_per_kwh is not None:
+        amounts.append("MONEY")
+    saved = [*(f"SAVED {amount.removeprefix('ENERGY ')}" for amount in amounts), "SAVED ENERGY", "SAVED TIME"]
+    rows = []
+    for each in comparisons:
+        name, eta, default = each.workload.name, f"{each.eta:g}", each.conditions.landscape.default.batch_size
+        always = _amounts(each.default_consumption, price_per_kwh)
+        rows.append([name, f"always {default}", eta, str(each.recurrences), *always, *("" for _ in saved)])
+        rows += [[name, policy, eta, *_savings(each.savings(policy), price_per_kwh)] for policy in each.results]
+    if recorded is not None:
+        rows.append([comparisons[0].workload.name, "what it really did", "", *_savings(recorded, price_per_kwh)])
+    unfinished = any(result.unfinished for each in comparisons for result in each.results.values())
+    return (
+        "what all recurrences took, mean over the seeds, and what that saves against always taking the default\n\n"
+        + table(["WORKLOAD", "POLICY", "ETA", "RECURRENCES", *amounts, *saved], rows)
+        + (
+            "\n\nUNFINISHED recurrences pay for what they took and for a run at the default, by which they end"
+            * unfinished
+        )
+    )
+
+
+def _savings(savings: Savings, price_per_kwh: float | None) -> list[str]:
+    return [
+        str(savings.recurrences),
+        *_amounts(savings.consumed, price_per_kwh),
+        *_amounts(savings.saved, price_per_kwh),
+        _percent(savings.energy_share_saved),
+        _percent(savings.time_share_saved),
+    ]
+
+
+def _amounts(consumed: Consumption | None, price_per_kwh: float | None) -> list[str]:
+    if consumed is None:
+        return ["-"] * (3 if price_per_kwh is None else 4)
+    money = [] if price_per_kwh is None else [consumed.money(price_per_kwh)]
+    return [f"{amount:.4g}" for amount in (consumed.energy_j, consumed.energy_kwh, consumed.time_h, *money)]
+
+
+def _ratio(ratio: float | None) -> str:
+    return "-" if ratio is None or math.isinf(ratio) else f"{ratio:.3f}"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 
 from bso_server.app import prepare
-from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, with_ready_store, with_store
-from bso_server.cli.tables import token_list_json, token_list_text
+from bso_server.cli.common import (
+    TOKEN_VARIABLE,
+    Commands,
+    add_command,
+    duration,
+    table_of,
+    with_ready_store,
+    with_store,
+)
 from bso_server.core.access import Scope, TokenRecord
-from bso_server.service.security import CACHE_S
-from bso_server.service.tokens import DEFAULT_GRACE, Tokens
+from bso_server.service.tokens import CACHE_S, DEFAULT_GRACE, Tokens
 from bso_server.storage.store import Store
 
 
@@ -116,3 +125,39 @@ def _revoke(options: argparse.Namespace) -> None:
             "bso-server token create makes another one",
             file=sys.stderr,
         )
+
+
+def token_list_text(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
+    """Return a table with a line for each token, and the number of its jobs."""
+    if not tokens:
+        return "no tokens"
+    columns: dict[str, Callable[[TokenRecord], object]] = {
+        "ID": lambda token: token.token_id,
+        "NAME": lambda token: token.name,
+        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
+        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
+        "CREATED (UTC)": lambda token: token.created_at,
+        "ROTATED (UTC)": lambda token: token.rotated_at,
+        "OLD SECRET UNTIL": lambda token: token.previous_until,
+        "REVOKED (UTC)": lambda token: token.revoked_at,
+    }
+    return table_of(columns, tokens)
+
+
+def token_list_json(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
+    """Return what people may see of tokens, without their hashes, as JSON."""
+    shown = [
+        {
+            "token_id": token.token_id,
+            "name": token.name,
+            "scopes": sorted(token.scopes),
+            "jobs": jobs.get(token.token_id, 0),
+            "shares_jobs": token.shares_jobs,
+            "created_at": token.created_at,
+            "rotated_at": token.rotated_at,
+            "previous_secret_until": token.previous_until,
+            "revoked_at": token.revoked_at,
+        }
+        for token in tokens
+    ]
+    return json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat)

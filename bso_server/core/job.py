@@ -1,20 +1,13 @@
 """The one life of a job: what becomes of it and of its trials with each thing that happens.
 
-A training may crash, be preempted, lose its server for a night, or end twice, and a server may run in several processes
-on one database, or inside the training itself. Whatever happens, three callers must come to the same records: the
-service, which keeps them in a database; the simulator, which plays thousands of jobs in memory; and the training
-master's own optimizer, which keeps a job in its state file. So the steps stand here, once, and nothing here knows where
-records are kept.
+The service, which keeps records in a database, the simulator and the training master's own optimizer must come to the
+same records, so the steps stand here, once. Everything is a value: a step takes a job's state and a trial's record and
+returns them as they become. It reads no clock (the present is passed in, as a `Moment`), draws from the generator that
+it is given, and writes nothing, so that work that a database breaks off can be done again from the start.
 
-Everything is a value. A step takes a job's state and a trial's record as they are and returns them as they become; it
-reads no clock (the present is passed in, as a `Moment`), draws from the generator that it is given, and writes nothing.
-After an illegal step, which raises `IllegalTransitionError`, the caller still holds what it held, and work that a
-database breaks off can be done again from the start.
-
-`TRANSITIONS` is the table of legal moves between the states of a trial; a step that changes a state looks it up, and no
-other code compares states to decide whether a move is allowed. `zeus_plugins.protocol.ALIVE` and `FINAL` say what a
-state means to others. Between the two is ABANDONED: the trial's batch size is owed another one, but its next report or
-heartbeat revives it, since nothing that was measured is thrown away.
+`TRANSITIONS` is the table of legal moves between the states of a trial; no other code compares states to decide whether
+a move is allowed. Between `ALIVE` and `FINAL` is ABANDONED: the trial's batch size is owed another one, but its next
+report or heartbeat revives it, since nothing that was measured is thrown away.
 
 The job's own clock is `JobState.event_count`: one tick for each dispatch and each end. It orders what happened without
 trusting the clocks of many machines, and it says how far the arms have come: an end with a later event than
@@ -33,41 +26,27 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from bso_server.core import policy
-from bso_server.core.history import (
+from bso_server.core.model import (
     Arm,
     Cheapest,
     History,
+    Report,
+    Suggestion,
+    TrialRecord,
     after_other_rank,
     after_report,
     arms_after,
+    changed,
     is_counted_exploration,
 )
-from bso_server.core.model import Report, Suggestion, TrialRecord, changed
-from bso_server.core.registry import find
-from bso_server.core.replay import memory_after, replay
 from bso_server.errors import IllegalTransitionError
-from zeus_plugins.protocol import (
-    ALIVE,
-    FINAL,
-    Ending,
-    EndReason,
-    JobRegistration,
-    Origin,
-    StopRule,
-    TrialState,
-    Verdict,
-)
+from zeus_plugins.protocol import ALIVE, FINAL, CreatedJob, Ending, EndReason, Origin, StopRule, TrialState, Verdict
 
 TRANSITIONS: Mapping[TrialState, frozenset[TrialState]] = {
     TrialState.RUNNING: frozenset(TrialState) - {TrialState.RUNNING},
     TrialState.SUSPENDED: frozenset({TrialState.RUNNING, TrialState.FAILED, TrialState.ABANDONED}),
     TrialState.ABANDONED: frozenset({TrialState.RUNNING}),
-    TrialState.COMPLETED: frozenset(),
-    TrialState.EARLY_STOPPED: frozenset(),
-    TrialState.EXHAUSTED: frozenset(),
-    TrialState.FAILED: frozenset(),
-    TrialState.INFEASIBLE: frozenset(),
-    TrialState.WITHDRAWN: frozenset(),
+    **dict.fromkeys(FINAL, frozenset()),
 }
 
 
@@ -89,8 +68,8 @@ class LeasePolicy:
         suspended_lease_s: How long a preempted training may take to come back.
     """
 
-    heartbeat_interval_s: float = 30.0
-    heartbeat_lease_s: float = 180.0
+    heartbeat_interval_s: float = 60.0
+    heartbeat_lease_s: float = 360.0
     silent_lease_s: float = 3600.0
     gaps: float = 5.0
     suspended_lease_s: float = 86400.0
@@ -98,11 +77,6 @@ class LeasePolicy:
     def lease_s(self, *, heartbeats: bool, longest_gap_s: float) -> float:
         """Seconds that a running trial may be silent; fields as in `TrialRecord`."""
         return self.heartbeat_lease_s if heartbeats else max(self.silent_lease_s, self.gaps * longest_gap_s)
-
-    @property
-    def longest_s(self) -> float:
-        """Seconds that no lease exceeds, but for those of trainings that report still more seldom."""
-        return max(self.heartbeat_lease_s, self.silent_lease_s, self.suspended_lease_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +95,10 @@ class Moment:
 
     @property
     def longest_lease_end(self) -> datetime:
-        """The end of the longest lease that is granted now, by `LeasePolicy.longest_s`."""
-        return self.now + timedelta(seconds=self.leases.longest_s)
+        """The instant that no lease granted now exceeds, but for those of trainings that report very seldom."""
+        leases = self.leases
+        longest_s = max(leases.heartbeat_lease_s, leases.silent_lease_s, leases.suspended_lease_s)
+        return self.now + timedelta(seconds=longest_s)
 
     def bounded_lease(self, trial: TrialRecord) -> datetime | None:
         """The end of a lease granted while the clock was ahead, as if its trial was heard of now; of others None."""
@@ -143,7 +119,7 @@ class JobState:
         folded_event: Event up to which ends of trials are in the arms.
     """
 
-    registration: JobRegistration
+    registration: CreatedJob
     event_count: int = 0
     trial_count: int = 0
     cheapest: Cheapest | None = None
@@ -154,7 +130,7 @@ class JobState:
     @property
     def job_id(self) -> str:
         """Its id."""
-        return self.registration.job_id or ""
+        return self.registration.job_id
 
     @property
     def min_cost_j(self) -> float | None:
@@ -179,7 +155,7 @@ class JobState:
     @property
     def needs_explorations(self) -> bool:
         """True if decisions rest on single explorations: in the pruning stage, of a policy that has one."""
-        return self.survivors is None and find(self.registration.policy).prunes
+        return self.survivors is None and policy.find(self.registration.policy).prunes
 
     def history(
         self,
@@ -205,7 +181,7 @@ AnyJob = TypeVar("AnyJob", bound=JobState)
 """A job's state, with whatever else its keeper keeps of it."""
 
 
-def dispatched(
+def dispatch_trial(
     job: AnyJob,
     suggestion: Suggestion,
     moment: Moment | None = None,
@@ -213,7 +189,11 @@ def dispatched(
     owner: str | None = None,
     idempotency_key: str | None = None,
 ) -> tuple[AnyJob, TrialRecord]:
-    """The job with one more trial, and that trial, running."""
+    """Start a trial; return the job with it, and the trial.
+
+    Unless the training has chosen its size itself (`Origin.OFFLINE`), the suggestion was made from a history whose arms
+    hold every end up to now. The arm of the trial's size is to count the trial (`Arm.after_dispatch`).
+    """
     trial = TrialRecord(
         job_id=job.job_id,
         trial_number=job.trial_count + 1,
@@ -227,30 +207,15 @@ def dispatched(
     ).bounded_by(suggestion.bound)
     if moment is not None:
         trial = changed(trial, started_at=moment.now, lease_expires_at=moment.lease_end(trial))
-    return replace(job, event_count=trial.started_event, trial_count=trial.trial_number), trial
-
-
-def suggested(
-    job: AnyJob,
-    suggestion: Suggestion,
-    moment: Moment | None = None,
-    *,
-    owner: str | None = None,
-    idempotency_key: str | None = None,
-) -> tuple[AnyJob, TrialRecord]:
-    """The job with the trial that its policy wants next, and that trial; its size's arm is to count it.
-
-    Every end up to now is in the arms of the history that the suggestion was made from.
-    """
-    after, trial = dispatched(job, suggestion, moment, owner=owner, idempotency_key=idempotency_key)
-    entered_at = job.bandit_entered_at
-    if entered_at is None and trial.origin is Origin.BANDIT:
-        entered_at = trial.started_event
-    after = replace(after, folded_event=job.event_count, survivors=suggestion.survivors, bandit_entered_at=entered_at)
+    after = replace(job, event_count=trial.started_event, trial_count=trial.trial_number)
+    if trial.origin is not Origin.OFFLINE:
+        after = replace(after, folded_event=job.event_count, survivors=suggestion.survivors)
+    if trial.origin is Origin.BANDIT and job.bandit_entered_at is None:
+        after = replace(after, bandit_entered_at=trial.started_event)
     return after, trial
 
 
-def revived(trial: TrialRecord) -> TrialRecord:
+def revive_trial(trial: TrialRecord) -> TrialRecord:
     """A suspended or abandoned trial whose training is back; a running one stays as it is."""
     if trial.state is TrialState.RUNNING:
         return trial
@@ -258,21 +223,15 @@ def revived(trial: TrialRecord) -> TrialRecord:
     return changed(trial, state=TrialState.RUNNING, ended_at=None, ended_event=None, end_reason=None)
 
 
-def beating(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
+def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
     """A trial whose training sent a heartbeat, which more follow if it is `regular`."""
-    trial = revived(trial)
+    trial = revive_trial(trial)
     if regular:
         trial = changed(trial, heartbeats=True)
     return changed(trial, lease_expires_at=moment.lease_end(trial))
 
 
-def _suspended(trial: TrialRecord, message: str, moment: Moment | None) -> TrialRecord:
-    check_transition(trial.state, TrialState.SUSPENDED)
-    trial = changed(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
-    return trial if moment is None else changed(trial, lease_expires_at=moment.lease_end(trial))
-
-
-def ended(
+def end_trial(
     job: AnyJob,
     trial: TrialRecord,
     state: TrialState,
@@ -295,7 +254,7 @@ def ended(
     return replace(job, event_count=event, cheapest=Cheapest.of_both(job.cheapest, job.registration, trial)), trial
 
 
-def ended_by_training(
+def end_by_training(
     job: AnyJob,
     trial: TrialRecord,
     ending: Ending,
@@ -310,9 +269,13 @@ def ended_by_training(
     A batch size counts as infeasible after so many crashes as `retries` says, of which there were `crashes` before.
     If a trial of it was ever measured to its end (`observed`), it can run: its crashes have other causes.
     """
-    trial, size = revived(trial), trial.batch_size
+    trial, size = revive_trial(trial), trial.batch_size
+    detail = "" if ending.detail is None else f" ({ending.detail})"
     if ending.outcome is TrialState.SUSPENDED:
-        return job, _suspended(trial, _with_detail("suspended: the training was preempted", ending), moment)
+        check_transition(trial.state, TrialState.SUSPENDED)
+        message = f"suspended: the training was preempted{detail}"
+        trial = changed(trial, state=TrialState.SUSPENDED, end_reason=EndReason.PREEMPTED, message=message)
+        return job, trial if moment is None else changed(trial, lease_expires_at=moment.lease_end(trial))
     if ending.outcome is TrialState.WITHDRAWN:
         state, reason = TrialState.WITHDRAWN, EndReason.REFUSED
         message = f"withdrawn: the training could not be done as configured, which says nothing about {size}"
@@ -329,20 +292,16 @@ def ended_by_training(
     else:
         state, reason = TrialState.FAILED, EndReason.CRASHED
         message = "failed: the training ended before the server said so"
-    return ended(job, trial, state, reason, _with_detail(message, ending), moment)
+    return end_trial(job, trial, state, reason, f"{message}{detail}", moment)
 
 
-def _with_detail(message: str, ending: Ending) -> str:
-    return message if ending.detail is None else f"{message} ({ending.detail})"
-
-
-def abandoned(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
+def abandon_trial(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
     """A trial whose lease has run out."""
     message = f"abandoned: not heard of since {trial.reported_at or trial.started_at:%Y-%m-%d %H:%M:%S} UTC"
-    return ended(job, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, message, moment)
+    return end_trial(job, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, message, moment)
 
 
-def reported(
+def judge_report(
     job: AnyJob,
     trial: TrialRecord,
     report: Report,
@@ -357,7 +316,7 @@ def reported(
     One whose cost cannot be (`policy.doubt`) ends as withdrawn, whatever its verdict, so that no decision rests on it.
     A trial that `policy.needs_bound` needs the `history`; `judged_by` and errors as in `policy.judge`.
     """
-    trial = revived(trial)
+    trial = revive_trial(trial)
     if history is not None and policy.needs_bound(job.registration, trial):
         trial = policy.bounded(history, trial, report)
     verdict = policy.judge(job.registration, trial, report, job.min_cost_j, judged_by=judged_by)
@@ -377,11 +336,11 @@ def reported(
         lease_expires_at=None if moment is None else moment.lease_end(trial),
     )
     if verdict.stop:
-        job, trial = ended(job, trial, state, reason, verdict.message, moment)
+        job, trial = end_trial(job, trial, state, reason, verdict.message, moment)
     return job, trial, verdict
 
 
-def discarded(trial: TrialRecord) -> TrialRecord:
+def discard_trial(trial: TrialRecord) -> TrialRecord:
     """A trial that has ended and that an administrator sets aside: it counts as little as a withdrawn one.
 
     No training moves a trial so, which is why `TRANSITIONS` does not hold it. Its end did happen: it keeps its event.
@@ -399,19 +358,56 @@ def discarded(trial: TrialRecord) -> TrialRecord:
     return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 
-def reported_by_other_rank(
-    job: JobState, trial: TrialRecord, report: Report, moment: Moment | None = None
-) -> TrialRecord:
+def add_rank_report(job: JobState, trial: TrialRecord, report: Report, moment: Moment | None = None) -> TrialRecord:
     """A trial that goes on, whose evaluation was judged when its first rank reported it: no rank hears another verdict.
 
     It runs again if it was given up.
     """
     if trial.state is not TrialState.RUNNING:
-        trial = changed(revived(trial), message="go on: another rank has reported this evaluation")
+        trial = changed(revive_trial(trial), message="go on: another rank has reported this evaluation")
     trial = after_other_rank(job.registration, trial, report)
     if moment is None:
         return trial
     return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
+
+
+FIRST_LEASE_EPOCH = 1
+
+
+def is_stale(trial: TrialRecord, lease_epoch: int | None) -> bool:
+    """True if the trial was given to a later run than the one with this epoch; one that says none is not checked."""
+    return lease_epoch not in (None, trial.lease_epoch)
+
+
+def take_over(trial: TrialRecord) -> TrialRecord:
+    """The trial with one more run of its training, which is the only one that may speak for it."""
+    return replace(trial, lease_epoch=trial.lease_epoch + 1)
+
+
+def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
+    """Replay all trials of a job, in order of dispatch: the summary that it must have.
+
+    The sizes with which the bandit stage was entered are a decision that is kept and not replayed.
+    """
+    trials = tuple(trials)
+    arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
+    for trial in trials:
+        arms[trial.batch_size] = arms[trial.batch_size].after_dispatch()
+    entered_at = policy.bandit_entered_from_the_start(job)
+    if entered_at is None:
+        entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
+    ended = sorted(
+        (trial for trial in trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
+    )
+    cheapest: Cheapest | None = None
+    for trial in ended:
+        cheapest = Cheapest.of_both(cheapest, job, trial)
+    arms |= arms_after(job, arms, ended, bandit_entered_at=entered_at)
+    prunes = policy.find(job.policy).prunes
+    explorations = tuple(trial for trial in trials if prunes and is_counted_exploration(trial))
+    in_flight = tuple(trial for trial in trials if trial.state in ALIVE)
+    memory = policy.memory_after(job, policy.find(job.policy).begun_memory(job), ended)
+    return History(job, arms, explorations, cheapest, entered_at, survivors, in_flight, memory)
 
 
 class InMemoryJob:
@@ -421,7 +417,7 @@ class InMemoryJob:
     """
 
     def __init__(
-        self, job: JobRegistration, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
+        self, job: CreatedJob, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
     ) -> None:
         trials = tuple(trials)
         history = replay(job, trials, survivors)
@@ -436,9 +432,9 @@ class InMemoryJob:
         """The basis of the next decision."""
         return self.state.history(self._arms, self._memory, self._explorations.values, self._in_flight.values())
 
-    def suggest(self, rng: np.random.Generator) -> TrialRecord:
+    def begin_trial(self, rng: np.random.Generator) -> TrialRecord:
         """Start the trial that the policy wants next; errors as in `policy.suggest`."""
-        self.state, trial = suggested(self.state, policy.suggest(self.history, rng))
+        self.state, trial = dispatch_trial(self.state, policy.suggest(self.history, rng))
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
@@ -447,7 +443,7 @@ class InMemoryJob:
         """The stop rule of a trial in flight, as far as is known by now."""
         return policy.stop_rule(self.state.registration, self._in_flight[trial_number], self.state.min_cost_j)
 
-    def report(
+    def judge(
         self,
         trial_number: int,
         report: Report,
@@ -463,15 +459,15 @@ class InMemoryJob:
         if report_count is not None:
             trial = changed(trial, report_count=report_count - 1)
         history = self.history if policy.needs_bound(self.state.registration, trial) else None
-        self.state, trial, verdict = reported(self.state, trial, report, history=history, judged_by=judged_by)
+        self.state, trial, verdict = judge_report(self.state, trial, report, history=history, judged_by=judged_by)
         self._keep(trial)
         return trial, verdict
 
-    def end(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
-        """End a trial in flight that the policy has not ended; `retries` as in `ended_by_training`."""
+    def end_trial(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
+        """End a trial in flight that the policy has not ended; `retries` as in `end_by_training`."""
         trial = self._in_flight[trial_number]
         crashes, observed = self._crashes[trial.batch_size], self._arms[trial.batch_size].observed.count > 0
-        self.state, trial = ended_by_training(
+        self.state, trial = end_by_training(
             self.state, trial, ending, crashes=crashes, observed=observed, retries=retries
         )
         self._crashes[trial.batch_size] += trial.state is TrialState.FAILED
@@ -486,7 +482,7 @@ class InMemoryJob:
         else:
             del self._in_flight[trial.trial_number]
             self._arms |= arms_after(state.registration, self._arms, [trial], bandit_entered_at=state.bandit_entered_at)
-            self._memory = memory_after(state.registration, self._memory, [trial])
+            self._memory = policy.memory_after(state.registration, self._memory, [trial])
             self.state = replace(state, folded_event=state.event_count)
         if is_counted_exploration(trial):
             self._explorations[trial.trial_number] = trial

@@ -16,9 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from zeus_plugins.protocol import JobRegistration, Origin, SavedView, SavingsView, TrialState
+from zeus_plugins.protocol import CreatedJob, Origin, SavedView, SavingsView, TrialState
 
 CERTAINTY = 0.9
 """The probability that savings lie within their interval."""
@@ -48,7 +47,7 @@ class Tally:
     sums: Sums
 
 
-def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
+def savings(job: CreatedJob, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
     """The savings of a job until now; None before a run at the default has reached the target.
 
     Args:
@@ -73,46 +72,36 @@ def savings(job: JobRegistration, tallies: Sequence[Tally], best_cost_j: float |
     )
 
 
-def cost_of_default_j(job: JobRegistration, tallies: Iterable[Tally]) -> float | None:
+def cost_of_default_j(job: CreatedJob, tallies: Iterable[Tally]) -> float | None:
     """The mean cost of a run at the default batch size, its failures paid, in joules; None before one has succeeded."""
-    own = [tally for tally in tallies if tally.state not in _UNSPENT and _is_of_default(job, tally)]
+    own = [
+        tally for tally in tallies if tally.state not in _UNSPENT and _is_of_default(job, tally.batch_size, tally.state)
+    ]
     runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
     per_second = (1 - job.eta_knob) * job.max_power
     return sum(_total(tally, job.eta_knob, per_second) for tally in own) / runs if runs else None
 
 
-def gain_j(job: JobRegistration, trial: Trial, cost_j: float, cost_of_default_j: float) -> float:
+def gain_j(job: CreatedJob, batch_size: int, state: TrialState, cost_j: float, cost_of_default_j: float) -> float:
     """The part of one trial in the cost that a job has saved, joules; those of all its trials add up to that."""
-    if trial.state in _UNSPENT or _is_of_default(job, trial):
+    if state in _UNSPENT or _is_of_default(job, batch_size, state):
         return 0.0
-    is_elsewhere = trial.state is TrialState.COMPLETED and trial.batch_size != job.default_batch_size
+    is_elsewhere = state is TrialState.COMPLETED and batch_size != job.default_batch_size
     return (cost_of_default_j if is_elsewhere else 0.0) - cost_j
 
 
-class Trial(Protocol):
-    """The size and the state of a trial, or of several in a `Tally`."""
-
-    @property
-    def batch_size(self) -> int:
-        """Its batch size."""
-
-    @property
-    def state(self) -> TrialState:
-        """The outcome of it."""
+def _is_of_default(job: CreatedJob, batch_size: int, state: TrialState) -> bool:
+    """True if such a trial would have been made without an optimizer, too."""
+    return batch_size == job.default_batch_size and state is not TrialState.EARLY_STOPPED
 
 
-def _is_of_default(job: JobRegistration, trial: Trial) -> bool:
-    """True if it would have been made without an optimizer, too."""
-    return trial.batch_size == job.default_batch_size and trial.state is not TrialState.EARLY_STOPPED
-
-
-def _saved(job: JobRegistration, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
+def _saved(job: CreatedJob, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
     """The savings of ``per_joule · energy + per_second · time``."""
 
     def total(tallies: Iterable[Tally]) -> float:
         return sum(_total(tally, per_joule, per_second) for tally in tallies)
 
-    own = [tally for tally in spent if _is_of_default(job, tally)]
+    own = [tally for tally in spent if _is_of_default(job, tally.batch_size, tally.state)]
     runs = sum(tally.trials for tally in own if tally.state is TrialState.COMPLETED)
     mean = total(own) / runs
     elsewhere = sum(
@@ -175,3 +164,47 @@ def student_quantile(freedom: int) -> float:
         + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
         + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * freedom**3)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The mean cost of a batch size, joules: all of it for time (η = 0), and all of it for energy (η = 1)."""
+
+    batch_size: int
+    at_time_j: float
+    at_energy_j: float
+
+    def at(self, eta: float) -> float:
+        """The cost at this η."""
+        return (1 - eta) * self.at_time_j + eta * self.at_energy_j
+
+    @property
+    def slope(self) -> float:
+        """The rise of the cost with η."""
+        return self.at_energy_j - self.at_time_j
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The values of η, from `low` to `high`, at which a batch size costs least."""
+
+    low: float
+    high: float
+    batch_size: int
+
+
+def best_by_eta(lines: Sequence[Line]) -> list[Span]:
+    """The sizes that cost least, as η goes from 0 to 1; of equal ones the smaller. Exact, without a grid."""
+    spans: list[Span] = []
+    low, left = 0.0, list(lines)
+    while left:
+        # Where two costs are equal, the one that falls faster is the lower one from there on.
+        best = min(left, key=lambda line: (line.at(low), line.slope, line.batch_size))
+        left = [line for line in left if line.slope < best.slope]
+        crossings = [(line.at_time_j - best.at_time_j) / (best.slope - line.slope) for line in left]
+        high = min([1.0, *crossings])
+        spans.append(Span(low, high, best.batch_size))
+        if high >= 1:
+            break
+        low = high
+    return spans

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from importlib.metadata import version
 
-from bso_server.core.watch import Occurrence, Outcome, TransactionDone
+from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone
 from bso_server.metrics.logs import TRACE_ID
 
 try:
@@ -54,7 +54,7 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextmanager
-    def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[RequestSpan]:
+    def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Callable[[str, str | None, int], None]]:
         """Trace a request with these headers as a part of what their ``traceparent`` names."""
         carrier = {_CARRIERS[name]: value.decode("latin-1") for name, value in headers if name in _CARRIERS}
         parent = self._propagator.extract(carrier)
@@ -64,12 +64,12 @@ class Tracing:
         ) as span:
             known_as = TRACE_ID.set(trace.format_trace_id(span.get_span_context().trace_id))
             try:
-                yield RequestSpan(span)
+                yield partial(_end_span, span)
             finally:
                 TRACE_ID.reset(known_as)
 
     def hear(self, occurrence: Occurrence) -> None:
-        """Trace a transaction that is over: a `core.watch.Listener`."""
+        """Trace a transaction that is over: a `core.occurrences.Listener`."""
         if isinstance(occurrence, TransactionDone):
             now = time.time_ns()
             kind = "write" if occurrence.writes else "read"
@@ -91,18 +91,12 @@ class Tracing:
         limit.cancel()
 
 
-@dataclass(frozen=True, slots=True)
-class RequestSpan:
-    """The span of a request, see `metrics.requests.Span`."""
-
-    span: trace.Span
-
-    def done(self, method: str, route: str | None, status: int) -> None:
-        """Name the span by its route, whose template holds no id."""
-        self.span.update_name(method if route is None else f"{method} {route}")
-        self.span.set_attribute("http.request.method", method)
-        self.span.set_attribute("http.response.status_code", status)
-        if route is not None:
-            self.span.set_attribute("http.route", route)
-        if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-            self.span.set_status(trace.StatusCode.ERROR)
+def _end_span(span: trace.Span, method: str, route: str | None, status: int) -> None:
+    """Name the span of a request by its route, whose template holds no id."""
+    span.update_name(method if route is None else f"{method} {route}")
+    span.set_attribute("http.request.method", method)
+    span.set_attribute("http.response.status_code", status)
+    if route is not None:
+        span.set_attribute("http.route", route)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        span.set_status(trace.StatusCode.ERROR)

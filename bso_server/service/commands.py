@@ -1,48 +1,75 @@
 """The use cases that write, each a plain function over one transaction: lock, load, decide, save.
 
-`Commands` holds the clock and the rules for silent and crashing trials; whoever runs it opens the transaction, repeats
-it when the database broke it off, and commits it: `BatchSizeService` for the server, `zeus_plugins.client.local` in a
-training's own process. Decisions are `core.policy`'s.
+`Commands` holds the clock and the rules for silent and crashing trials; its caller opens the transaction, repeats it
+when the database broke it off, and commits it: `BatchSizeService` for the server, `zeus_plugins.client.local` in a
+training's own process. Decisions are `core.policy`'s. Reports are recorded by `service.reports`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from itertools import count
+from typing import Any, Concatenate, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
-from bso_server.core import job as life
 from bso_server.core import policy
 from bso_server.core.access import UNRESTRICTED, Caller
-from bso_server.core.fencing import FIRST_LEASE_EPOCH, taken_over
-from bso_server.core.job import LeasePolicy, Moment
+from bso_server.core.job import (
+    FIRST_LEASE_EPOCH,
+    LeasePolicy,
+    Moment,
+    abandon_trial,
+    discard_trial,
+    dispatch_trial,
+    end_by_training,
+    renew_lease,
+    replay,
+    take_over,
+)
 from bso_server.core.model import Suggestion, TrialRecord
-from bso_server.core.registry import find
-from bso_server.core.replay import replay
-from bso_server.core.watch import TrialEnded, TrialStarted
-from bso_server.errors import InvalidReportError, JobConflictError, KeyConflictError, UnknownJobError, UnknownTrialError
-from bso_server.service import views
+from bso_server.core.occurrences import TrialEnded, TrialStarted
+from bso_server.core.policy import find
+from bso_server.errors import (
+    DatabaseUnavailableError,
+    InvalidReportError,
+    JobConflictError,
+    KeyConflictError,
+    UnknownJobError,
+    UnknownTrialError,
+)
+from bso_server.service import reading
+from bso_server.service.imports import Imports
 from bso_server.service.loading import generator_of, load_history, locked_job, locked_trial, open_trials
-from bso_server.service.ownership import log_replaced, require_job, require_trial
 from bso_server.service.refusals import (
+    log_replaced,
     refuse_difference,
     refuse_folder_name,
     refuse_long_window,
     refuse_other_gpus,
     refuse_other_size,
     refuse_unserved,
+    require_job,
+    require_trial,
 )
-from bso_server.storage import imports
+from bso_server.service.reports import Reports
+from bso_server.storage.deadlines import waiting
+from bso_server.storage.imports import mark_of
 from bso_server.storage.rows import TRIAL_AT_POWER_LIMIT, StoredDecision, StoredJob, StoredPowerProfile
+from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     ALIVE,
     FINAL,
+    CreatedJob,
     Heartbeat,
     HeartbeatResponse,
-    JobRegistration,
+    JobSpecFromClient,
     JobSummary,
     OfflineTrial,
     Origin,
@@ -57,6 +84,9 @@ from zeus_plugins.protocol import (
 # Reports, or power-limit profiles, that one transaction forgets at most.
 PRUNED_AT_ONCE = 1000
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 def utc_now() -> datetime:
     """The present instant."""
@@ -67,11 +97,12 @@ class Commands:
     """Everything that changes jobs and trials.
 
     Each method does its work in the transaction that it is given, and may be called again with another one when that
-    was broken off, or lost at its commit; only `suggest` without a key and `delete_job` then find what they have done.
+    was broken off, or lost at its commit; only `begin_trial` without a key and `delete_job` then find what they have
+    done.
 
     Those that take a `job_id` raise `UnknownJobError` if there is no such job. Those that take a message about a trial
     raise `UnknownTrialError` if there is no such trial, and `InvalidReportError` if it has another batch size. Those
-    that take a `caller` raise `ForbiddenError` where the job or the trial is another's: see `service.ownership`.
+    that take a `caller` raise `ForbiddenError` where the job or the trial is another's: see `service.refusals`.
 
     Args:
         leases: How long silent trials count as alive.
@@ -91,14 +122,14 @@ class Commands:
         self._clock = clock
 
     def registered(
-        self, transaction: Transaction, registration: JobRegistration, caller: Caller = UNRESTRICTED
-    ) -> JobRegistration | None:
+        self, transaction: Transaction, registration: CreatedJob, caller: Caller = UNRESTRICTED
+    ) -> CreatedJob | None:
         """The job as it is registered, or None if there is something to write; this only reads.
 
         Raises:
             JobConflictError: The id is taken by a job that differs.
         """
-        existing = transaction.job(registration.job_id or "")
+        existing = transaction.job(registration.job_id)
         if existing is None:
             return None
         require_job(transaction, existing, caller)
@@ -107,8 +138,8 @@ class Commands:
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
     def register(
-        self, transaction: Transaction, registration: JobRegistration, caller: Caller = UNRESTRICTED
-    ) -> tuple[JobRegistration, bool]:
+        self, transaction: Transaction, registration: CreatedJob, caller: Caller = UNRESTRICTED
+    ) -> tuple[CreatedJob, bool]:
         """Register a job, which belongs to the caller, or find it as `registered`: that with its id, and if it is new.
 
         What is told of its trainings is kept as far as nobody has told it before. A window that could never hold the
@@ -122,7 +153,7 @@ class Commands:
         known = self.registered(transaction, registration, caller)
         if known is not None:
             return known, False
-        existing = transaction.job(registration.job_id or "") and locked_job(transaction, registration.job_id or "")
+        existing = transaction.job(registration.job_id) and locked_job(transaction, registration.job_id)
         if existing:
             _refuse_other(existing.registration, registration)  # which somebody may have written since
             known = existing.registration.with_fingerprint(registration.fingerprint)
@@ -130,7 +161,7 @@ class Commands:
             return known, False
         refuse_folder_name(registration)
         refuse_unserved(registration)
-        if imports.mark_of(transaction, registration.job_id or "") is not None:
+        if mark_of(transaction, registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
@@ -149,7 +180,7 @@ class Commands:
         transaction.log("job %s registered: %s", registration.job_id, list(registration.batch_sizes))
         return registration, True
 
-    def suggest(
+    def begin_trial(
         self,
         transaction: Transaction,
         job_id: str,
@@ -186,7 +217,7 @@ class Commands:
         rng = generator_of(job)
         drawn_from = rng.bit_generator.state
         suggestion = policy.suggest(history, rng, explains=True)
-        job, trial = life.suggested(
+        job, trial = dispatch_trial(
             job, suggestion, self.moment(now), owner=caller.token_id, idempotency_key=idempotency_key
         )
         if job.registration.mab_seed is not None and rng.bit_generator.state != drawn_from:
@@ -230,7 +261,7 @@ class Commands:
         suggestion = Suggestion(
             offline.batch_size, Origin.OFFLINE, "not chosen: the training began while the server was away"
         )
-        job, trial = life.dispatched(
+        job, trial = dispatch_trial(
             job, suggestion, self.moment(), owner=caller.token_id, idempotency_key=idempotency_key
         )
         log_replaced(transaction, *trial.key, caller, owner)
@@ -241,14 +272,14 @@ class Commands:
         """End a trial that the server has not ended; one that has ended stays as it is."""
         job, trial = locked_trial(transaction, end, caller)
         if not transaction.locks_jobs_with_trials:
-            job = transaction.locked_jobs([end.job_id])[end.job_id]
+            job = locked_job(transaction, end.job_id)
         # What the end says of the batch size counts, even if the trial was given up before.
         if trial.state in FINAL or end.outcome is trial.state:
             return
         crashes, observed = 0, False
         if end.outcome is TrialState.FAILED:
             crashes, observed = transaction.crashes(end.job_id, end.batch_size)
-        job, trial = life.ended_by_training(
+        job, trial = end_by_training(
             job, trial, end, self.moment(), crashes=crashes, observed=observed, retries=self._crash_retries
         )
         transaction.update_trials([trial])
@@ -263,9 +294,9 @@ class Commands:
         """Keep a trial alive; a suspended or abandoned one runs again, perhaps in a new run of its training."""
         _, trial = locked_trial(transaction, heartbeat, caller)
         if trial.state not in FINAL:
-            trial = life.beating(trial, self.moment(), regular=heartbeat.regular)
+            trial = renew_lease(trial, self.moment(), regular=heartbeat.regular)
             if heartbeat.resumes:
-                trial = taken_over(trial)
+                trial = take_over(trial)
                 transaction.log("job %s trial %d: goes on in run %d of its training", *trial.key, trial.lease_epoch)
             transaction.update_trials([trial])
         return HeartbeatResponse(
@@ -333,7 +364,7 @@ class Commands:
         if not found:
             raise UnknownTrialError(job_id, trial_number)
         ((_, before),) = found.values()
-        trial = life.discarded(before)
+        trial = discard_trial(before)
         if trial is not before:
             transaction.update_trials([trial])
             history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
@@ -341,7 +372,7 @@ class Commands:
             transaction.forget_memory(job_id)
             transaction.update_jobs([replace(job, cheapest=history.cheapest, folded_event=job.event_count)])
             transaction.log("job %s trial %d: %s", *trial.key, trial.message)
-        return views.trial(job.registration, trial)
+        return reading.trial_view(job.registration, trial)
 
     def share(self, transaction: Transaction, job_id: str, *, shared: bool = True) -> JobSummary:
         """Open a job to every token that may report, or to its owner alone; trials that have begun go on.
@@ -351,7 +382,7 @@ class Commands:
         job = replace(locked_job(transaction, job_id), shared=shared)
         transaction.share_job(job_id, shared=shared)
         transaction.log("job %s is %s", job_id, "shared" if shared else "not shared")
-        return views.summary(job)
+        return reading.job_summary(job)
 
     def delete_job(self, transaction: Transaction, job_id: str, *, again: bool = False) -> None:
         """Delete a job with all that is known of it; if it was tried `again`, there may be none left."""
@@ -396,7 +427,7 @@ class Commands:
                     lease_end,
                 )
             elif expired.lease_expires_at is not None and expired.lease_expires_at < now:
-                job, trial = life.abandoned(job, expired, moment)
+                job, trial = abandon_trial(job, expired, moment)
                 changed.append(trial)
                 transaction.tell(TrialEnded(trial.state))
                 transaction.log("job %s trial %d: %s", *trial.key, trial.message)
@@ -404,14 +435,12 @@ class Commands:
         return job
 
 
-def with_job_id(registration: JobRegistration) -> JobRegistration:
-    """The registration with its job_id, or with a new one where it has none."""
-    if registration.job_id is not None:
-        return registration
-    return registration.model_copy(update={"job_id": f"{registration.job_id_prefix}-{secrets.token_hex(4)}"})
+def with_job_id(job: JobSpecFromClient) -> CreatedJob:
+    """Return the job with its job_id, or with a new one if it has none."""
+    return job.named(job.job_id or f"{job.job_id_prefix}-{secrets.token_hex(4)}")
 
 
-def _refuse_other(known: JobRegistration, asked: JobRegistration) -> None:
+def _refuse_other(known: CreatedJob, asked: CreatedJob) -> None:
     """Raise `JobConflictError` unless a job is registered as it is asked for now, its window raised as it was."""
     if known.window_size == asked.mab_num_explorations:
         asked = find(asked.policy).amended(asked)
@@ -446,5 +475,109 @@ def _with_power_profile(transaction: Transaction, job: StoredJob, dispatch: Tria
     newest = transaction.newest_power_profile(dispatch.job_id, dispatch.batch_size)
     if newest is None:
         return dispatch
-    profile = PowerProfile(gpus=views.gpus_of(job.registration), samples=newest.samples)
+    profile = PowerProfile(gpus=job.registration.gpus, samples=newest.samples)
     return dispatch.model_copy(update={"power_profile": profile})
+
+
+class _Turns:
+    """Turns: of one process, one command at a time for each job, which waits `patience_s` seconds at most.
+
+    Commands on one job wait for one another in the database anyway, each with a connection. If somebody else keeps the
+    job's row locked, they would soon have taken all of them, and other jobs would wait, too. So they queue here. On a
+    SQLite file all writers queue in the store, without a connection each.
+    """
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def of(self, job_id: str) -> AsyncIterator[None]:
+        """Have the job's turn.
+
+        Raises:
+            DatabaseUnavailableError: Those before took too long.
+        """
+        lock = self._locks.get(job_id)
+        if lock is None:
+            lock = self._locks[job_id] = asyncio.Lock()
+        if lock.locked():
+            with waiting(self._patience_s) as deadline:
+                try:
+                    async with asyncio.timeout(deadline.left_s):
+                        await lock.acquire()
+                except TimeoutError:
+                    raise DatabaseUnavailableError(f"other requests on job {job_id} wait for the database") from None
+        else:
+            await lock.acquire()
+        try:
+            yield
+        finally:
+            lock.release()
+
+
+class BatchSizeService:
+    """Everything that the server can be asked to change, for many callers at once. Each answer follows its commit.
+
+    Errors are those of `Commands`; besides, each method raises `DatabaseUnavailableError` when the database stays away,
+    or what it needs there stays locked.
+    """
+
+    def __init__(self, store: Store, commands: Commands | None = None) -> None:
+        self._store = store
+        self.commands = commands or Commands()
+        self.imports = Imports(store.patient(), lambda: self.commands.moment().now)
+        self._turns = _Turns(store.patience_s)
+        self.reports = Reports(store, self.commands.moment)
+
+    async def transact(self, command: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do one of `commands`, with these arguments, in a transaction of its own.
+
+        The first argument is the id of the job that it changes, or a message that holds it.
+        """
+        if self._store.is_sqlite:
+            return await self._store.write(command, *args, **kwargs)
+        job: Any = args[0]
+        async with self._turns.of(job if isinstance(job, str) else job.job_id):
+            return await self._store.write(command, *args, **kwargs)
+
+    async def register(self, job: JobSpecFromClient, caller: Caller = UNRESTRICTED) -> tuple[CreatedJob, bool]:
+        """See `Commands.register`; a job without a job_id gets one."""
+        registration = with_job_id(job)
+        # Most are registered already, and to look makes no writer wait.
+        known = await self._store.read(self.commands.registered, registration, caller)
+        if known is not None:
+            return known, False
+        return await self.transact(self.commands.register, registration, caller)
+
+    async def reap(self) -> int:
+        """Abandon every trial whose lease has run out, but for those that others have locked; their number.
+
+        What imports have left that were broken off is removed, too.
+        """
+        await self.imports.remove_broken()
+        abandoned = 0
+        for job_id in await self._store.read(self.commands.jobs_to_reap):
+            abandoned += await self._store.write_at_once(self.commands.reap, job_id)
+        return abandoned
+
+    async def delete_job(self, job_id: str) -> None:
+        """Delete a job with all that is known of it."""
+        attempts = count()
+        await self._store.patient().write(
+            lambda transaction: self.commands.delete_job(transaction, job_id, again=next(attempts) > 0)
+        )
+
+    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
+        """See `Imports.import_job`."""
+        return await self.imports.import_job(pieces, first_line=first_line)
+
+    async def prune(self, command: Callable[[Transaction, timedelta], int], age: timedelta) -> int:
+        """Forget all that `prune_epochs` or `prune_power_profiles` of the commands forgets a part of; its number."""
+        pruned = 0
+        while True:
+            # A transaction for each few: between two of them, others get their turn.
+            deleted = await self._store.write(command, age)
+            pruned += deleted
+            if deleted < PRUNED_AT_ONCE:
+                return pruned

@@ -1,41 +1,324 @@
-"""Imports: a job comes in pieces and is written in small transactions, which nobody sees before the last.
+"""Imports: an export (`service.exports`) becomes a job, which nobody sees before all of it is there.
 
-All that takes time is done in a thread, a piece at a time, so that the event loop serves others meanwhile; and each
-transaction is short, so that other writers have their turn.
+The rows are written in small transactions, so that other writers have their turn. Parsing and validation run in a
+thread, so that the event loop serves others meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any, Self, TypeVar
 
-from bso_server.core.registry import installed
+import numpy as np
+from pydantic import BaseModel, ValidationError, ValidationInfo, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from bso_server.core.model import OBSERVED, Arm, Cheapest, TrialRecord, arms_after, cost_of
+from bso_server.core.policy import bandit_entered_from_the_start, find, installed, memory_after
 from bso_server.errors import InvalidImportError, JobConflictError
-from bso_server.service import views
-from bso_server.service.messages import ExportHead
+from bso_server.service import reading
+from bso_server.service.exports import JobExport, TrialExport, line_of
+from bso_server.service.loading import Unsaved
 from bso_server.service.refusals import refuse_folder_name
-from bso_server.service.transfer import ExportReader, ImportedJob, ImportedTrial
 from bso_server.storage import imports, queries
-from bso_server.storage.rows import StoredEpoch
+from bso_server.storage.rows import (
+    TRIAL,
+    StoredDecision,
+    StoredEpoch,
+    StoredJob,
+    StoredMemory,
+    StoredPowerProfile,
+    trial_from,
+)
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import JobSummary
+from zeus_plugins.protocol import ALIVE, ZEUS, CreatedJob, JobSummary, Origin, TrialState
+
+# A job of hundreds of thousands of reports. Larger ones are imported next to the database, without HTTP.
+MAX_IMPORT_BYTES = 256 * 1024 * 1024
+
+# That of a trial with some hundred thousand reports.
+LONGEST_LINE_BYTES = 32 * 1024 * 1024
 
 # Rows that one transaction writes, or removes, at most.
 _ROWS_AT_ONCE = 500
 
-# Bytes that are read at a time, and trials that are remembered: some milliseconds of work.
-_PIECE_BYTES = 65536
+# Bytes of lines, and trials that have ended, that are read at a time: some milliseconds of work.
+_BYTES_AT_ONCE = 64 * 1024
 _TRIALS_AT_ONCE = 100
 
 # After so long without anything new an import has been broken off, and its job is removed.
 SILENCE = timedelta(minutes=10)
 _REFRESH = SILENCE / 10
 
+# What a trial's reports tell of its epochs, of which Zeus keeps nothing.
+_OF_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
+
+Message = TypeVar("Message", bound=BaseModel)
+
 logger = logging.getLogger("bso_server")
+
+
+def _contradiction(field: str, message: str) -> ValidationError:
+    """Return an error of a field, for validators of whole messages: pydantic itself would name no field."""
+    error = PydanticCustomError("contradiction", "{message}", {"message": message})
+    return ValidationError.from_exception_data("export", [InitErrorDetails(type=error, loc=(field,), input=None)])
+
+
+class ImportedJob(JobExport):
+    """The job of an export whose facts go together."""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        survivors = self.survivors or ()
+        if list(survivors) != sorted(set(survivors) & set(self.job.batch_sizes)):
+            raise _contradiction("survivors", "survivors are some of the job's batch_sizes, ascending")
+        if self.rng_state is not None:
+            try:
+                np.random.default_rng(0).bit_generator.state = json.loads(self.rng_state)
+            except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+                raise _contradiction("rng_state", f"not the state of a random generator: {error}") from error
+        return self
+
+
+class ImportedTrial(TrialExport):
+    """A trial of an export whose facts go together. The context of its validation holds its registration as ``job``."""
+
+    def record_of(self, job_id: str) -> TrialRecord:
+        """Return the trial's row in this job."""
+        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL.names}})
+
+    @model_validator(mode="after")
+    def _is_finite(self) -> Self:
+        for field in self.not_finite:
+            raise _contradiction(field, "was NaN or infinite in the database that wrote this line: give it a number")
+        return self
+
+    @model_validator(mode="after")
+    def _is_alive_or_has_ended(self) -> Self:
+        is_alive = self.state in ALIVE
+        for name in ("ended_event", "ended_at"):
+            if (getattr(self, name) is None) is not is_alive:
+                raise _contradiction(name, f"goes with having ended, and the trial is {self.state}")
+        if self.ended_event is not None and self.ended_event < self.started_event:
+            raise _contradiction("ended_event", "lies before started_event")
+        if (self.lease_expires_at is None) is is_alive:
+            raise _contradiction("lease_expires_at", f"goes with being alive, and the trial is {self.state}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_reported_or_not(self, info: ValidationInfo) -> Self:
+        has_reported = self.report_count > 0
+        is_untold = has_reported and not self.epochs and all(getattr(self, name) is None for name in _OF_EPOCHS)
+        # Zeus's policy needs nothing of the epochs of a trial that has ended.
+        is_of_zeus = is_untold and self.state not in ALIVE and _job_in(info).policy == ZEUS
+        measured = ["time_s", "energy_j", "reported_at"]
+        for name in measured if is_of_zeus else [*measured, "metric", *_OF_EPOCHS]:
+            if (getattr(self, name) is None) is has_reported:
+                raise _contradiction(name, f"goes with having reported, and report_count is {self.report_count}")
+        if self.cost_deviations_j2 is not None and not has_reported:
+            raise _contradiction("cost_deviations_j2", "goes with having reported, and report_count is 0")
+        if self.state in OBSERVED and not has_reported:
+            raise _contradiction("report_count", f"a trial becomes {self.state} by a report")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_job(self, info: ValidationInfo) -> Self:
+        job = _job_in(info)
+        if self.batch_size not in job.batch_sizes:
+            message = f"{self.batch_size} is not one of the job's batch_sizes {list(job.batch_sizes)}"
+            raise _contradiction("batch_size", message)
+        if self.state is TrialState.COMPLETED and cost_of(job, self.record_of("")) <= 0:
+            raise _contradiction("energy_j", "the target was reached at a cost of 0 J, which no later run could beat")
+        return self
+
+    @model_validator(mode="after")
+    def _has_epochs_in_order(self) -> Self:
+        # The report that ended a trial is not kept beside it.
+        kept = self.report_count - (self.state in OBSERVED)
+        numbers = [epoch.report_number for epoch in self.epochs]
+        if numbers != sorted(set(numbers)) or numbers[-1:] > [kept]:
+            raise _contradiction("epochs", f"there are {kept} at most, each with its own report_number, ascending")
+        if self.first_epoch is not None and self.epoch is not None:
+            is_beyond = self.first_epoch > self.epoch
+            if is_beyond or (self.report_count == 1 and self.first_epoch != self.epoch):
+                message = f"does not go with epoch {self.epoch:g} after {self.report_count} reports"
+                raise _contradiction("first_epoch", message)
+        return self
+
+    @model_validator(mode="after")
+    def _has_reasons_and_limits(self) -> Self:
+        if (self.epoch_bound is None) is not (self.epoch_bound_reason is None):
+            raise _contradiction("epoch_bound_reason", "goes with epoch_bound: both or neither")
+        for name in ("power_limit_w", "power_profile"):
+            if getattr(self, name) is not None and self.power_limits is None:
+                raise _contradiction("power_limits", f"goes with {name}")
+        return self
+
+
+def _job_in(info: ValidationInfo) -> CreatedJob:
+    job: CreatedJob = (info.context or {})["job"]
+    return job
+
+
+def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **context: CreatedJob) -> Message:
+    """Return the message that a line of JSON holds, or that these fields are.
+
+    Raises:
+        InvalidImportError: It is not JSON, or not such a message; the error names the place and the field.
+    """
+    try:
+        if isinstance(given, bytes):
+            return kind.model_validate_json(given, context=context)
+        return kind.model_validate(given, context=context)
+    except ValidationError as error:
+        raise refusal(error, place) from error
+
+
+def renamed(line: bytes, place: str, job_id: str) -> bytes:
+    """Return the first line of an export with another id for the job; errors as of `read`."""
+    export = read(JobExport, line, place)
+    job = export.job.model_dump() | {"job_id": job_id}
+    return line_of(read(JobExport, export.model_dump() | {"job": job}, place))
+
+
+def refusal(error: ValidationError, place: str = "") -> InvalidImportError:
+    """Return an error of pydantic's as one of the import: what is wrong first, and where."""
+    first, *others = error.errors(include_url=False, include_context=False, include_input=False)
+    # The parser does not know that the text is one line of many.
+    said = first["msg"].removeprefix("Value error, ").replace(" at line 1 column ", " at column ")
+    more = f"; and {len(others)} more" if others else ""
+    return _invalid(place, ".".join(map(str, first["loc"])), f"{said}{more}")
+
+
+def _invalid(place: str, field: str, message: str) -> InvalidImportError:
+    where = ", ".join(filter(None, (place, field)))
+    return InvalidImportError(f"{where}: {message}", field=where)
+
+
+@dataclass(frozen=True, slots=True)
+class ImportedRows:
+    """The rows of one trial."""
+
+    trial: TrialRecord
+    epochs: tuple[StoredEpoch, ...]
+    power_profile: StoredPowerProfile | None
+    decision: StoredDecision | None
+
+
+class JobInImport:
+    """A job that is being imported: first trial by trial, and then what follows from them, end by end.
+
+    Args:
+        place: The place of the job in the export, for errors.
+        given: Its line, or the fields of it.
+        mark: The mark that the import's latest transaction has left (`storage.imports`).
+
+    Raises:
+        InvalidImportError: The line is no job, or its facts do not go together.
+    """
+
+    def __init__(self, place: str, given: bytes | Mapping[str, Any], mark: datetime) -> None:
+        self.export = export = read(ImportedJob, given, place)
+        self.mark, self._place = mark, place
+        self.job_id = export.job.job_id
+        self._trial_count = self._started_event = 0
+        # The events at which trials began or ended.
+        self._events: set[int] = set()
+        self._bandit_entered_at = bandit_entered_from_the_start(export.job)
+        self._has_bandit = False
+        self._arms = {size: Arm(size) for size in export.job.batch_sizes}
+        self._cheapest: Cheapest | None = None
+        self._memory = find(export.job.policy).begun_memory(export.job)
+
+    def add(self, trial: ImportedTrial, place: str) -> ImportedRows:
+        """Take the next trial.
+
+        Raises:
+            InvalidImportError: It contradicts a trial before it.
+        """
+        self._check_order(trial, place)
+        self._trial_count += 1
+        self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
+        if trial.origin is Origin.BANDIT:
+            self._has_bandit = True
+            if self._bandit_entered_at is None:
+                self._bandit_entered_at = trial.started_event
+        key = self.job_id, trial.trial_number
+        profile = trial.power_profile
+        return ImportedRows(
+            trial.record_of(self.job_id),
+            tuple(StoredEpoch(*key, **dict(epoch)) for epoch in trial.epochs),
+            None if profile is None else StoredPowerProfile(*key, trial.batch_size, **dict(profile)),
+            None if trial.decision is None else StoredDecision(*key, trial.decision),
+        )
+
+    def _check_order(self, trial: ImportedTrial, place: str) -> None:
+        """Trials count from 1; each begins after the one before it, and no two things happen at the same event."""
+        number = self._trial_count + 1
+        if trial.trial_number != number:
+            message = f"trials are numbered 1, 2, 3, …: number {number} is missing or out of order"
+            raise _invalid(place, "trial_number", message)
+        if trial.started_event <= self._started_event:
+            message = f"trial {number} begins after trial {number - 1}, at a larger event"
+            raise _invalid(place, "started_event", message)
+        self._started_event = trial.started_event
+        for field in ("started_event", "ended_event"):
+            event = getattr(trial, field)
+            if event in self._events:
+                raise _invalid(place, field, f"event {event} is taken already")
+            if event is not None:
+                self._events.add(event)
+
+    def close(self) -> None:
+        """There are no more trials.
+
+        Raises:
+            InvalidImportError: Something is missing.
+        """
+        if self._trial_count != self.export.trials:
+            message = f"{self.export.trials} trials should follow, and there are {self._trial_count}"
+            raise _invalid(self._place, "trials", message)
+        if (self.export.survivors is not None) is not self._has_bandit:
+            message = "survivors go with trials of origin bandit: both or neither"
+            raise _invalid(self._place, "survivors", message)
+
+    def fold(self, ended: Iterable[TrialRecord]) -> None:
+        """Remember the next trials in order of their ends."""
+        job, ended = self.export.job, list(ended)
+        for trial in ended:
+            self._cheapest = Cheapest.of_both(self._cheapest, job, trial)
+        self._arms |= arms_after(job, self._arms, ended, bandit_entered_at=self._bandit_entered_at)
+        self._memory = memory_after(job, self._memory, ended)
+
+    def save(self, transaction: Transaction) -> None:
+        """Save the job and what follows from its trials, once all trials that have ended were folded."""
+        job, event = self.export.job, max(self._events, default=0)
+        stored = StoredJob(
+            registration=job,
+            created_at=self.export.created_at,
+            rng_state=self.export.rng_state,
+            owner=self.export.owner,
+            shared=self.export.shared,
+            event_count=event,
+            trial_count=self._trial_count,
+            cheapest=self._cheapest,
+            bandit_entered_at=self._bandit_entered_at,
+            folded_event=event,
+            survivors=self.export.survivors,
+        )
+        transaction.update_jobs([stored])
+        policy = find(job.policy)
+        keeps = policy.memory is not None
+        memory = StoredMemory(self.job_id, policy.version, event, self._memory) if keeps else None
+        Unsaved(self._arms, memory).save(transaction, stored)
+        transaction.log("job %s imported with %d trials", self.job_id, self._trial_count)
 
 
 class Imports:
@@ -50,33 +333,36 @@ class Imports:
         self._store = store
         self._clock = clock
 
-    async def run(self, pieces: AsyncIterable[bytes]) -> JobSummary:
+    async def import_job(self, pieces: AsyncIterable[bytes], *, first_line: int = 1) -> JobSummary:
         """Create a job with all its trials from an export; it is there as a whole or not at all.
 
+        Args:
+            pieces: The text of the export, some kilobytes at a time.
+            first_line: Number of its first line, for errors.
+
         Raises:
-            MalformedJsonError: It is no JSON.
             InvalidImportError: It is no export, or its facts contradict each other.
             JobConflictError: Its id is taken, or being imported.
             InvalidJobError: It could not be served under its id.
             PolicyNotInstalledError: Its policy is not here.
         """
-        staged: _StagedJob | None = None
-        reader = ExportReader()
+        begun: JobInImport | None = None
         try:
-            async for piece in _sized(pieces):
-                trials = await asyncio.to_thread(reader.feed, piece)
-                if staged is None and reader.head is not None:
-                    job = ImportedJob(reader.head)
-                    staged = _StagedJob(self._store, job, await self._begun(job.head, job.job_id), self._clock)
-                if staged is not None:
-                    await staged.add(await asyncio.to_thread(staged.job.take_all, trials))
-            if staged is None:
-                raise InvalidImportError("nothing was sent", field="body")
-            return await staged.finished()
+            async for lines in _lines_in(pieces, first_line):
+                job = begun or JobInImport(*lines.pop(0), _mark(self._clock()))
+                trials = await asyncio.to_thread(_rows_of, job, lines)
+                if begun is None:
+                    await self.remove_broken()
+                    await self._store.write(_begin, job)
+                    begun = job
+                await self._write(job, trials)
+            if begun is None:
+                raise _invalid(f"line {first_line}", "", "there is no export, the text is empty")
+            return await self._finish(begun)
         except Exception:
             # What ends the process leaves it to `remove_broken`.
-            if staged is not None:
-                await self._remove(staged.job.job_id, staged.mark)
+            if begun is not None:
+                await self._remove(begun.job_id, begun.mark)
             raise
 
     async def remove_broken(self) -> None:
@@ -85,12 +371,27 @@ class Imports:
             if await self._remove(job_id, mark):
                 logger.warning("job %s: its import was broken off, and what it had written is removed", job_id)
 
-    async def _begun(self, head: ExportHead, job_id: str) -> datetime:
-        """The mark of a new import."""
-        await self.remove_broken()
+    async def _write(self, job: JobInImport, trials: list[ImportedRows]) -> None:
+        epochs = [epoch for each in trials for epoch in each.epochs]
+        await self._write_rows(job, trials, epochs[:_ROWS_AT_ONCE])
+        for first in range(_ROWS_AT_ONCE, len(epochs), _ROWS_AT_ONCE):
+            await self._write_rows(job, [], epochs[first : first + _ROWS_AT_ONCE])
+
+    async def _write_rows(self, job: JobInImport, trials: list[ImportedRows], epochs: list[StoredEpoch]) -> None:
         mark = _mark(self._clock())
-        await self._store.write(_begin, head, job_id, mark)
-        return mark
+        await self._store.write(_add, job, trials, epochs, mark)
+        job.mark = mark
+
+    async def _finish(self, job: JobInImport) -> JobSummary:
+        """Write what follows from all trials: from now on the job is there."""
+        job.close()
+        event = 0
+        while ended := await self._store.read(queries.ended_after, job.job_id, event, _TRIALS_AT_ONCE):
+            await asyncio.to_thread(job.fold, ended)
+            event = ended[-1].ended_event or 0
+            if self._clock() - job.mark > _REFRESH:
+                await self._write_rows(job, [], [])
+        return await self._store.write(_finish, job)
 
     async def _remove(self, job_id: str, mark: datetime) -> bool:
         """Remove a job that is being imported, unless its import has gone on since this mark; whether that is done."""
@@ -102,59 +403,38 @@ class Imports:
             mark = after
 
 
-class _StagedJob:
-    """A job that is being imported, and the mark of its last transaction."""
+async def _lines_in(pieces: AsyncIterable[bytes], number: int) -> AsyncIterator[list[tuple[str, bytes]]]:
+    """Yield the lines of a text that are not blank, each with its place: the first at once, the others some at a time.
 
-    def __init__(self, store: Store, job: ImportedJob, mark: datetime, clock: Callable[[], datetime]) -> None:
-        self.job, self.mark = job, mark
-        self._store, self._clock = store, clock
-        # Trials, with their profiles, and reports that wait until there are enough of them.
-        self._trials: list[ImportedTrial] = []
-        self._epochs: list[StoredEpoch] = []
-
-    async def add(self, trials: list[ImportedTrial]) -> None:
-        """Write trials, perhaps later."""
-        for each in trials:
-            self._trials.append(each)
-            self._epochs += each.epochs
-            if len(self._trials) + len(self._epochs) >= _ROWS_AT_ONCE:
-                await self._write()
-
-    async def finished(self) -> JobSummary:
-        """Write what is left, and what follows from all trials: from now on the job is there."""
-        await self._write()
-        self.job.close()
-        event = 0
-        while True:
-            ended = await self._store.read(queries.ended_after, self.job.job_id, event, _TRIALS_AT_ONCE)
-            if not ended:
-                break
-            await asyncio.to_thread(self.job.fold, ended)
-            event = ended[-1].ended_event or 0
-            if self._clock() - self.mark > _REFRESH:
-                await self._write_rows([], [])
-        return await self._store.write(_finish, self.job, self.mark)
-
-    async def _write(self) -> None:
-        """Write the rows that wait, so many at a time: trials before their reports."""
-        trials, self._trials = self._trials, []
-        epochs, self._epochs = self._epochs, []
-        await self._write_rows(trials, epochs[:_ROWS_AT_ONCE])
-        for first in range(_ROWS_AT_ONCE, len(epochs), _ROWS_AT_ONCE):
-            await self._write_rows([], epochs[first : first + _ROWS_AT_ONCE])
-
-    async def _write_rows(self, trials: list[ImportedTrial], epochs: list[StoredEpoch]) -> None:
-        before, after = self.mark, _mark(self._clock())
-        await self._store.write(_add, self.job.job_id, trials, epochs, before=before, after=after)
-        self.mark = after
-
-
-async def _sized(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
-    """The same bytes in pieces that are not too large, and an empty one as the end."""
+    Raises:
+        InvalidImportError: A line is too long.
+    """
+    lines: list[tuple[str, bytes]] = []
+    parts: list[bytes] = []
+    waiting = length = enough = 0
     async for piece in pieces:
-        for first in range(0, len(piece), _PIECE_BYTES):
-            yield piece[first : first + _PIECE_BYTES]
-    yield b""
+        *ends, rest = piece.split(b"\n")
+        for end in ends:
+            text, parts, length = b"".join([*parts, end]), [], 0
+            if text.strip():
+                lines.append((f"line {number}", text))
+            number += 1
+        parts.append(rest)
+        length += len(rest)
+        waiting += len(piece)
+        if length > LONGEST_LINE_BYTES:
+            raise _invalid(f"line {number}", "", f"it is longer than {LONGEST_LINE_BYTES} bytes")
+        if lines and waiting >= enough:
+            yield lines
+            lines, waiting, enough = [], 0, _BYTES_AT_ONCE
+    if (text := b"".join(parts)).strip():
+        lines.append((f"line {number}", text))
+    if lines:
+        yield lines
+
+
+def _rows_of(job: JobInImport, lines: list[tuple[str, bytes]]) -> list[ImportedRows]:
+    return [job.add(read(ImportedTrial, text, place, job=job.export.job), place) for place, text in lines]
 
 
 def _mark(now: datetime) -> datetime:
@@ -162,38 +442,33 @@ def _mark(now: datetime) -> datetime:
     return now.replace(microsecond=secrets.randbelow(1_000_000))
 
 
-def _begin(transaction: Transaction, head: ExportHead, job_id: str, mark: datetime) -> None:
+def _begin(transaction: Transaction, job: JobInImport) -> None:
+    export, job_id = job.export, job.job_id
     if transaction.job(job_id) is not None:
         raise JobConflictError(
             f"job {job_id!r} exists: import under another job_id, or delete the job first", field="job.job_id"
         )
     other = imports.mark_of(transaction, job_id)
-    if other == mark:
+    if other == job.mark:
         return  # Committed before the connection was lost.
     if other is not None:
         raise JobConflictError(
             f"job {job_id!r} is being imported at present: if that was broken off, it is forgotten {SILENCE} later",
             field="job.job_id",
         )
-    refuse_folder_name(head.job)
-    installed(head.job.policy)
+    refuse_folder_name(export.job)
+    installed(export.job.policy)
     # Another server's, perhaps: nobody here has that token, so the job is open to all.
-    owner = None if transaction.token(head.owner or "") is None else head.owner
-    transaction.insert_job(head.job, head.created_at, owner=owner, shared=head.shared, importing_at=mark)
+    owner = None if transaction.token(export.owner or "") is None else export.owner
+    transaction.insert_job(export.job, export.created_at, owner=owner, shared=export.shared, importing_at=job.mark)
 
 
 def _add(
-    transaction: Transaction,
-    job_id: str,
-    trials: list[ImportedTrial],
-    epochs: list[StoredEpoch],
-    *,
-    before: datetime,
-    after: datetime,
+    transaction: Transaction, job: JobInImport, trials: list[ImportedRows], epochs: list[StoredEpoch], mark: datetime
 ) -> None:
-    if not imports.replace_mark(transaction, job_id, before, after):
-        if imports.mark_of(transaction, job_id) != after:
-            raise JobConflictError(f"the import of job {job_id!r} fell silent for {SILENCE}, and was given up")
+    if not imports.replace_mark(transaction, job.job_id, job.mark, mark):
+        if imports.mark_of(transaction, job.job_id) != mark:
+            raise _given_up(job.job_id)
         return  # Committed before the connection was lost.
     transaction.insert_trials([each.trial for each in trials])
     transaction.insert_epochs(epochs)
@@ -201,16 +476,18 @@ def _add(
     transaction.insert_decisions(each.decision for each in trials if each.decision is not None)
 
 
-def _finish(transaction: Transaction, job: ImportedJob, mark: datetime) -> JobSummary:
-    if imports.replace_mark(transaction, job.job_id, mark, None):
-        transaction.update_jobs([job.stored])
-        job.unsaved.save(transaction, job.stored)
-        transaction.log("job %s imported with %d trials", job.job_id, job.stored.trial_count)
+def _finish(transaction: Transaction, job: JobInImport) -> JobSummary:
+    if imports.replace_mark(transaction, job.job_id, job.mark, None):
+        job.save(transaction)
     # Or it was committed before the connection was lost.
     stored = transaction.job(job.job_id)
     if stored is None:
-        raise JobConflictError(f"the import of job {job.job_id!r} fell silent for {SILENCE}, and was given up")
-    return views.summary(stored)
+        raise _given_up(job.job_id)
+    return reading.job_summary(stored)
+
+
+def _given_up(job_id: str) -> JobConflictError:
+    return JobConflictError(f"the import of job {job_id!r} fell silent for {SILENCE}, and was given up")
 
 
 def _remove_some(transaction: Transaction, job_id: str, before: datetime, after: datetime) -> int | None:

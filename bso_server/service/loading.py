@@ -9,14 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from bso_server.core.access import Caller
-from bso_server.core.history import Arm, History, arms_after, is_counted_exploration
-from bso_server.core.model import TrialRecord
-from bso_server.core.registry import find
-from bso_server.core.replay import memory_after
+from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
+from bso_server.core.policy import find, memory_after
 from bso_server.errors import UnknownJobError, UnknownTrialError
-from bso_server.service.ownership import log_replaced, require_trial
-from bso_server.service.refusals import refuse_other_registration, refuse_other_size, refuse_stale_run
-from bso_server.storage import queries as stored_queries
+from bso_server.service.refusals import (
+    log_replaced,
+    refuse_other_registration,
+    refuse_other_size,
+    refuse_stale_run,
+    require_trial,
+)
+from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, StoredMemory
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import ALIVE, Heartbeat, TrialId, TrialState
@@ -33,7 +36,7 @@ def known_job(transaction: Transaction, job_id: str) -> StoredJob:
 def known_trial(transaction: Transaction, job_id: str, trial_number: int) -> tuple[StoredJob, TrialRecord]:
     """The rows of a trial and of its job, or `UnknownJobError` or `UnknownTrialError`."""
     job = known_job(transaction, job_id)
-    trial = stored_queries.trial(transaction, job_id, trial_number)
+    trial = queries.trial(transaction, job_id, trial_number)
     if trial is None:
         raise UnknownTrialError(job_id, trial_number)
     return job, trial

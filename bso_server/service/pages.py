@@ -1,33 +1,33 @@
-"""The content of the dashboard's pages: views, and the queries that fill them, each a function over one transaction.
+"""The content of the dashboard's pages: functions over one transaction that fill the views of `views`.
 
-Each query gives the version of what it found, too: a short text that changes whenever the view does. A reader who
-knows it already gets no view, and the database is hardly asked for more than the version.
+Each also gives the version of the view: a short text that changes whenever the view does. A reader who knows the
+version already gets no view, and the database is hardly asked for more than the version.
 
-Those that take a `job_id` or a `trial_number` raise `UnknownJobError` or `UnknownTrialError` if there is none.
+Functions that take a `job_id` or a `trial_number` raise `UnknownJobError` or `UnknownTrialError` if there is none.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import accumulate
-from typing import TypeVar
+from typing import Generic, TypeVar
+
+import numpy as np
 
 from bso_server.core.model import Expectations, TrialRecord
 from bso_server.core.policy import expectations, stop_rule
-from bso_server.core.savings import Tally, cost_of_default_j, gain_j, savings
-from bso_server.core.whatif import Line, best_by_eta
+from bso_server.core.savings import Line, Span, Tally, best_by_eta, cost_of_default_j, gain_j, savings
 from bso_server.errors import PolicyNotInstalledError
-from bso_server.service import views
+from bso_server.service import reading
 from bso_server.service.loading import known_job, known_trial, load_history
-from bso_server.service.older_trials import OlderTrials
-from bso_server.service.page_views import (
-    EtaSpan,
+from bso_server.service.views import (
     HealthPage,
     JobLine,
     JobPage,
@@ -36,42 +36,84 @@ from bso_server.service.page_views import (
     SizeMeans,
     Tariff,
     TokensPage,
+    TrialBin,
     TrialPage,
     TrialPoint,
     WhatIfPage,
 )
-from bso_server.service.queries import explanation_of
-from bso_server.storage import queries as stored_views
+from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, TrialTotals
 from bso_server.storage.transaction import Transaction
-from zeus_plugins.protocol import ALIVE, JobRegistration, SavingsView, TrialState
+from zeus_plugins.protocol import ALIVE, CreatedJob, SavingsView, TrialState
 
 JOBS_ON_A_PAGE = 50
 POINTS_OF_A_JOB = 1000
 TRIALS_IN_THE_LOG = 50
 _SPARKS = 30
-_CACHED_JOBS = 2000
+_CACHED_LINES = 2000
+_CACHED_BINS = 200
 
+# Trials that are too old to be shown one by one are shown as quantiles of so many in a row: the middle four in five.
+_LEAST_WIDTH = 100
+_MOST_BINS = 50
+_QUANTILES = (0.1, 0.5, 0.9)
+
+T = TypeVar("T")
 View = TypeVar("View", JobsPage, JobPage, MomentPage, TrialPage, WhatIfPage, HealthPage, TokensPage)
 Found = tuple[str, View | None]
 """The version of a view, and the view unless its reader knows this version."""
 
 
-class Pages:
-    """The queries of this module, each to be run in a transaction that only reads.
+class _Cache(Generic[T]):
+    """The values that were put in last, for transactions in several threads."""
 
-    What follows from the trials of a job in the list of jobs is remembered until one of them changes.
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[str, T] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: str) -> T | None:
+        with self._lock:
+            return self._values.get(key)
+
+    def put(self, key: str, value: T) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            if len(self._values) > self._most:
+                self._values.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """What is remembered of a job's trials up to its last whole bin, of which hardly any changes any more.
+
+    Attributes:
+        version: Names the job, the last of these trials, and how many of the job's trials were set aside.
+        event: The job's latest event by then.
+        tallies: The tallies of these trials.
+        bins: Their bins.
+    """
+
+    version: tuple[str | None, datetime, int, int]
+    event: int
+    tallies: Sequence[Tally]
+    bins: tuple[TrialBin, ...]
+
+
+class Pages:
+    """The content of all pages about jobs; each method runs in a transaction that only reads.
+
+    What follows from the trials of a job is remembered until one of them changes.
 
     Args:
         tariff: The price of energy.
     """
 
     def __init__(self, tariff: Tariff) -> None:
-        self.tariff = tariff
-        self._lines: OrderedDict[str, JobLine] = OrderedDict()
-        self._older = OlderTrials()
-        # Transactions run in several threads.
-        self._lock = threading.Lock()
+        self._tariff = tariff
+        self._lines = _Cache[JobLine](_CACHED_LINES)
+        self._settled = _Cache[_Settled](_CACHED_BINS)
 
     def jobs(
         self,
@@ -81,183 +123,235 @@ class Pages:
         cursor: str | None = None,
         known: str | None = None,
     ) -> Found[JobsPage]:
-        """A page of jobs whose ids contain a text, after the one that `cursor` names."""
-        found = stored_views.job_versions(transaction, containing=containing, after=cursor, limit=JOBS_ON_A_PAGE + 1)
+        """Return a page of jobs whose ids contain a text, after the job that `cursor` names."""
+        found = queries.job_versions(transaction, containing=containing, after=cursor, limit=JOBS_ON_A_PAGE + 1)
         shown = found[:JOBS_ON_A_PAGE]
         version = digest([containing, cursor, len(found), shown])
         if version == known:
             return version, None
         lines = tuple(self._line(transaction, job_id, own) for job_id, own in shown)
         next_cursor = shown[-1][0] if len(found) > len(shown) else None
-        return version, JobsPage(jobs=lines, next_cursor=next_cursor, containing=containing, tariff=self.tariff)
+        return version, JobsPage(jobs=lines, next_cursor=next_cursor, containing=containing, tariff=self._tariff)
 
     def _line(self, transaction: Transaction, job_id: str, version: str) -> JobLine:
-        with self._lock:
-            line = self._lines.pop(version, None)
-        line = line or _line_of(transaction, known_job(transaction, job_id))
-        with self._lock:
-            self._lines[version] = line
-            if len(self._lines) > _CACHED_JOBS:
-                self._lines.popitem(last=False)
+        line = self._lines.get(version) or _line_of(transaction, known_job(transaction, job_id))
+        self._lines.put(version, line)
         return line
 
     def job(self, transaction: Transaction, job_id: str, *, known: str | None = None) -> Found[JobPage]:
-        """One job."""
+        """Return one job."""
         stored = known_job(transaction, job_id)
         # None has ended after the latest event.
         alive = transaction.open_trials(job_id, stored.event_count, with_explorations=False)
-        version = _version_of(stored, alive, stored_views.withdrawn_count(transaction, job_id))
+        # Heartbeats renew leases, which no page of a job shows.
+        silent = [replace(trial, lease_expires_at=None) for trial in alive]
+        version = digest([stored, queries.withdrawn_count(transaction, job_id), silent])
         return version, None if version == known else self._job_page(transaction, stored, alive)
 
     def report(self, transaction: Transaction, job_id: str) -> JobPage:
-        """One job, for a reader who knows nothing of it."""
+        """Return one job, for a reader who knows no version of it."""
         stored = known_job(transaction, job_id)
-        return self._job_page(transaction, stored, stored_views.alive_trials(transaction, job_id))
+        return self._job_page(transaction, stored, queries.alive_trials(transaction, job_id))
 
     def _job_page(self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]) -> JobPage:
-        job_id = stored.job_id
+        job, job_id = stored.registration, stored.job_id
         history, _ = load_history(transaction, stored)
-        older = max(stored.trial_count - POINTS_OF_A_JOB, 0)
-        tallies, bins = self._older.look(transaction, stored, alive, older)
-        latest = stored_views.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
-        view = views.job(stored, history, tallies, latest)
-        totals = stored_views.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
-        means = means_of(stored.registration, tallies)
-        points = _points(stored.registration, totals, tallies, view.savings, means)
-        profiles = views.power_profiles(stored, stored_views.power_profiles_of(transaction, job_id)).profiles
-        newest = {profile.batch_size: profile for profile in profiles}
+        tallies, older = self._older(transaction, stored, alive)
+        latest = queries.latest_trials(transaction, job_id, limit=TRIALS_IN_THE_LOG)
+        view = reading.job_view(stored, history, tallies, latest)
+        totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB)
+        means = _means_of(job, tallies)
+        points = _points(job, totals, tallies, view.savings, means)
+        profiles = queries.power_profiles_of(transaction, job_id)
+        newest = {each.batch_size: reading.power_profile_view(each) for each in profiles}
         return JobPage(
             view=view,
             created_at=stored.created_at,
             running=len(alive),
             last_activity_at=max(_instants(stored, [*latest, *alive])),
             points=points,
-            older=bins,
-            paid_back_in=_paid_back_in(points, stored.registration.default_batch_size),
+            older=older,
+            paid_back_in=_paid_back_in(points, job.default_batch_size),
             means=means,
-            best_by_eta=best_sizes(stored.registration, means),
+            best_by_eta=_best_by_eta(job, means),
             power_profiles=tuple(newest[size] for size in sorted(newest)),
-            tariff=self.tariff,
+            tariff=self._tariff,
         )
+
+    def _older(
+        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord]
+    ) -> tuple[Sequence[Tally], tuple[TrialBin, ...]]:
+        """Return the tallies of all trials of a job, and the bins of those that are not shown one by one."""
+        older = max(stored.trial_count - POINTS_OF_A_JOB, 0)
+        width = bin_width(older)
+        last = older // width * width
+        if not last:
+            return queries.tallies(transaction, stored.job_id), _bins(transaction, stored, 1, older, width)
+        settled = self._settled_until(transaction, stored, alive, last, width)
+        rest = queries.tallies(transaction, stored.job_id, first=last + 1)
+        return [*settled.tallies, *rest], settled.bins + _bins(transaction, stored, last + 1, older, width)
+
+    def _settled_until(
+        self, transaction: Transaction, stored: StoredJob, alive: Sequence[TrialRecord], last: int, width: int
+    ) -> _Settled:
+        job_id = stored.job_id
+        withdrawn = queries.withdrawn_count(transaction, job_id)
+        version = (stored.registration.registration_id, stored.created_at, last, withdrawn)
+        known = self._settled.get(job_id)
+        if known is not None and known.version == version and not any(each.trial_number <= last for each in alive):
+            # A trial that was alive, or was brought back to life, may have ended since.
+            changed = queries.first_ended_after(transaction, job_id, known.event)
+            if changed is None or changed > last:
+                return known
+        tallies = queries.tallies(transaction, job_id, last=last)
+        found = _Settled(version, stored.event_count, tallies, _bins(transaction, stored, 1, last, width))
+        self._settled.put(job_id, found)
+        return found
 
     def trial(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[TrialPage]:
-        """One trial with its reports."""
+        """Return one trial with its reports."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
         cheapest_j = None if stored.cheapest is None or not is_alive else stored.cheapest.cost_j
         version = digest([stored.registration, stored.trial_count, cheapest_j, trial])
         if version == known:
             return version, None
-        kept = stored_views.epochs_of(transaction, job_id, trial_number)
-        profile = stored_views.power_profiles_of(transaction, job_id, trial_number, trial_number)
+        profiles = queries.power_profiles_of(transaction, job_id, trial_number, trial_number)
         rule = stop_rule(stored.registration, trial, cheapest_j)
         return version, TrialPage(
             job=stored.registration,
-            trial=views.trial(stored.registration, trial),
+            trial=reading.trial_view(stored.registration, trial),
             reported_at=trial.reported_at,
             lease_expires_at=trial.lease_expires_at if is_alive else None,
             lease_epoch=trial.lease_epoch,
             report_count=trial.report_count,
-            epochs=views.epochs(stored.registration, trial, kept).epochs,
+            epochs=reading.epoch_views(transaction, stored.registration, trial),
             max_cost_j=rule.max_cost_j,
             max_epochs=rule.max_epochs,
-            power_profile=next(iter(views.power_profiles(stored, profile).profiles), None),
+            power_profile=reading.power_profile_view(profiles[0]) if profiles else None,
             last_trial_number=stored.trial_count,
-            explanation=explanation_of(transaction, stored, trial),
-            tariff=self.tariff,
+            explanation=reading.explanation_of(transaction, stored, trial),
+            tariff=self._tariff,
         )
 
     def moment(
         self, transaction: Transaction, job_id: str, trial_number: int, *, known: str | None = None
     ) -> Found[MomentPage]:
-        """The knowledge of the moment at which a trial was chosen."""
+        """Return what was known when a trial was chosen."""
         stored, trial = known_trial(transaction, job_id, trial_number)
-        # Later ends of the trials before it show in none of this.
-        withdrawn = stored_views.withdrawn_count(transaction, job_id)
+        # The page shows nothing of how earlier trials ended after this moment.
+        withdrawn = queries.withdrawn_count(transaction, job_id)
         version = digest([stored.registration, stored.trial_count, trial, withdrawn])
         if version == known:
             return version, None
-        totals = stored_views.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
+        totals = queries.trial_totals(transaction, job_id, limit=POINTS_OF_A_JOB, before=trial_number)
         return version, MomentPage(
             job=stored.registration,
-            trial=views.trial(stored.registration, trial),
-            explanation=explanation_of(transaction, stored, trial),
+            trial=reading.trial_view(stored.registration, trial),
+            explanation=reading.explanation_of(transaction, stored, trial),
             points=_points(stored.registration, [_as_of(each, trial.started_event) for each in totals]),
             last_trial_number=stored.trial_count,
         )
 
+    def what_if(
+        self,
+        transaction: Transaction,
+        job_id: str,
+        eta: float | None = None,
+        beta: float | None = None,
+        *,
+        known: str | None = None,
+    ) -> Found[WhatIfPage]:
+        """Return a job under another η and β; None: the job's own, an infinite β: no bound on the cost of a trial."""
+        stored = known_job(transaction, job_id)
+        job = stored.registration
+        eta = job.eta_knob if eta is None else eta
+        beta = job.beta_knob if beta is None else beta
+        beta = None if beta is None or math.isinf(beta) else beta
+        version = digest([job, stored.event_count, queries.withdrawn_count(transaction, job_id), eta, beta])
+        if version == known:
+            return version, None
+        tallies = queries.tallies(transaction, job_id)
+        means = _means_of(job.model_copy(update={"eta_knob": eta}), tallies)
+        best, own_best = _cheapest(means), _cheapest(_means_of(job, tallies))
+        return version, WhatIfPage(
+            job=job,
+            eta=eta,
+            beta=beta,
+            batch_size=None if best is None else best.batch_size,
+            own_batch_size=None if own_best is None else own_best.batch_size,
+            energy_share=best.energy_j / own_best.energy_j if best and own_best and own_best.energy_j else None,
+            time_share=best.time_s / own_best.time_s if best and own_best and own_best.time_s else None,
+            bound_j=None if best is None or beta is None else beta * best.cost_j,
+            means=means,
+            best_by_eta=_best_by_eta(job, means),
+            tariff=self._tariff,
+        )
+
+
+def digest(parts: Iterable[object]) -> str:
+    """Return the version of a view that depends on these parts."""
+    return hashlib.sha256(repr(list(parts)).encode()).hexdigest()[:20]
+
 
 def _as_of(trial: TrialTotals, event: int) -> TrialTotals:
-    """The trial as it stood at this event of the job, as far as that is known."""
+    """Return the trial as it stood at this event of the job, as far as that is known."""
     if trial.ended_event is not None and trial.ended_event < event:
         return trial
     return replace(trial, state=TrialState.RUNNING, time_s=None, energy_j=None)
 
 
-def _version_of(stored: StoredJob, alive: Sequence[TrialRecord], withdrawn: int) -> str:
-    # Heartbeats renew leases, of which no page of a job tells.
-    silent = [replace(trial, lease_expires_at=None) for trial in alive]
-    return digest([stored, withdrawn, silent])
-
-
-def digest(parts: Iterable[object]) -> str:
-    """The version of a view that depends on these."""
-    return hashlib.sha256(repr(list(parts)).encode()).hexdigest()[:20]
-
-
 def _line_of(transaction: Transaction, stored: StoredJob) -> JobLine:
-    alive = stored_views.alive_trials(transaction, stored.job_id)
+    alive = queries.alive_trials(transaction, stored.job_id)
     expected = Expectations({}, None)
-    # A job whose policy is not here must not hide all others.
+    # A job whose policy is not installed must not hide all others.
     with suppress(PolicyNotInstalledError):
         expected = expectations(load_history(transaction, stored)[0])
     best = expected.best
-    tallies = stored_views.tallies(transaction, stored.job_id)
     best_cost_j = None if best is None else expected.costs[best].mean_j
-    totals = stored_views.trial_totals(transaction, stored.job_id, limit=_SPARKS)
+    latest = queries.latest_instants(transaction, stored.job_id, limit=_SPARKS)
     return JobLine(
-        job=views.summary(stored),
+        job=reading.job_summary(stored),
         gpu_model=stored.registration.gpu_model,
         default_batch_size=stored.registration.default_batch_size,
         best_batch_size=best,
         running=len(alive),
-        last_activity_at=max(
-            [*stored_views.latest_instants(transaction, stored.job_id, limit=_SPARKS), *_instants(stored, alive)]
-        ),
-        savings=savings(stored.registration, tallies, best_cost_j),
-        latest=_points(stored.registration, totals),
+        last_activity_at=max([*latest, *_instants(stored, alive)]),
+        savings=savings(stored.registration, queries.tallies(transaction, stored.job_id), best_cost_j),
+        latest=_points(stored.registration, queries.trial_totals(transaction, stored.job_id, limit=_SPARKS)),
     )
 
 
 def _instants(stored: StoredJob, trials: Iterable[TrialRecord]) -> list[datetime]:
-    """The instants at which something was heard of a job and these of its trials."""
+    """Return the instants of the job's registration, and of what was heard of these trials."""
     instants = [instant for trial in trials for instant in (trial.started_at, trial.reported_at, trial.ended_at)]
     return [stored.created_at, *(instant for instant in instants if instant is not None)]
 
 
 def _points(
-    job: JobRegistration,
+    job: CreatedJob,
     totals: Sequence[TrialTotals],
     tallies: Sequence[Tally] = (),
     saved: SavingsView | None = None,
     means: Sequence[SizeMeans] = (),
 ) -> tuple[TrialPoint, ...]:
-    """The latest trials; with savings and regret run by run where what all trials have come to is given."""
-    nothing: Sequence[float | None] = [None] * len(totals)
+    """Return the latest trials; with savings and regret run by run if the tallies of all trials are given."""
     costs = [
         None if each.energy_j is None or each.time_s is None else job.cost_j(time_s=each.time_s, energy_j=each.energy_j)
         for each in totals
     ]
     spent = [(each, cost_j or 0.0) for each, cost_j in zip(totals, costs, strict=True)]
-    saved_j = regret_j = nothing
+    saved_j: Sequence[float | None] = [None] * len(totals)
+    regret_j = saved_j
     if saved is not None:
         default_j = cost_of_default_j(job, tallies) or 0.0
-        saved_j = _sums([gain_j(job, each, cost_j, default_j) for each, cost_j in spent], saved.cost_j.saved)
+        gains = [gain_j(job, each.batch_size, each.state, cost_j, default_j) for each, cost_j in spent]
+        saved_j = _sums(gains, saved.cost_j.saved)
     if means:
         least_j = min(each.cost_j for each in means)
-        losses = [_loss_j(each.state, cost_j, least_j) for each, cost_j in spent]
+        losses = [_loss_j(each.state, cost_j, 1, least_j) for each, cost_j in spent]
         regret_j = _sums(losses, _regret_j(job, tallies, least_j))
     return tuple(
         TrialPoint(each.trial_number, each.batch_size, each.state, *numbers)
@@ -266,25 +360,24 @@ def _points(
 
 
 def _sums(steps: Sequence[float], last: float) -> list[float]:
-    """Sums of steps, which have come to `last` with the latest one."""
+    """Return the running sums of steps, of which the last sum is `last`."""
     return [*accumulate(steps, initial=last - sum(steps))][1:]
 
 
-def _loss_j(state: TrialState, cost_j: float, least_j: float) -> float:
+def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> float:
+    costs = [(each, job.cost_j(time_s=each.sums.time_s, energy_j=each.sums.energy_j)) for each in tallies]
+    return sum(_loss_j(each.state, cost_j, each.trials, least_j) for each, cost_j in costs)
+
+
+def _loss_j(state: TrialState, cost_j: float, trials: int, least_j: float) -> float:
+    """Return the cost of trials in one state beyond as many runs to the target at the best size, joules."""
     if state in ALIVE or state is TrialState.WITHDRAWN:
         return 0.0
-    return cost_j - (least_j if state is TrialState.COMPLETED else 0.0)
-
-
-def _regret_j(job: JobRegistration, tallies: Iterable[Tally], least_j: float) -> float:
-    ended = [tally for tally in tallies if tally.state not in ALIVE and tally.state is not TrialState.WITHDRAWN]
-    reached = sum(tally.trials for tally in ended if tally.state is TrialState.COMPLETED)
-    spent = sum(job.cost_j(time_s=tally.sums.time_s, energy_j=tally.sums.energy_j) for tally in ended)
-    return spent - reached * least_j
+    return cost_j - (trials * least_j if state is TrialState.COMPLETED else 0.0)
 
 
 def _paid_back_in(points: Sequence[TrialPoint], default_batch_size: int) -> int | None:
-    """See `JobPage`: nothing but rounding may be lost from then on, and something was before."""
+    """Return the trial since which nothing but rounding is lost, if something was lost before; see `JobPage`."""
     if not points or points[-1].saved_j is None or points[-1].saved_j <= 0:
         return None
     paid = None
@@ -296,14 +389,13 @@ def _paid_back_in(points: Sequence[TrialPoint], default_batch_size: int) -> int 
     return None
 
 
-def best_sizes(job: JobRegistration, means: Iterable[SizeMeans]) -> tuple[EtaSpan, ...]:
-    """The sizes with the cheapest runs on average, as η goes from 0 to 1."""
-    lines = [Line(each.batch_size, job.max_power * each.time_s, each.energy_j) for each in means]
-    return tuple(EtaSpan(low=each.low, high=each.high, batch_size=each.batch_size) for each in best_by_eta(lines))
+def _best_by_eta(job: CreatedJob, means: Iterable[SizeMeans]) -> tuple[Span, ...]:
+    """Return the sizes with the cheapest runs on average, as η goes from 0 to 1."""
+    return tuple(best_by_eta([Line(each.batch_size, job.max_power * each.time_s, each.energy_j) for each in means]))
 
 
-def means_of(job: JobRegistration, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...]:
-    """The mean time, energy and cost of the runs to the target at each size, under the job's η."""
+def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...]:
+    """Return the mean time, energy and cost of the runs to the target at each size, under the job's η."""
     reached: dict[int, list[Tally]] = {}
     for tally in tallies:
         if tally.state is TrialState.COMPLETED:
@@ -316,3 +408,29 @@ def means_of(job: JobRegistration, tallies: Iterable[Tally]) -> tuple[SizeMeans,
         cost_j = job.cost_j(time_s=time_s, energy_j=energy_j)
         found.append(SizeMeans(batch_size=size, runs=runs, time_s=time_s, energy_j=energy_j, cost_j=cost_j))
     return tuple(found)
+
+
+def _cheapest(means: Sequence[SizeMeans]) -> SizeMeans | None:
+    return min(means, key=lambda each: (each.cost_j, each.batch_size), default=None)
+
+
+def bin_width(older: int) -> int:
+    """Return the number of trials in a bin: a hundred, doubled until there are few bins."""
+    width = _LEAST_WIDTH
+    while older > width * _MOST_BINS:
+        width *= 2
+    return width
+
+
+def _bins(transaction: Transaction, stored: StoredJob, first: int, last: int, width: int) -> tuple[TrialBin, ...]:
+    found: dict[int, list[float]] = {start: [] for start in range(first, last + 1, width)}
+    cost_j = stored.registration.cost_j
+    for number, state, time_s, energy_j in queries.consumption_between(transaction, stored.job_id, first, last):
+        if state is TrialState.COMPLETED and time_s is not None and energy_j is not None:
+            found[first + (number - first) // width * width].append(cost_j(time_s=time_s, energy_j=energy_j))
+    return tuple(_bin(start, min(start + width - 1, last), costs) for start, costs in found.items())
+
+
+def _bin(first: int, last: int, costs_j: Sequence[float]) -> TrialBin:
+    low_j, median_j, high_j = np.quantile(costs_j, _QUANTILES).tolist() if costs_j else (None, None, None)
+    return TrialBin(first, last, len(costs_j), low_j, median_j, high_j)

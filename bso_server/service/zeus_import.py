@@ -8,24 +8,22 @@ Zeus has kept.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, tzinfo
+from typing import Any, Literal, NamedTuple, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from bso_server.core.history import History
-from bso_server.core.job import Moment
-from bso_server.core.model import TrialRecord
-from bso_server.core.registry import find
-from bso_server.core.replay import replay
-from bso_server.core.zeus.bandit import posteriors
+from bso_server.core.job import Moment, replay
+from bso_server.core.model import History, TrialRecord
+from bso_server.core.policy import find
+from bso_server.core.zeus import posteriors
 from bso_server.errors import InvalidImportError
-from bso_server.service.messages import ExportHead, TrialExport
-from bso_server.service.transfer import ImportedJob
-from bso_server.storage.zeus_database import ZeusJob, ZeusTrial
-from zeus_plugins.protocol import ZEUS, EndReason, JobRegistration, Origin, TrialState
+from bso_server.service.imports import ImportedJob, ImportedTrial, JobInImport, read, refusal
+from bso_server.storage.zeus_database import ZeusJob
+from zeus_plugins.protocol import ZEUS, CreatedJob, EndReason, Origin, TrialState
 
 # Relative difference from which on two numbers, of which one follows from the other, are said to differ, by the digits
 # that Zeus works with.
@@ -34,6 +32,7 @@ _TOLERANCES = {15: 1e-6, 6: 1e-5}
 _ORIGINS = {"Exploration": Origin.EXPLORATION, "Concurrent": Origin.CONCURRENT, "MAB": Origin.BANDIT}
 
 _UNTOLD = "Zeus keeps neither epochs nor metric"
+_WHEN = "when it was imported from Zeus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,14 @@ class ZeusImport:
     """A job that can be imported.
 
     Attributes:
-        head: The beginning of its export.
-        trials: Its trials, in order of dispatch.
+        job: The first line of its export.
+        trials: The other lines, in order of dispatch.
         min_cost_j: The lowest cost of one that reached the target, joules, or None.
         notes: Sentences for somebody who moves it.
     """
 
-    head: ExportHead
-    trials: tuple[TrialExport, ...]
+    job: ImportedJob
+    trials: tuple[ImportedTrial, ...]
     min_cost_j: float | None
     notes: tuple[str, ...]
 
@@ -56,6 +55,45 @@ class ZeusImport:
     def states(self) -> Counter[TrialState]:
         """The number of trials in each state."""
         return Counter(trial.state for trial in self.trials)
+
+
+class _ZeusTrial(BaseModel):
+    """A row of `Trial`: instants without a zone, as the clock of Zeus's server showed them; seconds and joules.
+
+    Time, energy and whether it converged are None unless a training has reported the trial's end.
+    """
+
+    number: int = Field(alias="trial_number")
+    batch_size: int
+    type: Literal["Exploration", "Concurrent", "MAB"]
+    status: Literal["Dispatched", "Succeeded", "Failed"]
+    started: datetime = Field(alias="start_timestamp")
+    ended: datetime | None = Field(alias="end_timestamp")
+    time_s: float | None = Field(alias="time")
+    energy_j: float | None = Field(alias="energy")
+    converged: bool | None
+
+    @property
+    def place(self) -> str:
+        """The trial in the words of an error."""
+        return f"trial {self.number}"
+
+    @model_validator(mode="after")
+    def _ended_as_its_status_says(self) -> Self:
+        if (self.status == "Dispatched") is not (self.ended is None):
+            raise ValueError(f"it is {self.status} and has {'no' if self.ended is None else 'an'} end")
+        if self.status == "Succeeded" and (self.time_s is None or self.energy_j is None):
+            raise ValueError(f"it has ended as {self.status} without time and energy")
+        return self
+
+
+class _End(NamedTuple):
+    """The end of a trial: its event in the job, the state that the trial is in from then on, and why."""
+
+    event: int
+    state: TrialState
+    reason: EndReason
+    message: str
 
 
 def imported(
@@ -66,7 +104,7 @@ def imported(
     live_as: TrialState = TrialState.RUNNING,
     job_id: str | None = None,
 ) -> ZeusImport:
-    """The job as it goes on here.
+    """Return the job as it goes on here.
 
     Args:
         source: The job as Zeus keeps it.
@@ -80,21 +118,41 @@ def imported(
     """
     asked = _registration(source, job_id)
     registration = find(ZEUS).amended(asked)
-    events = _Events(source.trials)
-    trials, lowest_j = _trials(source, registration, events, moment, zone, live_as)
-    has_bandit = any(trial.origin is Origin.BANDIT for trial in trials)
-    survivors = tuple(arm.batch_size for arm in source.arms) if has_bandit else None
-    try:
-        head = ExportHead(
-            job=registration,
-            created_at=trials[0].started_at if trials else moment.now,
-            survivors=survivors,
-            rng_state=source.rng_state,
-        )
-    except ValidationError as error:
-        raise _invalid(error) from error
-    job = ImportedJob(head)
-    records = [each.trial for each in job.take_all(trials)]
+    rows = [read(_ZeusTrial, dict(row), f"trial {row['trial_number']}") for row in source.trials]
+    started, ended = _events(rows)
+    ends, lowest_j = _ends(registration, {row.number: row for row in rows}, ended)
+    if live_as is TrialState.ABANDONED:
+        for event, row in enumerate((row for row in rows if row.ended is None), len(started) + len(ended) + 1):
+            ends[row.number] = _End(event, live_as, EndReason.LEASE_EXPIRED, f"{live_as} {_WHEN}")
+
+    def in_utc(instant: datetime) -> datetime:
+        return (instant if zone is None else instant.replace(tzinfo=zone)).astimezone(UTC)
+
+    has_bandit = any(row.type == "MAB" for row in rows)
+    survivors = tuple(arm["batch_size"] for arm in source.arms) if has_bandit else None
+    head = {
+        "job": registration,
+        "created_at": in_utc(rows[0].started) if rows else moment.now,
+        "survivors": survivors,
+        "rng_state": source.rng_state,
+        "trials": len(rows),
+    }
+    job = JobInImport("job", head, moment.now)
+    trials, records = [], []
+    for row in rows:
+        facts = {
+            "trial_number": row.number,
+            "batch_size": row.batch_size,
+            "origin": _ORIGINS[row.type],
+            "reason": f"chosen by Zeus's server ({row.type})",
+            "started_at": in_utc(row.started),
+            "started_event": started[row.number],
+        }
+        ended_at = moment.now if row.ended is None else in_utc(row.ended)
+        end = ends.get(row.number)
+        facts |= _facts_of_running(row, moment) if end is None else _facts_of_ended(row, end, ended_at, registration)
+        trials.append(read(ImportedTrial, facts, row.place, job=registration))
+        records.append(job.add(trials[-1], row.place).trial)
     job.close()
     history = replay(registration, records, survivors)
     notes = [
@@ -103,118 +161,50 @@ def imported(
         *_about_lowest(source, history, lowest_j),
         *(_about_arms(source, history) if has_bandit else ()),
     ]
-    return ZeusImport(head, trials, None if history.cheapest is None else history.cheapest.cost_j, tuple(notes))
+    min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
+    return ZeusImport(job.export, tuple(trials), min_cost_j, tuple(notes))
 
 
-class _Events:
-    """The events of a job's logical clock at which its trials began and ended.
+def _events(rows: Sequence[_ZeusTrial]) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the events of the job's logical clock at which its trials began and ended, by number, in their order.
 
     Trials began in the order of their numbers. By the clock of Zeus's server an end comes before what began at the same
     instant (MySQL keeps whole seconds), but after the beginning of its own trial.
     """
-
-    def __init__(self, trials: tuple[ZeusTrial, ...]) -> None:
-        self.started: dict[int, int] = {}
-        self.ended: dict[int, int] = {}
-        self.order: list[ZeusTrial] = sorted(
-            (trial for trial in trials if trial.ended is not None),
-            key=lambda trial: (trial.ended or datetime.max, trial.trial_number),
-        )
-        waiting, event = list(self.order), 0
-        for trial in trials:
-            while (
-                waiting
-                and waiting[0].trial_number in self.started
-                and (waiting[0].ended or trial.started) <= trial.started
-            ):
-                event += 1
-                self.ended[waiting.pop(0).trial_number] = event
-            event += 1
-            self.started[trial.trial_number] = event
-        for trial in waiting:
-            event += 1
-            self.ended[trial.trial_number] = event
-        self.last = event
+    started: dict[int, int] = {}
+    ended: dict[int, int] = {}
+    ends = deque(sorted((row.ended, row.number) for row in rows if row.ended is not None))
+    for row in rows:
+        while ends and ends[0][1] in started and ends[0][0] <= row.started:
+            ended[ends.popleft()[1]] = len(started) + len(ended) + 1
+        started[row.number] = len(started) + len(ended) + 1
+    for _, number in ends:
+        ended[number] = len(started) + len(ended) + 1
+    return started, ended
 
 
-def _trials(
-    source: ZeusJob,
-    job: JobRegistration,
-    events: _Events,
-    moment: Moment,
-    zone: tzinfo | None,
-    live_as: TrialState,
-) -> tuple[tuple[TrialExport, ...], float | None]:
-    """The trials, and the lowest cost by Zeus's rule: of all trials that were measured to their end, joules."""
-    verdicts: dict[int, tuple[TrialState, EndReason, str]] = {}
+def _ends(
+    job: CreatedJob, rows: Mapping[int, _ZeusTrial], ended: Mapping[int, int]
+) -> tuple[dict[int, _End], float | None]:
+    """Return the ends by trial, and the lowest cost by Zeus's rule: of all trials measured to their end, joules."""
+    ends: dict[int, _End] = {}
     lowest_j: float | None = None
-    for trial in events.order:
-        if trial.status == "Failed":
-            verdicts[trial.trial_number] = TrialState.FAILED, EndReason.CRASHED, "failed on Zeus's server"
+    for number, event in ended.items():
+        row = rows[number]
+        if row.status == "Failed":
+            ends[number] = _End(event, TrialState.FAILED, EndReason.CRASHED, "failed on Zeus's server")
             continue
-        if trial.time_s is None or trial.energy_j is None:
-            raise InvalidImportError(f"trial {trial.trial_number} has ended as {trial.status} without time and energy")
-        cost_j = job.cost_j(time_s=trial.time_s, energy_j=trial.energy_j)
-        verdicts[trial.trial_number] = _verdict(job, trial, cost_j, lowest_j)
+        cost_j = job.cost_j(time_s=row.time_s or 0.0, energy_j=row.energy_j or 0.0)
+        ends[number] = _End(event, *_verdict(job, row, cost_j, lowest_j))
         lowest_j = cost_j if lowest_j is None else min(lowest_j, cost_j)
-
-    def in_utc(instant: datetime) -> datetime:
-        return (instant if zone is None else instant.replace(tzinfo=zone)).astimezone(UTC)
-
-    found, last = [], events.last
-    for trial in source.trials:
-        number, origin, status = trial.trial_number, _ORIGINS.get(trial.type), trial.status
-        if origin is None or status not in ("Dispatched", "Succeeded", "Failed"):
-            raise InvalidImportError(f"trial {number} is {trial.type} and {status}, which Zeus 0.16 does not know")
-        if (status == "Dispatched") is not (trial.ended is None):
-            raise InvalidImportError(f"trial {number} is {status} and has{' no' * (trial.ended is None)} end")
-        ended_at = None if trial.ended is None else in_utc(trial.ended)
-        ended_event, lease_end = events.ended.get(number), None
-        state, reason, message = verdicts.get(number, (live_as, None, f"{live_as} when it was imported from Zeus"))
-        if ended_at is None and live_as is TrialState.ABANDONED:
-            last += 1
-            ended_at, ended_event, reason = moment.now, last, EndReason.LEASE_EXPIRED
-        elif ended_at is None:
-            unheard = TrialRecord(trial_number=number, batch_size=trial.batch_size, state=state, origin=origin)
-            lease_end = moment.lease_end(unheard)
-        is_measured = status == "Succeeded"
-        try:
-            found.append(
-                TrialExport(
-                    trial_number=number,
-                    batch_size=trial.batch_size,
-                    state=state,
-                    origin=origin,
-                    reason=f"chosen by Zeus's server ({trial.type})",
-                    message=message,
-                    started_at=in_utc(trial.started),
-                    ended_at=ended_at,
-                    end_reason=reason,
-                    time_s=trial.time_s if is_measured else None,
-                    energy_j=trial.energy_j if is_measured else None,
-                    energy_source="imported from Zeus" if is_measured else None,
-                    # More is not kept of a metric than that it was good enough.
-                    metric=job.target_metric if state is TrialState.COMPLETED else None,
-                    started_event=events.started[number],
-                    reported_at=ended_at if is_measured else None,
-                    ended_event=ended_event,
-                    epoch=None,
-                    report_count=1 if is_measured else 0,
-                    longest_gap_s=0.0,
-                    lease_expires_at=lease_end,
-                    heartbeats=False,
-                )
-            )
-        except ValidationError as error:
-            raise _invalid(error, f"trial {number}: ") from error
-    return tuple(found), lowest_j
+    return ends, lowest_j
 
 
 def _verdict(
-    job: JobRegistration, trial: ZeusTrial, cost_j: float, lowest_j: float | None
+    job: CreatedJob, row: _ZeusTrial, cost_j: float, lowest_j: float | None
 ) -> tuple[TrialState, EndReason, str]:
-    """The way in which a trial ended that was measured to its end, by the lowest cost at that time, joules."""
-    if trial.converged:
+    """Return how a trial ended that was measured to its end, by the lowest cost at that time, joules."""
+    if row.converged:
         message = f"target reached at {cost_j:.4g} J; {_UNTOLD}"
         return TrialState.COMPLETED, EndReason.TARGET_REACHED, message
     if job.beta_knob is not None and lowest_j is not None and cost_j > job.beta_knob * lowest_j:
@@ -224,27 +214,59 @@ def _verdict(
     return TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED, message
 
 
-def _registration(source: ZeusJob, job_id: str | None) -> JobRegistration:
+# What Zeus does not keep, and what trials without a measurement do not have.
+_UNKNOWN: dict[str, Any] = {
+    **dict.fromkeys(("ended_at", "end_reason", "ended_event", "lease_expires_at")),
+    **dict.fromkeys(("time_s", "energy_j", "energy_source", "metric", "epoch", "reported_at")),
+    "report_count": 0,
+    "longest_gap_s": 0.0,
+    "heartbeats": False,
+}
+
+
+def _facts_of_running(row: _ZeusTrial, moment: Moment) -> dict[str, Any]:
+    state = TrialState.RUNNING
+    unheard = TrialRecord(trial_number=row.number, batch_size=row.batch_size, state=state, origin=_ORIGINS[row.type])
+    return {**_UNKNOWN, "state": state, "message": f"{state} {_WHEN}", "lease_expires_at": moment.lease_end(unheard)}
+
+
+def _facts_of_ended(row: _ZeusTrial, end: _End, ended_at: datetime, job: CreatedJob) -> dict[str, Any]:
+    facts = {
+        **_UNKNOWN,
+        "state": end.state,
+        "message": end.message,
+        "end_reason": end.reason,
+        "ended_at": ended_at,
+        "ended_event": end.event,
+        # More is not kept of a metric than that it was good enough.
+        "metric": job.target_metric if end.state is TrialState.COMPLETED else None,
+    }
+    if row.status == "Succeeded":
+        facts |= {
+            "time_s": row.time_s,
+            "energy_j": row.energy_j,
+            "energy_source": "imported from Zeus",
+            "reported_at": ended_at,
+            "report_count": 1,
+        }
+    return facts
+
+
+def _registration(source: ZeusJob, job_id: str | None) -> CreatedJob:
     fields = {**source.specification, "policy": ZEUS}
     if job_id is not None:
         fields["job_id"] = job_id
         if not job_id.startswith(fields["job_id_prefix"]):
             fields["job_id_prefix"] = job_id
     try:
-        return JobRegistration.model_validate(fields)
+        return CreatedJob.model_validate(fields)
     except ValidationError as error:
         wrong = {str(line["loc"][0]) for line in error.errors() if line["loc"]}
         hint = ". Give it another id here: --job JOB --job-id NEW" if wrong & {"job_id", "job_id_prefix"} else ""
-        raise _invalid(error, hint=hint) from error
+        raise InvalidImportError(f"{refusal(error)}{hint}") from error
 
 
-def _invalid(error: ValidationError, place: str = "", hint: str = "") -> InvalidImportError:
-    """The same as an error of the import."""
-    said = "; ".join(f"{'.'.join(map(str, line['loc']))}: {line['msg']}" for line in error.errors(include_url=False))
-    return InvalidImportError(f"{place}{said}{hint}")
-
-
-def _about_window(asked: JobRegistration, registration: JobRegistration) -> Iterator[str]:
+def _about_window(asked: CreatedJob, registration: CreatedJob) -> Iterator[str]:
     if asked != registration:
         yield (
             f"window_size is {registration.window_size} and not {asked.window_size}, which could never hold "
@@ -281,15 +303,13 @@ def _about_lowest(source: ZeusJob, history: History, lowest_j: float | None) -> 
 
 
 def _about_arms(source: ZeusJob, history: History) -> Iterator[str]:
-    found = posteriors(history, [arm.batch_size for arm in source.arms if arm.batch_size in history.arms])
-    for arm in source.arms:
-        ours = found.get(arm.batch_size)
-        if ours is None:
-            continue
-        if ours.observations != arm.num_observations or _differ(source, arm.param_mean, ours.mean):
+    kept = {arm["batch_size"]: (arm["num_observations"], arm["param_mean"]) for arm in source.arms}
+    for size, ours in posteriors(history, [size for size in kept if size in history.arms]).items():
+        number, mean = kept[size]
+        if ours.observations != number or _differ(source, mean, ours.mean):
             yield (
-                f"batch size {arm.batch_size}: Zeus keeps a mean cost of {_joules(-arm.param_mean)} over "
-                f"{arm.num_observations} runs, and its trials say {_joules(-ours.mean)} over {ours.observations}"
+                f"batch size {size}: Zeus keeps a mean cost of {_joules(-mean)} over {number} runs, and its trials say "
+                f"{_joules(-ours.mean)} over {ours.observations}"
             )
 
 

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bso_server.core.history import History, cost_of
 from bso_server.core.job import InMemoryJob
-from bso_server.core.model import Report, TrialRecord
+from bso_server.core.model import History, Report, TrialRecord, cost_of
 from bso_server.core.policy import needs_bound
 from bso_server.errors import NoSurvivorError
-from bso_server.simulate.savings import Consumption
-from bso_server.simulate.workload import Landscape, Profile
-from zeus_plugins.protocol import JobRegistration, StopRule, TrialState
+from bso_server.simulate.workload import Consumption, Landscape, Profile
+from zeus_plugins.protocol import CreatedJob, StopRule, TrialState
 
 # A recurrence whose trials are stopped so often in a row is given up.
 _PATIENCE = 20
@@ -86,13 +84,13 @@ class Played:
     trials: list[PlayedTrial] = field(default_factory=list)
 
 
-def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> JobRegistration:
+def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> CreatedJob:
     """The job that a landscape is of; `seed` is that of its draws.
 
-    `fields` are others of `JobRegistration`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
+    `fields` are others of `CreatedJob`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
     """
     # Not validated: of traces only the numbers matter.
-    return JobRegistration.model_construct(
+    return CreatedJob.model_construct(
         job_id_prefix="simulated",
         job_id=f"simulated-{policy}",
         number_of_gpus=1,
@@ -147,7 +145,7 @@ class Simulation:
     """
 
     def __init__(
-        self, job: JobRegistration, conditions: Conditions, *, recurrences: int, concurrency: int = 1, seed: int = 0
+        self, job: CreatedJob, conditions: Conditions, *, recurrences: int, concurrency: int = 1, seed: int = 0
     ) -> None:
         self._job, self._conditions = job, conditions
         self._recurrences, self._concurrency, self._started = recurrences, concurrency, 0
@@ -166,7 +164,7 @@ class Simulation:
             self._begin_next(now_s=0.0)
         while self._queue:
             now_s, _, run = heapq.heappop(self._queue)
-            if not self._report(run, now_s):
+            if not self._report_run(run):
                 continue
             finished = run.trial.state is TrialState.COMPLETED
             if not finished and run.attempts < _PATIENCE:
@@ -188,7 +186,7 @@ class Simulation:
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> bool:
         """Begin a trial; False, and the recurrence is given up, where no batch size is left."""
         try:
-            trial = self._playing.suggest(self._rng)
+            trial = self._playing.begin_trial(self._rng)
         except NoSurvivorError:
             self._finish_by_default(recurrence)
             return False
@@ -220,10 +218,10 @@ class Simulation:
         self._pushed += 1
         heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, self._pushed, run))
 
-    def _report(self, run: _Run, now_s: float) -> bool:  # noqa: ARG002 - what happens depends on the order alone
+    def _report_run(self, run: _Run) -> bool:
         """Report the state of a run; True if that ended it."""
         report = run.report_at(run.epochs)
-        run.trial, verdict = self._playing.report(
+        run.trial, verdict = self._playing.judge(
             run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
         )
         if not verdict.stop:

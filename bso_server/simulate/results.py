@@ -9,8 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from bso_server.simulate.play import Conditions, Played, Simulation, job_of
-from bso_server.simulate.savings import Consumption, Savings
-from bso_server.simulate.workload import Landscape, Workload, landscape
+from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
 
 MARKS = (10, 20, 50, 100, 200, 500)
 """After so many recurrences costs are compared."""

@@ -1,18 +1,21 @@
-"""Reading traces: two tables as the Zeus paper published them (NSDI '23), joined to a `Workload`.
+"""Recorded trainings as workloads: traces as the Zeus paper published them (NSDI '23), and a job's own trials.
 
-Train trace: a row per training run and target metric, with the epoch at which that was reached (``target_epoch``; empty
-or ``nan``: never). Power trace: a row per batch size and power limit, with seconds per epoch and average watts.
+Traces are two tables. Train trace: a row per training run and target metric, with the epoch at which the target was
+reached (``target_epoch``; empty or ``nan``: never). Power trace: a row per batch size and power limit, with seconds per
+epoch and average watts.
 """
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bso_server.simulate.workload import Epoch, SizeTrace, Workload
+from bso_server.core.model import OBSERVED
+from bso_server.simulate.workload import Consumption, Epoch, Savings, SizeTrace, Workload, landscape
+from zeus_plugins.protocol import JobView, TrialState, TrialView
 
 _TRAIN_COLUMNS = ("dataset", "network", "batch_size", "optimizer", "target_metric", "target_epoch")
 _POWER_COLUMNS = ("dataset", "network", "batch_size", "optimizer", "power_limit", "time_per_epoch", "average_power")
@@ -120,3 +123,71 @@ def _read(file: Path, columns: Iterable[str]) -> tuple[Row, ...]:
         if missing:
             raise ValueError(f"{file} has no column {', '.join(missing)}")
         return tuple(table)
+
+
+def recorded_workload(view: JobView) -> Workload:
+    """Return the batch sizes that a job has tried, at what their epochs took on average in the job's trials.
+
+    A trial that was stopped after k epochs would have needed more: it is taken for the quickest run of its size that
+    did, and for one that never reaches the target where there is none. (Its share of the runs goes to the next larger
+    observation, as a whole; compare Efron's redistribution to the right, 1967.) Trials that crashed, ran out of memory
+    or were given up tell nothing. Power limits are those that the trials had.
+
+    Raises:
+        ValueError: No trial has reached the target yet, of those whose epochs are known: Zeus keeps none.
+    """
+    job = view.job
+    by_size: dict[int, list[TrialView]] = {}
+    for trial in sorted(view.trials, key=lambda each: each.batch_size):
+        if trial.state in OBSERVED and trial.epochs and trial.time_s:
+            by_size.setdefault(trial.batch_size, []).append(trial)
+    if not any(trial.state is TrialState.COMPLETED for own in by_size.values() for trial in own):
+        raise ValueError(
+            f"job {job.job_id}: no trial has reached the target yet, of those whose epochs are known, so that there is "
+            "nothing to compare"
+        )
+    default = job.default_batch_size
+    return Workload(
+        name=job.job_id,
+        sizes=tuple(
+            SizeTrace(size, _epochs_to_target(own), {job.max_power: _mean_epoch(own)}) for size, own in by_size.items()
+        ),
+        default_batch_size=min(by_size, key=lambda size: (abs(math.log2(size / default)), size)),
+        max_epochs=job.max_epochs,
+        max_power_w=job.max_power,
+    )
+
+
+def recorded_savings(view: JobView, workload: Workload) -> Savings:
+    """Return the savings of all trials of a job, however they ended, over as many runs of the workload's default size.
+
+    A trial that reached the target is a recurrence.
+
+    Raises:
+        ValueError: No trial has reached the target within `max_epochs`.
+    """
+    recurrences = sum(trial.state is TrialState.COMPLETED for trial in view.trials)
+    consumed = sum((Consumption(trial.energy_j or 0.0, trial.time_s or 0.0) for trial in view.trials), Consumption())
+    # Energy and time of the default are the same for each η.
+    expected = landscape(workload, eta=view.job.eta_knob, optimal_power_limits=False).default.expected_consumption
+    return Savings(recurrences, consumed, None if expected is None else expected * recurrences)
+
+
+def _epochs_to_target(trials: Sequence[TrialView]) -> tuple[float, ...]:
+    reached = sorted(math.ceil(trial.epochs or 0) for trial in trials if trial.state is TrialState.COMPLETED)
+
+    def needed(trial: TrialView) -> float:
+        epochs = math.ceil(trial.epochs or 0)
+        if trial.state is TrialState.COMPLETED:
+            return epochs
+        if trial.state is TrialState.EXHAUSTED:
+            return math.inf
+        return next((each for each in reached if each > epochs), math.inf)
+
+    return tuple(map(needed, trials))
+
+
+def _mean_epoch(trials: Sequence[TrialView]) -> Epoch:
+    epochs = sum(trial.epochs or 0 for trial in trials)
+    time_s, energy_j = (sum(getattr(each, name) or 0 for each in trials) for name in ("time_s", "energy_j"))
+    return Epoch(time_s / epochs, energy_j / epochs)

@@ -1,4 +1,4 @@
-"""Connections: how work on a database is run, on each kind of database.
+"""Databases of all kinds: their URLs, and how a transaction runs on each kind.
 
 Work is a plain function over a synchronous SQLAlchemy connection. It can wait for nothing but the database, so that no
 transaction stays open because something else is slow.
@@ -7,45 +7,33 @@ transaction stays open because something else is slow.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import sqlite3
-import threading
 from collections.abc import Callable
-from contextlib import closing, suppress
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, OperationalError
-from sqlalchemy.pool import AsyncAdaptedQueuePool, NullPool
+from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.pool import AsyncAdaptedQueuePool
 
-from bso_server.storage.async_database import (
+from bso_server.storage.deadlines import PATIENCE_S
+from bso_server.storage.faults import NoConnectionError, UnwritableError, no_answer
+from bso_server.storage.sqlite import (
     READ_ONLY,
-    AsyncDatabase,
-    NoConnectionError,
-    limit_sessions,
-    no_answer,
-    ping_after_idle,
+    READERS,
+    OpenFile,
+    SqliteDatabase,
+    SqliteFile,
+    begin,
+    configure_sqlite,
+    refuse_network,
 )
-from bso_server.storage.deadlines import PATIENCE_S, SessionLimits
-from bso_server.storage.filesystem import network_filesystem
-from bso_server.storage.unwritable import OpenFile
-from bso_server.storage.work_queue import WorkQueue
 
-# Seconds that a SQLite connection waits for another process's transaction; then the transaction is begun again, while
-# there is time.
-_SQLITE_BUSY_TIMEOUT_S = 1
-_SQLITE_READERS = 4
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 # Connections that one server process holds open at most; a request that finds none free waits for one.
 _POOL_SIZE = 10
-
-# SQLAlchemy would log the cursors of a connection that `SqliteFile.drop` has closed.
-_POOL = "bso_server"
-logging.getLogger(f"sqlalchemy.pool.impl.NullPool.{_POOL}").setLevel(logging.CRITICAL)
 
 _DRIVERS = {
     "sqlite": "sqlite",
@@ -61,6 +49,14 @@ _EXTRAS = {"sqlite": "server", "postgresql": "postgres", "mysql": "mysql", "mari
 _CONNECT_TIMEOUT_S = 5
 _CONNECT_TIMEOUTS = {"postgresql": "timeout", "mysql": "connect_timeout", "mariadb": "connect_timeout"}
 
+# Transactions that may wait for other clients' locks, of which so many run at once. The other connections are for those
+# that wait for no lock, which would else wait with them.
+_POOL_OF_WAITING = 6
+
+# Seconds after which a transaction that was given up is told once more to end, and for which its end is waited for when
+# the database is closed.
+_END_S = 5.0
+
 T = TypeVar("T")
 
 
@@ -70,16 +66,12 @@ class Database(Protocol):
     url: URL
     """The place of the database."""
 
-    queues_writers: bool
-    """True if writers wait for one another in this process, without a connection each."""
-
-    async def run(
+    async def transact(
         self,
         work: Callable[[Connection], T],
         *,
         read_only: bool = False,
         waits: bool = True,
-        alone: bool = False,
         timeout_s: float = PATIENCE_S,
     ) -> T:
         """Do `work` in a transaction that is committed when it returns, and rolled back when it raises.
@@ -88,7 +80,6 @@ class Database(Protocol):
             work: Reads and writes through the connection.
             read_only: It only reads, and must make no writer wait. All that it reads is of one moment.
             waits: It may wait for locks of others. Other work does not wait behind it for a connection.
-            alone: It may take long, or must not be done again: other work does not share its transaction.
             timeout_s: Seconds until it is given up, whatever it is waiting for; its connection is closed then.
 
         Raises:
@@ -102,124 +93,154 @@ class Database(Protocol):
         ...
 
 
-class SqliteFile:
-    """A SQLite file, worked on in the thread that calls; whoever opens a connection to it keeps and closes that.
+# Seconds that a session may be idle within a transaction: its client has stopped, or is cut off, and keeps its locks.
+_IDLE_S = 10.0
 
-    A connection serves one thread at a time and must not be open while its process forks: the child would take its
-    parent's locks for its own (https://www.sqlite.org/howtocorrupt.html, 2.6). Arguments as in `open_sqlite_file`.
+
+def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -> str:
+    """Return the statement that limits a session's transactions to so many seconds, on a database that has sessions.
+
+    A lock is waited for only 0.4 of that: there is time for another attempt, without the locks held then. PostgreSQL
+    looks for deadlocks after 1 s, and ends one of two transactions only if they wait for longer. There, local limits
+    hold for the transaction at hand; other databases know nothing of the kind.
     """
-
-    def __init__(self, url: URL, *, echo_sql: bool = False, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> None:
-        _refuse_network(url)
-        self.url = url.set(drivername="sqlite")
-        self.path = Path(url.database or "")
-        self.engine = create_engine(
-            self.url,
-            echo=echo_sql,
-            poolclass=NullPool,
-            pool_reset_on_return=None,
-            pool_logging_name=_POOL,
-            isolation_level="AUTOCOMMIT",
+    lock_s = 0.4 * patience_s
+    if backend == "postgresql":
+        limits = {
+            "statement_timeout": patience_s,
+            "lock_timeout": lock_s,
+            "idle_in_transaction_session_timeout": patience_s + _IDLE_S,
+        }
+        # One statement, as a prepared one must be.
+        return "SELECT " + ", ".join(
+            f"set_config('{name}', '{max(1, round(1000 * limit_s))}', {is_local})" for name, limit_s in limits.items()
         )
-        self._open_file = _configure_sqlite(self.engine, busy_timeout_s)
-        event.listen(self.engine, "close", _roll_back)
-
-    def connect(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            DBAPIError: The file cannot be opened, or is no database.
-            UnwritableError: It is another one than before; `forget` makes that all the same.
-        """
-        return self.engine.connect()
-
-    def run(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `Database.run`; the connection is one of this file's."""
-        driver: Any = connection.connection.driver_connection
-        try:
-            # SQLAlchemy's own transactions cost more, and lose an exception that a signal raises at their end.
-            _execute(driver, "BEGIN" if read_only else "BEGIN IMMEDIATE")
-            done = work(connection)
-            _execute(driver, "COMMIT")
-        except BaseException:
-            _roll_back(driver)
-            raise
-        self._open_file.check(connection.info)
-        return done
-
-    def forget(self) -> None:
-        """Let the next connection open whatever file is there; none is open."""
-        self._open_file.forget()
-
-    def drop(self, connection: Connection) -> None:
-        """Close a connection that is in use, so that its transaction is rolled back and its user's next step fails."""
-        driver: Any = connection.connection.driver_connection
-        _roll_back(driver)
-        driver.close()
+    # Whole seconds. MySQL and MariaDB each read what is written for it in a comment, and have other names for the same;
+    # MySQL knows no limit on statements that write, and none on idle transactions.
+    whole_lock_s, statement_s = max(1, round(lock_s)), max(1, round(patience_s))
+    idle_s = round(statement_s + _IDLE_S)
+    return (
+        f"SET innodb_lock_wait_timeout = {whole_lock_s}, lock_wait_timeout = {whole_lock_s}"
+        f" /*!50708 , max_execution_time = {1000 * statement_s} */"
+        f" /*M!100301 , max_statement_time = {statement_s}, idle_transaction_timeout = {idle_s} */"
+    )
 
 
-class SqliteDatabase:
-    """A SQLite file, worked on in threads.
+class AsyncDatabase:
+    """A database over an asynchronous driver: PostgreSQL, MySQL, MariaDB, or a SQLite file over aiosqlite.
 
-    SQLite lets one writer in at a time, and those that wait for its lock poll. One thread for all writes of a process
-    queues them fairly; what keeps other processes out is SQLite's own lock. A whole transaction runs in the thread: to
-    and fro for each statement, as asynchronous drivers for SQLite do, costs more than the statements. Work that waits
-    meanwhile shares the next one (`storage.work_queue`), but for what may take long.
+    A transaction is a task of its own, so that one that is given up need not be waited for: to break off its statement
+    and to close its connection may take seconds more.
+
+    Args:
+        engine: The connections.
+        open_file: The SQLite file that they are to.
+        patience_s: Seconds that a transaction may take without its session's limits being raised for it.
     """
 
-    queues_writers = True
+    def __init__(
+        self, engine: AsyncEngine, open_file: OpenFile | None = None, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self._engine, self.url, self._open_file = engine, engine.url, open_file
+        self._patience_s = patience_s
+        self._is_sqlite = engine.dialect.name == "sqlite"
+        # SQLite lets one writer in at a time, and those that wait for its lock poll: within a process they queue here.
+        self._waiting: AbstractAsyncContextManager[object] = (
+            asyncio.Lock() if self._is_sqlite else asyncio.Semaphore(_POOL_OF_WAITING)
+        )
+        # By default each statement would see what was committed until then; on SQLite a transaction sees one moment.
+        self._one_moment = None if self._is_sqlite else "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ"
+        self._given_up: set[asyncio.Task[None]] = set()
 
-    def __init__(self, file: SqliteFile) -> None:
-        self.file, self.url = file, file.url
-        self._own = threading.local()
-        self._connections: list[Connection] = []
-        self._writers = WorkQueue(self._write, threads=1, name="bso-writer", writes=True)
-        self._readers = WorkQueue(self._read, threads=_SQLITE_READERS, name="bso-reader", writes=False)
-
-    async def run(
+    async def transact(
         self,
         work: Callable[[Connection], T],
         *,
         read_only: bool = False,
-        waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
-        alone: bool = False,
+        waits: bool = True,
         timeout_s: float = PATIENCE_S,
     ) -> T:
-        """See `Database.run`. A transaction that has begun cannot be given up: it may be in force a little later."""
-        queue = self._readers if read_only else self._writers
+        """See `Database.transact`."""
+        queues = not read_only and (waits or self._is_sqlite)
+        transaction = asyncio.create_task(
+            self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s),
+        )
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                # Given up while it queues, it is not begun.
-                return await queue.do(work, is_long=alone)
-        except TimeoutError as error:
-            if limit.expired():
-                raise no_answer(timeout_s) from error
+            done, _ = await asyncio.wait({transaction}, timeout=timeout_s)
+        finally:
+            if not transaction.done():
+                self._give_up(transaction)
+        if not done:
+            raise no_answer(timeout_s)
+        return transaction.result()
+
+    async def _transact(self, work: Callable[[Connection], T], *, read_only: bool, queues: bool, limit_s: float) -> T:
+        connected = False
+        try:
+            async with self._waiting if queues else nullcontext(), self._engine.connect() as connection:
+                connected = True
+                connection.info[READ_ONLY] = read_only
+                is_long = limit_s > self._patience_s and not self._is_sqlite
+                try:
+                    async with connection.begin():
+                        if read_only and self._one_moment is not None:
+                            # It holds for one transaction: SQLAlchemy's option is taken back when a connection returns
+                            # to the pool, and one that is lost by then would never return.
+                            await connection.exec_driver_sql(self._one_moment)
+                        if is_long:
+                            limits = session_limits(self._engine.dialect.name, limit_s, is_local=True)
+                            await connection.exec_driver_sql(limits)
+                        done = await connection.run_sync(work)
+                finally:
+                    if is_long and self._engine.dialect.name != "postgresql":
+                        # The session's limits are no more those of the others.
+                        await connection.invalidate()
+                if self._open_file is not None:
+                    self._open_file.check(connection.info)
+                return done
+        except UnwritableError:
             raise
+        except Exception as error:
+            # Drivers raise this and that while they connect.
+            if connected and not (isinstance(error, DBAPIError) and error.connection_invalidated):
+                raise
+            raise NoConnectionError(error) from error
+
+    def _give_up(self, transaction: asyncio.Task[T]) -> None:
+        """End a transaction by and by; its connection is closed, for nobody knows what it is in the middle of."""
+
+        async def end() -> None:
+            while not transaction.done():
+                # More than once: waits for a queue and drivers have been seen to swallow it.
+                transaction.cancel()
+                await asyncio.wait({transaction}, timeout=_END_S)
+            if not transaction.cancelled():
+                transaction.exception()  # looked at, or asyncio would log it
+
+        ending = asyncio.create_task(end())
+        self._given_up.add(ending)
+        ending.add_done_callback(self._given_up.discard)
 
     async def close(self) -> None:
-        """Let the work in hand end, and close every connection."""
-        # All that this event loop still has to do is to end.
-        self._writers.close()
-        self._readers.close()
-        for connection in self._connections:
-            connection.close()
+        """Close every connection."""
+        if self._given_up:
+            await asyncio.wait(self._given_up, timeout=_END_S)
+        # A network that says nothing must not keep the server from ending.
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await self._engine.dispose()
 
-    def _write(self, work: Callable[[Connection], T]) -> T:
-        return self.file.run(self._connection(), work)
 
-    def _read(self, work: Callable[[Connection], T]) -> T:
-        return self.file.run(self._connection(), work, read_only=True)
+def limit_sessions(engine: Engine, patience_s: float) -> None:
+    """Have each session of these connections begin with limits of so many seconds."""
+    sql = session_limits(engine.dialect.name, patience_s)
+    execute = "execute" if engine.dialect.name == "postgresql" else "query"
 
-    def _connection(self) -> Connection:
-        """This thread's connection, which it keeps: opening one costs more than a transaction."""
-        connection: Connection | None = getattr(self._own, "connection", None)
-        if connection is None:
-            try:
-                connection = self._own.connection = self.file.connect()
-            except DBAPIError as error:
-                raise NoConnectionError(error) from error
-            self._connections.append(connection)
-        return connection
+    @event.listens_for(engine, "connect")
+    def _limit(connection: Any, _record: Any) -> None:
+        # By the driver itself, as the adapter would begin a transaction for it; and not as parameters of the
+        # connection, which poolers like PgBouncer refuse.
+        connection.run_async(lambda driver: getattr(driver, execute)(sql))
 
 
 def open_database(
@@ -249,8 +270,8 @@ def open_database(
     if url.get_backend_name() == "sqlite":
         if url.drivername != _AIOSQLITE:
             return SqliteDatabase(SqliteFile(url, echo_sql=echo_sql))
-        _refuse_network(url)
-        options: dict[str, Any] = {"pool_size": _SQLITE_READERS + 1}
+        refuse_network(url)
+        options: dict[str, Any] = {"pool_size": READERS + 1}
     else:
         url = url.set(username=url.username or user, password=url.password or password)
         timeout = _CONNECT_TIMEOUTS[url.get_backend_name()]
@@ -271,7 +292,8 @@ def open_database(
             poolclass=AsyncAdaptedQueuePool,
             max_overflow=0,
             # Each transaction has ended when its connection returns. A rollback to make sure would be a round trip, and
-            # a traceback in the log where the connection is lost.
+            # a traceback in the log where the connection is lost. Nor is a connection pinged when it is taken: if it
+            # was lost, its transaction is begun again, and all connections that are as old are made anew.
             pool_reset_on_return=None,
             **options,
         )
@@ -280,20 +302,11 @@ def open_database(
         raise ValueError(f"{error.name} is not installed: pip install 'zeus-plugins[{extra}]'") from error
     open_file = None
     if url.drivername == _AIOSQLITE:
-        open_file = _configure_sqlite(engine.sync_engine)
-        event.listen(engine.sync_engine, "begin", _begin)
+        open_file = configure_sqlite(engine.sync_engine)
+        event.listen(engine.sync_engine, "begin", begin)
     else:
-        limit_sessions(engine.sync_engine, SessionLimits(patience_s))
-        ping_after_idle(engine.sync_engine)
+        limit_sessions(engine.sync_engine, patience_s)
     return AsyncDatabase(engine, open_file, patience_s=patience_s)
-
-
-def back_up(file: Path) -> None:
-    """Copy a SQLite file beside itself before its schema is upgraded, consistently even while others write to it."""
-    copy = Path(f"{file}.{datetime.now(UTC):%Y%m%dT%H%M%SZ}.backup")
-    with closing(sqlite3.connect(file)) as source, closing(sqlite3.connect(copy)) as target:
-        source.backup(target)
-    logging.getLogger("bso_server").info("the database was copied to %s before its schema is upgraded", copy)
 
 
 def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_s: float) -> SqliteFile | None:
@@ -305,31 +318,6 @@ def open_sqlite_file(database_url: str, *, echo_sql: bool = False, busy_timeout_
     if url.get_backend_name() != "sqlite":
         return None
     return SqliteFile(url, echo_sql=echo_sql, busy_timeout_s=busy_timeout_s)
-
-
-# Codes by which databases say that a transaction was broken off through no fault of its own.
-_POSTGRES_PASSING = {
-    "40001",  # serialization failure
-    "40P01",  # deadlock
-    "55P03",  # lock not available: within lock_timeout
-    "57014",  # query canceled: by statement_timeout
-}
-_MYSQL_PASSING = {
-    1053,  # shutting down
-    1205,  # lock wait timeout
-    1213,  # deadlock
-    1969,  # MariaDB's max_statement_time
-    3024,  # MySQL's max_execution_time
-}
-
-
-def is_passing(error: DBAPIError) -> bool:
-    """Whether the same work, done again, may well succeed."""
-    cause = error.orig
-    if getattr(cause, "sqlstate", None) in _POSTGRES_PASSING:
-        return True
-    code = cause.args[0] if cause is not None and cause.args else None
-    return code in _MYSQL_PASSING or (isinstance(code, str) and "database is locked" in code)
 
 
 def _url(database_url: str) -> URL:
@@ -351,71 +339,3 @@ def _url(database_url: str) -> URL:
             f"{written} (with your password), and the server's own driver is used"
         )
     return url.set(drivername=_DRIVERS.get(url.drivername, url.drivername))
-
-
-def described(url: URL) -> str:
-    """A URL as a user would write it, without its password."""
-    # Drivers take it there, too.
-    query = {name: "***" if "pass" in name.lower() else value for name, value in url.query.items()}
-    shown = url.set(drivername=url.get_backend_name(), query=query)
-    return shown.render_as_string(hide_password=True)
-
-
-def _refuse_network(url: URL) -> None:
-    if not url.database or url.database == ":memory:":
-        raise ValueError("a SQLite database in memory is lost with its connection: name a file")
-    path = Path(url.database)
-    kind = network_filesystem(path)
-    if kind is not None:
-        raise ValueError(
-            f"{path} is on a network file system ({kind}), where SQLite's locks do not hold: put the file on a local "
-            "disk, or use PostgreSQL or MySQL"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def _roll_back(driver: Any, _record: object = None) -> None:
-    # Closed while a statement is under way, SQLite would keep the lock for as long as somebody refers to the statement.
-    with suppress(sqlite3.Error):
-        driver.rollback()
-
-
-def _configure_sqlite(engine: Engine, busy_timeout_s: float = _SQLITE_BUSY_TIMEOUT_S) -> OpenFile:
-    open_file = OpenFile(engine.url.database or "")
-
-    @event.listens_for(engine, "do_connect")
-    def _make(*_arguments: Any) -> None:
-        open_file.before_open()
-        # It holds who trains what; SQLite gives the files beside it the same rights.
-        with suppress(OSError):  # it is there, or SQLite says why it cannot be
-            os.close(os.open(engine.url.database or "", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-
-    @event.listens_for(engine, "connect")
-    def _configure(connection: Any, record: Any) -> None:
-        # The driver's own transactions begin at the first write, after the reads that a decision rests on. None turns
-        # them off, so that `_begin` below says when a transaction starts.
-        connection.isolation_level = None
-        cursor = connection.cursor()
-        cursor.execute(f"PRAGMA busy_timeout = {round(busy_timeout_s * 1000)}")
-        cursor.execute("PRAGMA journal_mode = WAL")
-        # FULL: a committed report survives a power cut.
-        cursor.execute("PRAGMA synchronous = FULL")
-        cursor.execute("PRAGMA foreign_keys = ON")
-        # The files beside it are made by the first read.
-        cursor.execute("SELECT 1 FROM sqlite_master LIMIT 1")
-        cursor.close()
-        open_file.opened(record.info)
-
-    return open_file
-
-
-def _begin(connection: Connection) -> None:
-    # Through SQLAlchemy it would cost a sixth of a small transaction.
-    _execute(connection.connection.cursor(), "BEGIN" if connection.info.get(READ_ONLY) else "BEGIN IMMEDIATE")
-
-
-def _execute(driver: Any, statement: str) -> None:
-    try:
-        driver.execute(statement)
-    except sqlite3.Error as error:
-        raise OperationalError(statement, None, error) from error

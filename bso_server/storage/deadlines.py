@@ -1,69 +1,24 @@
-"""Deadlines: how long requests wait for the database, and how long its sessions let a statement or a lock wait.
+"""Deadlines: how long requests wait for the database.
 
-Three limits stand behind one another. A session's own end first, where the database is heard from: a lock that is not
-had in time is an error after which the transaction is begun again, without the locks that it held meanwhile. The
-transaction's limit is kept on this side, for a network that has fallen silent says nothing at all. The request's limit
-is on all its transactions together.
+Three limits stand behind one another. Those of a session (`database.session_limits`) end first, where the database is
+heard from: a lock that is not had in time is an error after which the transaction is begun again, without the locks
+that it held meanwhile. The transaction's limit is kept on this side, because a network that has fallen silent says
+nothing at all. The request's limit is on all its transactions together.
 """
 
 from __future__ import annotations
 
 import time
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 PATIENCE_S = 3.0
 """Seconds that a request waits for the database, unless a setting says otherwise. Many clients wait for five only."""
 
 LONG_PATIENCE_S = 60.0
-"""The same for each transaction of what reads or writes a whole job, and of commands, which keep nobody waiting."""
+"""Seconds for each transaction of what reads or writes a whole job, and of commands, which keep nobody waiting."""
 
 MIGRATION_PATIENCE_S = 600.0
-"""The same for a change of the schema, which may rewrite tables, or wait for another process that makes it."""
-
-# Seconds that a session may be idle within a transaction: its client has stopped, or is cut off, and keeps its locks.
-_IDLE_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """The limits of a session whose transactions take so many seconds at most."""
-
-    patience_s: float
-
-    @property
-    def lock_s(self) -> float:
-        """Seconds that a statement waits for a lock; there is time for another attempt, without the locks held then.
-
-        PostgreSQL looks for deadlocks after 1 s, and ends one of two transactions only if they wait for longer.
-        """
-        return 0.4 * self.patience_s
-
-    def sql(self, backend: str, *, is_local: bool = False) -> str:
-        """The statement that sets them, on a kind of database that has sessions.
-
-        Those that are local hold for the transaction at hand, on PostgreSQL; others know nothing of the kind.
-        """
-        if backend == "postgresql":
-            limits = {
-                "statement_timeout": self.patience_s,
-                "lock_timeout": self.lock_s,
-                "idle_in_transaction_session_timeout": self.patience_s + _IDLE_S,
-            }
-            # One statement, as a prepared one must be.
-            return "SELECT " + ", ".join(
-                f"set_config('{name}', '{max(1, round(1000 * limit_s))}', {is_local})"
-                for name, limit_s in limits.items()
-            )
-        # Whole seconds. MySQL and MariaDB each read what is written for it in a comment, and have other names for the
-        # same; MySQL knows no limit on statements that write, and none on idle transactions.
-        lock_s, statement_s = max(1, round(self.lock_s)), max(1, round(self.patience_s))
-        idle_s = round(statement_s + _IDLE_S)
-        return (
-            f"SET innodb_lock_wait_timeout = {lock_s}, lock_wait_timeout = {lock_s}"
-            f" /*!50708 , max_execution_time = {1000 * statement_s} */"
-            f" /*M!100301 , max_statement_time = {statement_s}, idle_transaction_timeout = {idle_s} */"
-        )
+"""Seconds for a change of the schema, which may rewrite tables, or wait for another process that makes it."""
 
 
 class Deadline:

@@ -6,14 +6,14 @@ None of them locks anything. Pages go by key, so that a page costs the same wher
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import fields
 from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 
-from bso_server.core.model import OBSERVED, ObservedRun, TrialRecord
+from bso_server.core.model import TrialRecord
 from bso_server.core.savings import Sums, Tally
-from bso_server.storage import statements
 from bso_server.storage.rows import (
     StoredDecision,
     StoredEpoch,
@@ -25,9 +25,8 @@ from bso_server.storage.rows import (
     power_profile_from,
     trial_from,
 )
-from bso_server.storage.statements import IS_THERE
 from bso_server.storage.tables import decisions, epochs, jobs, power_profiles, trials
-from bso_server.storage.transaction import Transaction
+from bso_server.storage.transaction import IS_THERE, Transaction
 from zeus_plugins.protocol import ALIVE, Stage, TrialState
 
 # What an integer column holds.
@@ -37,7 +36,7 @@ MAX_INTEGER = 2**31 - 1
 def jobs_page(
     transaction: Transaction, *, prefix: str | None, stage: Stage | None, after: str | None, limit: int | None
 ) -> list[StoredJob]:
-    """See `service.queries.list_jobs`; only jobs whose ids come `after` this one."""
+    """See `service.reading.list_jobs`; only jobs whose ids come `after` this one."""
     statement = select(jobs).where(IS_THERE).order_by(jobs.c.job_id).limit(limit)
     if prefix is not None:
         statement = statement.where(jobs.c.job_id_prefix == prefix)
@@ -52,7 +51,7 @@ def jobs_page(
 def trials_page(
     transaction: Transaction, job_id: str, *, state: TrialState | None, after: int, limit: int
 ) -> list[TrialRecord]:
-    """See `service.queries.list_trials`; only trials whose numbers come `after` this one."""
+    """See `service.reading.list_trials`; only trials whose numbers come `after` this one."""
     conditions = [trials.c.trial_number > after]
     if state is not None:
         conditions.append(trials.c.state == state)
@@ -61,31 +60,36 @@ def trials_page(
 
 def latest_trials(transaction: Transaction, job_id: str, *, limit: int | None) -> list[TrialRecord]:
     """The trials that were dispatched last, at most so many of them (None: all), in order of dispatch."""
-    if limit is None:
-        return _trials(transaction, job_id, [], order=trials.c.trial_number, limit=None)
-    found = transaction.found(statements.LATEST_TRIALS, job_id=job_id, limit=limit)
-    return [trial_from(row) for row in reversed(found)]
+    return _trials(transaction, job_id, [], order=trials.c.trial_number.desc(), limit=limit)[::-1]
 
 
 def latest_instants(transaction: Transaction, job_id: str, *, limit: int) -> list[datetime]:
     """The instants at which something was heard of these trials."""
-    rows = transaction.tuples(statements.LATEST_INSTANTS, job_id=job_id, limit=limit)
+    table = trials.c
+    statement = select(table.started_at, table.reported_at, table.ended_at).where(table.job_id == job_id)
+    rows = transaction.tuples(statement.order_by(table.trial_number.desc()).limit(limit))
     return [instant for row in rows for instant in row if instant is not None]
 
 
 def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int = MAX_INTEGER) -> list[Tally]:
-    """The job's trials (from the first of these numbers to the last), counted and summed up by size, state, origin."""
+    """Return counts and sums over the job's trials between these numbers, by size, state and origin."""
+    table = trials.c
+    energy, time = table.energy_j, table.time_s
+    kinds = table.batch_size, table.state, table.origin
+    # Null where none of them has reported.
+    sums = [func.coalesce(func.sum(each), 0.0) for each in (energy, time, energy * energy, time * time, energy * time)]
+    condition = table.job_id == job_id, table.trial_number.between(first, last)
+    statement = select(*kinds, func.count(), *sums).where(*condition).group_by(*kinds)
     return [
-        Tally(size, state, origin, count, Sums(*sums))
-        for size, state, origin, count, *sums in transaction.tuples(
-            statements.TALLIES, job_id=job_id, first=first, last=last
-        )
+        Tally(size, state, origin, count, Sums(*found))
+        for size, state, origin, count, *found in map(tuple, transaction.tuples(statement))
     ]
 
 
 def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:
-    """The lowest number of the trials that have ended after this event of the job; None if none has."""
-    ((number,),) = transaction.tuples(statements.FIRST_ENDED_AFTER, job_id=job_id, event=event)
+    """Return the lowest number of the trials that have ended after this event of the job; None if none has."""
+    statement = select(func.min(trials.c.trial_number)).where(trials.c.job_id == job_id, trials.c.ended_event > event)
+    ((number,),) = transaction.tuples(statement)
     return None if number is None else int(number)
 
 
@@ -102,36 +106,34 @@ def job_versions(
 
     Whole records would cost several times as much, and most who ask know all of them.
     """
-    rows: list[tuple[Any, ...]]
+    table = jobs.c
+    columns = table.job_id, table.event_count, table.created_at, table.registration_id, table.owner, table.shared
+    statement = select(*columns).where(IS_THERE).order_by(table.job_id).limit(limit)
     if containing:
-        statement = statements.job_versions_containing(containing).order_by(jobs.c.job_id).limit(limit)
-        if after is not None:
-            statement = statement.where(jobs.c.job_id > after)
-        rows = [tuple(row.values()) for row in transaction.rows(statement)]
-    elif after is not None:
-        rows = [tuple(row) for row in transaction.tuples(statements.JOB_VERSIONS_AFTER, after=after, limit=limit)]
-    else:
-        rows = [tuple(row) for row in transaction.tuples(statements.JOB_VERSIONS, limit=limit)]
-    others = _changing_trials(transaction, [row[0] for row in rows], limit)
+        statement = statement.where(table.job_id.contains(containing, autoescape=True))
+    if after is not None:
+        statement = statement.where(table.job_id > after)
+    rows = [tuple(row) for row in transaction.tuples(statement)]
+    others = _changing_trials(transaction, [row[0] for row in rows])
     return [(row[0], repr((row, others.get(row[0])))) for row in rows]
 
 
-def _changing_trials(transaction: Transaction, job_ids: Sequence[str], size: int) -> dict[str, list[Any]]:
-    """Of each of these jobs, at most so many, the trials whose changes do not show in its event count."""
-    if not job_ids:
-        return {}
-    # One statement for each size of a page: what is missing is the last job once more.
-    padded = [*job_ids, *[job_ids[-1]] * (size - len(job_ids))]
-    names = {f"job_id_{n}": job_id for n, job_id in enumerate(padded)}
+def _changing_trials(transaction: Transaction, job_ids: Sequence[str]) -> dict[str, list[Any]]:
+    """Return the trials of each of these jobs whose changes do not show in its event count."""
+    table = trials.c
+    columns = table.job_id, table.trial_number, table.state, table.report_count, table.lease_epoch
+    changes = table.state.in_(sorted(ALIVE | {TrialState.WITHDRAWN})), table.job_id.in_(job_ids)
+    statement = select(*columns).where(*changes).order_by(table.job_id, table.trial_number)
     found: dict[str, list[Any]] = {}
-    for row in transaction.tuples(statements.changing_trials_of(size), **names):
+    for row in transaction.tuples(statement) if job_ids else ():
         found.setdefault(row[0], []).append(tuple(row))
     return found
 
 
 def alive_trials(transaction: Transaction, job_id: str) -> list[TrialRecord]:
     """The trials of a job that run or may go on, in order of dispatch."""
-    found = [trial_from(row) for row in transaction.found(statements.ALIVE_TRIALS, job_id=job_id)]
+    # Sorted here: told to sort, SQLite would walk through all of the job's trials in that order.
+    found = _trials(transaction, job_id, [trials.c.state.in_(sorted(ALIVE))], order=None, limit=None)
     return sorted(found, key=lambda each: each.trial_number)
 
 
@@ -145,7 +147,8 @@ def silent_counts(transaction: Transaction, job_ids: Collection[str], now: datet
 
 def withdrawn_count(transaction: Transaction, job_id: str) -> int:
     """The number of a job's trials that were set aside; all other ends of trials show in the job's event count."""
-    ((count,),) = transaction.tuples(statements.WITHDRAWN_TRIALS, job_id=job_id)
+    condition = trials.c.job_id == job_id, trials.c.state == TrialState.WITHDRAWN
+    ((count,),) = transaction.tuples(select(func.count()).where(*condition))
     return int(count)
 
 
@@ -154,11 +157,10 @@ def trial_totals(transaction: Transaction, job_id: str, *, limit: int, before: i
 
     A page shows a thousand of them at once, where whole records would cost ten times as much.
     """
-    parameters = {"job_id": job_id, "limit": limit}
-    if before is None:
-        rows = transaction.tuples(statements.LATEST_TOTALS, **parameters)
-    else:
-        rows = transaction.tuples(statements.LATEST_TOTALS_BEFORE, before=before, **parameters)
+    statement = select(*(trials.c[field.name] for field in fields(TrialTotals))).where(trials.c.job_id == job_id)
+    if before is not None:
+        statement = statement.where(trials.c.trial_number < before)
+    rows = transaction.tuples(statement.order_by(trials.c.trial_number.desc()).limit(limit))
     return [TrialTotals(*row) for row in reversed(rows)]
 
 
@@ -166,22 +168,12 @@ def consumption_between(
     transaction: Transaction, job_id: str, first: int, last: int
 ) -> list[tuple[int, TrialState, float | None, float | None]]:
     """The numbers, states, seconds and joules of these of a job's trials and all between them, in order."""
-    parameters = {"job_id": job_id, "first": first, "last": last}
-    return [
-        (number, state, time_s, energy_j)
-        for number, state, time_s, energy_j in transaction.tuples(statements.CONSUMPTION_BETWEEN, **parameters)
-    ]
-
-
-def observed_runs(transaction: Transaction, job_id: str, *, until: int, limit: int) -> list[ObservedRun]:
-    """The trials that were measured to their end by this event of the job, at most so many of the latest, in order."""
     table = trials.c
-    columns = table.batch_size, table.state, table.epoch, table.time_s, table.energy_j
-    statement = select(*columns).where(
-        table.job_id == job_id, table.state.in_(sorted(OBSERVED)), table.ended_event <= until
+    statement = select(table.trial_number, table.state, table.time_s, table.energy_j).where(
+        table.job_id == job_id, table.trial_number.between(first, last)
     )
-    rows = transaction.rows(statement.order_by(table.trial_number.desc()).limit(limit))
-    return [ObservedRun(*row.values()) for row in rows][::-1]
+    rows = transaction.tuples(statement.order_by(table.trial_number))
+    return [tuple(row) for row in rows]
 
 
 def dispatched_after(transaction: Transaction, job_id: str, event: int, limit: int) -> list[TrialRecord]:
@@ -222,8 +214,6 @@ def power_profiles_of(
     transaction: Transaction, job_id: str, first: int = 1, last: int | None = None
 ) -> list[StoredPowerProfile]:
     """The power-limit profiles that these of the job's trials have left and that are kept, in order of dispatch."""
-    if first == 1 and last is None:
-        return [power_profile_from(row) for row in transaction.found(statements.PROFILES, job_id=job_id)]
     table = power_profiles.c
     statement = select(power_profiles).where(table.job_id == job_id, table.trial_number >= first)
     if last is not None:
@@ -235,7 +225,7 @@ def _trials(
     transaction: Transaction,
     job_id: str,
     conditions: list[ColumnElement[bool]],
-    order: ColumnElement[Any],
+    order: ColumnElement[Any] | None,
     limit: int | None,
 ) -> list[TrialRecord]:
     statement = select(trials).where(trials.c.job_id == job_id, *conditions).order_by(order).limit(limit)

@@ -14,17 +14,15 @@ from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
 
 from bso_server.core.access import Scope, TokenRecord
-from bso_server.core.history import Arm, Cheapest
 from bso_server.core.job import JobState
-from bso_server.core.model import TrialRecord
-from bso_server.core.registry import Policy
-from bso_server.core.statistics import Statistics
+from bso_server.core.model import Arm, Cheapest, TrialRecord
+from bso_server.core.policy import Policy
 from bso_server.storage.tables import trials
 from zeus_plugins.protocol import (
     CandidateWorth,
+    CreatedJob,
     Decision,
     Fingerprint,
-    JobRegistration,
     PowerLimitSample,
     SizeBelief,
     TrialState,
@@ -53,7 +51,7 @@ class StoredJob(JobState):
 
 @dataclass(frozen=True, slots=True)
 class StoredEpoch:
-    """A row of `epochs`: a report that did not end its trial; fields as in `service.messages.EpochView`."""
+    """A row of `epochs`: a report that did not end its trial; fields as in `service.views.EpochView`."""
 
     job_id: str
     trial_number: int
@@ -67,7 +65,7 @@ class StoredEpoch:
 
 @dataclass(frozen=True, slots=True)
 class StoredPowerProfile:
-    """A row of `power_profiles`, measured on the job's GPUs; fields as in `service.messages.PowerProfileView`."""
+    """A row of `power_profiles`, measured on the job's GPUs; fields as in `service.views.PowerProfileView`."""
 
     job_id: str
     trial_number: int
@@ -108,9 +106,9 @@ class TrialTotals:
 
 
 @lru_cache(maxsize=1024)
-def _registration(spec: str, fingerprint: str | None, registration_id: str | None) -> JobRegistration:
+def _registration(spec: str, fingerprint: str | None, registration_id: str | None) -> CreatedJob:
     """A job's part that hardly changes. Parsing it for each report would cost more than the report."""
-    registration = JobRegistration.model_validate_json(spec)
+    registration = CreatedJob.model_validate_json(spec)
     if registration_id is not None:
         registration = registration.model_copy(update={"registration_id": registration_id})
     if fingerprint is not None:
@@ -279,35 +277,14 @@ def token_row(token: TokenRecord) -> dict[str, Any]:
     return asdict(token) | {"scopes": " ".join(sorted(token.scopes))}
 
 
-_STATISTICS = ("explored", "observed", "completed")
-_STATISTICS_FIELDS = [field.name for field in fields(Statistics)]
+_ARM = TypeAdapter(Arm)
 
 
 def arm_from(row: Row) -> Arm:
-    """An arm from its row."""
-    latest = json.loads(row["latest"])
-    return Arm(
-        batch_size=row["batch_size"],
-        trials=row["trials"],
-        infeasible=row["infeasible"],
-        refitted=row["refitted"],
-        window=tuple((trial_number, cost_j) for trial_number, cost_j in json.loads(row["window"])),
-        latest=None if latest is None else (latest[0], latest[1]),
-        **{name: Statistics(*(row[f"{name}_{field}"] for field in _STATISTICS_FIELDS)) for name in _STATISTICS},
-    )
+    """Return the arm that a row holds."""
+    return _ARM.validate_json(row["arm"])
 
 
-def arm_row(arm: Arm) -> dict[str, Any]:
-    """The row of an arm."""
-    row = {
-        "batch_size": arm.batch_size,
-        "trials": arm.trials,
-        "infeasible": arm.infeasible,
-        "refitted": arm.refitted,
-        "window": json.dumps(arm.window),
-        "latest": json.dumps(arm.latest),
-    }
-    for name in _STATISTICS:
-        statistics = getattr(arm, name)
-        row |= {f"{name}_{field}": getattr(statistics, field) for field in _STATISTICS_FIELDS}
-    return row
+def arm_row(job_id: str, arm: Arm) -> dict[str, Any]:
+    """Return the row of a job's arm."""
+    return {"job_id": job_id, "batch_size": arm.batch_size, "arm": _ARM.dump_json(arm).decode()}

@@ -1,113 +1,279 @@
-"""The store: transactions that are run, repeated and committed in one place."""
+"""The store: the one place where transactions begin, share a commit, are repeated, and commit.
+
+What a write costs is its commit: the database answers only when the disk has the transaction, which takes milliseconds
+whatever the transaction holds, while the statements of a report take microseconds. SQLite lets in one writer at a time,
+so that separate commits would queue behind the disk; PostgreSQL and MariaDB would sync their logs once per report.
+
+`GroupCommit` therefore lets requests share a commit: those that arrive while one transaction runs wait, and the next
+transaction takes them all. No delay is added to form a group. A request that arrives at an idle server starts at
+once, with whatever has reached the socket together with it; under load the groups grow by themselves, because more
+arrives while the disk is busy. On SQLite everything that writes is in the groups. On other databases only the items of
+a `Batch` (reports) are, because only they can be handled without waiting for locks.
+
+A group must not make one request suffer for another:
+
+- A request that is refused gets its own error; the others of its group go on.
+- A transaction that fails as a whole leaves nothing behind, and its requests are taken one by one: the request that is
+  to blame gets the error, the others their answers.
+- While the database is away all of them get that error at once: one by one they would fare no better, only later. A
+  transaction on a SQLite file that was taken away may be in force, and is not repeated either.
+- A group waits for no lock. An item whose rows somebody else has locked is left out of it and committed apart, where it
+  may wait, and so are the later items of its row; the others go on.
+- A group that has taken long takes no more, and what may take long (`Store.patient`) is in no group.
+- A client that leaves does not take its request back: the request is committed with its group. One whose time is over
+  while it waits gets that error, and is not taken.
+- No answer precedes its commit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-import random
 import secrets
-import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections import Counter
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from contextvars import Context
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError
 
-from bso_server.core.watch import Listener, Outcome, TransactionDone, nobody
+from bso_server.core.occurrences import Listener, Occurrence, Outcome, TransactionDone, nobody
 from bso_server.errors import BsoError, DatabaseNotReadyError, DatabaseUnavailableError
 from bso_server.storage import migrations
-from bso_server.storage.async_database import NoConnectionError
-from bso_server.storage.database import Database, SqliteFile, back_up, described, is_passing
-from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, Deadline, waiting
-from bso_server.storage.transaction import JobExistsError, Transaction
-from bso_server.storage.unwritable import UnwritableError, as_unwritable
+from bso_server.storage.database import Database
+from bso_server.storage.deadlines import LONG_PATIENCE_S, MIGRATION_PATIENCE_S, PATIENCE_S, waiting
+from bso_server.storage.faults import NoConnectionError, Retries, UnwritableError, as_unwritable, described, failure_of
+from bso_server.storage.sqlite import back_up
+from bso_server.storage.transaction import RowLocked, Transaction
 
-# The longest wait after the first time that the database breaks a transaction off; it grows with each time, so often.
-_BACKOFF_S = 0.05
-_GROWS = 8
+# Turns of the event loop before a group is taken, some microseconds each: a request that has reached the socket by then
+# is in the group. That many lie between the socket and `submit`.
+_TURNS = 3
 
-# The same where connections are lost: a database that starts anew needs seconds, and one that is away for good must not
-# keep a patient caller waiting.
-_LOST_BACKOFF_S = 0.2
-_LOST_ATTEMPTS = 8
+# One group must not grow so large that its members wait long, or that a database refuses the statement.
+_LARGEST_GROUP = 200
+
+# Seconds of CPU time: were it the clock's, groups would become smaller when the machine has too much to do.
+_LONGEST_GROUP_S = 0.05
+
+# Queues of items that wait for locks at the same time. Each has a connection meanwhile; further ones wait their turn.
+_LARGEST_WAITING = 4
 
 # A database that can keep nothing is spoken of when that begins and ends, and each time that so many seconds are over.
 _SAY_AGAIN_S = 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+
+Work = Callable[[Transaction], T]
 
 logger = logging.getLogger("bso_server")
 
 
-class _Attempts:
-    """The attempts at one transaction: which failure is followed by another one, and after how long.
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch(Generic[Item, Answer]):
+    """Work on many items in one transaction, with few statements whatever their number.
 
-    That the database has broken one off is logged at this level.
+    Attributes:
+        work: Returns an answer, or the error of that item alone, per item, in order. When it raises, the items are
+            handled one by one. Unless its last argument says that it may wait for locks, `RowLocked` is the outcome of
+            items that could not be handled without waiting, and of later items of their rows.
+        row_of: The row that an item changes. Items of one row keep their order.
+        queue_of: Rows with the same value are likely to be locked together; their items wait together.
     """
 
-    def __init__(self, deadline: Deadline, level: int = logging.INFO) -> None:
-        self._level = level
-        self._deadline = deadline
-        self._lost_deadline = Deadline(PATIENCE_S)
-        self._begun = time.monotonic()
-        self._made = 0
-        self._lost = False
-        self._collided = False
-        self.repeats = 0
+    work: Callable[[Transaction, Sequence[Item], bool], Sequence[Answer | Exception | RowLocked]]
+    row_of: Callable[[Item], Hashable]
+    queue_of: Callable[[Item], Hashable]
 
-    def wait_s(self, error: Exception) -> float | None:
-        """Seconds to wait before the next attempt, random; None if there is no time for one.
 
-        Raises the error if another attempt would fare no better.
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A request that waits for a group: an item of a batch, or, without a batch, work of its own."""
+
+    item: Any
+    batch: Batch[Any, Any] | None
+    future: asyncio.Future[Any]
+    heard: list[Occurrence] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        """True if its sender was told that its time is over; one that has left has cancelled the future."""
+        return self.future.done() and not self.future.cancelled()
+
+    @property
+    def row(self) -> Hashable:
+        return self if self.batch is None else self.batch.row_of(self.item)
+
+    @property
+    def queue(self) -> Hashable:
+        return self if self.batch is None else self.batch.queue_of(self.item)
+
+
+# The outcome of a request that a group had no more time for.
+_NOT_BEGUN = object()
+
+
+def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Transaction) -> list[Any]:
+    """Handle a group; return an answer or an error per entry, in order."""
+    outcomes: dict[_Entry, Any] = {}
+    for batch in dict.fromkeys(each.batch for each in group if each.batch is not None):
+        items = [each for each in group if each.batch is batch]
+        answers = batch.work(transaction, [each.item for each in items], waits)
+        outcomes |= zip(items, answers, strict=True)
+    ends = time.thread_time() + _LONGEST_GROUP_S
+    for entry in group:
+        if entry.batch is not None:
+            continue
+        if outcomes and time.thread_time() > ends:
+            outcomes[entry] = _NOT_BEGUN
+            continue
+        # Each logs and tells on its own, as it may be refused on its own.
+        own = Transaction(transaction.connection)
+        if len(group) == 1:
+            return [(entry.item(own), own)]
+        try:
+            with own.savepoint():
+                outcomes[entry] = entry.item(own), own
+        except BsoError as error:
+            outcomes[entry] = error
+    return [outcomes[entry] for entry in group]
+
+
+Commit = Callable[[Work[list[Any]], bool, Listener], Awaitable[list[Any]]]
+
+
+class GroupCommit:
+    """Commits requests in groups, one group at a time; items whose rows are locked to others, apart.
+
+    Items that are held up queue by their batch's `queue_of`, and each queue is committed on its own, with waiting,
+    group by group. While an item is held up, later ones of the same row queue behind it.
+
+    Args:
+        commit: Runs a group in one transaction: work over a transaction, whether it may wait for locks, and who hears
+            of the transaction.
+        listener: Hears of transactions that are shared. A request that shares none hears of its own by itself.
+        patience_s: Seconds after which a request that waits is answered with `DatabaseUnavailableError`.
+    """
+
+    def __init__(self, commit: Commit, listener: Listener = nobody, *, patience_s: float = PATIENCE_S) -> None:
+        self._commit, self._listener = commit, listener
+        self._patience_s = patience_s
+        self._waiting: list[_Entry] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._held: dict[Hashable, list[_Entry]] = {}
+        self._held_rows: Counter[Hashable] = Counter()
+        self._workers_apart: set[asyncio.Task[None]] = set()
+        self._apart = asyncio.Semaphore(_LARGEST_WAITING)
+
+    async def submit(self, item: Any, batch: Batch[Any, Any] | None = None) -> Any:
+        """Commit an item, or work that has no batch, with others; return its answer after the commit.
+
+        Raises:
+            DatabaseUnavailableError: It did not come in time. The item may be in force, or come to be.
+            Exception: The item's own error, or that of its transaction.
         """
-        self._made += 1
-        took_s = time.monotonic() - self._begun
-        if isinstance(error, JobExistsError):
-            # What the other transaction did is there to be found by now.
-            if self._collided:
-                raise error
-            self._collided = True
-            wait_s = 0.0
-        elif isinstance(error, DatabaseUnavailableError):
-            if error.fault is not None:
-                raise error  # Waiting mends nothing.
-            if self._made == _LOST_ATTEMPTS or not self._lost_deadline.left_s:
-                return None
-            self._lost = True
-            wait_s = self._random_s(_LOST_BACKOFF_S)
-        else:
-            if not (isinstance(error, DBAPIError) and is_passing(error)):
-                raise error
-            logger.log(self._level, "transaction broken off by the database, attempt %d: %s", self._made, error.orig)
-            wait_s = self._random_s(_BACKOFF_S)
-        # What has waited for a lock in vain would need as long again, and leave its connection in the middle of it.
-        if wait_s + took_s >= self._deadline.left_s:
-            return None
-        self._begun = time.monotonic() + wait_s
-        self.repeats += 1
-        return wait_s
+        loop = asyncio.get_running_loop()
+        with waiting(self._patience_s) as deadline:
+            entry = _Entry(item, batch, loop.create_future())
+            limit = loop.call_later(deadline.left_s, self._give_up, entry.future)
+            self._waiting.append(entry)
+            if self._worker is None or self._worker.done():
+                # It outlives this request, whose deadline is not that of the groups.
+                self._worker = loop.create_task(self._work(), context=Context())
+            try:
+                return await entry.future
+            finally:
+                limit.cancel()
+                self._tell_of(entry)
 
-    def _random_s(self, most_s: float) -> float:
-        # Not all at once again; randomness is what parts them.
-        return most_s * min(self._made, _GROWS) * random.random()  # noqa: S311 - no secret
+    def _tell_of(self, entry: _Entry) -> None:
+        while entry.heard:
+            self._listener(entry.heard.pop(0))
 
-    def given_up(self, error: Exception) -> DatabaseUnavailableError:
-        """The error to raise as there is no time for another attempt; it is logged, too."""
-        if not isinstance(error, DatabaseUnavailableError):
-            error = DatabaseUnavailableError(f"broken off by the database each time: {NoConnectionError(error)}")
-        logger.warning("gave up after %d attempts: %s", self._made, error.detail)
-        return error
+    def _give_up(self, future: asyncio.Future[Any]) -> None:
+        _settle(future, DatabaseUnavailableError(f"not committed within {self._patience_s:g} s"))
 
-    def succeeded(self) -> None:
-        """Note that the last attempt has done it."""
-        if self._lost:
-            logger.info("lost the connection to the database, and found it again at attempt %d", self._made + 1)
+    async def _work(self) -> None:
+        while self._waiting:
+            for _ in range(_TURNS):
+                await asyncio.sleep(0)
+            group, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
+            await self._take(group, waits=False)
+
+    async def _work_apart(self, queue: Hashable) -> None:
+        while self._held[queue]:
+            async with self._apart:
+                held = self._held[queue]
+                group, self._held[queue] = held[:_LARGEST_GROUP], held[_LARGEST_GROUP:]
+                await self._take(group, waits=True)
+            self._held_rows -= Counter(each.row for each in group)
+        del self._held[queue]
+
+    def _hold(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            self._held_rows[entry.row] += 1
+            if entry.queue not in self._held:
+                self._held[entry.queue] = []
+                worker = asyncio.create_task(self._work_apart(entry.queue))
+                self._workers_apart.add(worker)
+                worker.add_done_callback(self._workers_apart.discard)
+            self._held[entry.queue].append(entry)
+
+    async def _take(self, group: Sequence[_Entry], *, waits: bool) -> None:
+        if self._held_rows and not waits:
+            self._hold([each for each in group if each.row in self._held_rows])
+            group = [each for each in group if each.row not in self._held_rows]
+        group = [each for each in group if not each.is_over]
+        if not group:
+            return
+        # The trace of a request has its transaction, unless others share it.
+        is_own = len(group) == 1 and group[0].batch is None
+        listener = group[0].heard.append if is_own else self._listener
+        try:
+            outcomes = await self._commit(partial(_in_one_transaction, group, waits), waits, listener)
+        except DatabaseUnavailableError as error:
+            outcomes = [error] * len(group)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # a library in another language may raise more than an Exception
+            if len(group) > 1:
+                for each in group:
+                    await self._take([each], waits=waits)
+                return
+            outcomes = [error]
+        finally:
+            if is_own and group[0].future.done():
+                self._tell_of(group[0])
+        held: list[_Entry] = []
+        later: list[_Entry] = []
+        for entry, outcome in zip(group, outcomes, strict=True):
+            if outcome is RowLocked.ROW_LOCKED:
+                held.append(entry)
+            elif outcome is _NOT_BEGUN:
+                later.append(entry)
+            else:
+                _settle(entry.future, outcome)
+        self._hold(held)
+        self._waiting[:0] = later
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    # A client that left has cancelled its future; what it sent is committed all the same.
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 class _Health:
@@ -117,8 +283,8 @@ class _Health:
         self.fault: str | None = None
         self._say_again = -math.inf
 
-    def told(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
-        """The error of a write that failed by this one."""
+    def error_of(self, error: UnwritableError, database: str) -> DatabaseUnavailableError:
+        """Return the error of a write that failed by this one, and log it now and then."""
         detail, now = f"nothing can be kept in the database {database}, for {error}", time.monotonic()
         if error.fault != self.fault or now > self._say_again:
             logger.error("%s; every request gets 503 until that is mended", detail)
@@ -138,7 +304,7 @@ class Store:
     Args:
         database: The database.
         patience_s: Seconds after which `write` and `read` give up, with all their attempts.
-        listener: Told of each transaction, and of what has happened in those that are in force.
+        listener: Hears of each transaction, and of what has happened in those that are in force.
     """
 
     def __init__(self, database: Database, *, patience_s: float = PATIENCE_S, listener: Listener = nobody) -> None:
@@ -147,9 +313,10 @@ class Store:
         self.listener = listener
         self._is_patient = False
         self._health = _Health()
+        self._groups = GroupCommit(self._commit_group, self._hear, patience_s=patience_s)
 
     def patient(self) -> Store:
-        """The same data, for what reads or writes a job as a whole, and for callers that keep nobody waiting."""
+        """Return a store of the same data for what reads or writes a whole job, and for callers in no hurry."""
         store = Store(self._database, patience_s=max(self.patience_s, LONG_PATIENCE_S), listener=self.listener)
         store._health, store._is_patient = self._health, True
         return store
@@ -163,11 +330,6 @@ class Store:
     def is_sqlite(self) -> bool:
         """True if the database is a SQLite file."""
         return self._database.url.get_backend_name() == "sqlite"
-
-    @property
-    def queues_writers(self) -> bool:
-        """True if writers wait for one another in this process, without a connection each."""
-        return self._database.queues_writers
 
     @property
     def kind(self) -> str:
@@ -191,72 +353,104 @@ class Store:
             DatabaseUnavailableError: The database stays away, breaks the transaction off again and again, does not
                 answer in time, or can keep nothing. `work` may be in force.
         """
-        return await self._done(lambda transaction: work(transaction, *args, **kwargs))
+        return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=True)
 
     async def write_at_once(
         self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Do `work`, which waits for no lock of others; it does not wait behind those who do. Errors as in `write`."""
-        return await self._done(lambda transaction: work(transaction, *args, **kwargs), waits=False)
+        return await self._write(lambda transaction: work(transaction, *args, **kwargs), waits=False)
+
+    async def write_in_batch(self, batch: Batch[Item, Answer], item: Item) -> Answer:
+        """Do a batch's work for an item, together with others that wait. Errors as in `write`, or the item's own."""
+        answer: Answer = await self._groups.submit(item, batch)
+        return answer
 
     async def read(self, work: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Do `work`, which only reads, in a transaction that makes nobody wait; again, and errors, as in `write`."""
-        return await self._done(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
-
-    async def _done(self, work: Callable[[Transaction], T], *, read_only: bool = False, waits: bool = True) -> T:
-        done, transaction = await self._repeated(
-            partial(_done_in_transaction, work), read_only=read_only, waits=waits, patience_s=self.patience_s
-        )
-        if self.fault is not None and not read_only:
-            self._health.mended(self.description)
-        transaction.write_log()
-        transaction.tell_all(self.listener)
+        done, _ = await self._transact(lambda transaction: work(transaction, *args, **kwargs), read_only=True)
         return done
 
-    async def _repeated(
-        self, work: Callable[[Connection], T], *, patience_s: float, read_only: bool = False, waits: bool = True
-    ) -> T:
-        alone = self._is_patient or patience_s != self.patience_s
-        with waiting(patience_s, alone=alone) as deadline:
-            attempts, begun, outcome = _Attempts(deadline), time.monotonic(), Outcome.FAILED
+    async def _write(self, work: Work[T], *, waits: bool) -> T:
+        done: T
+        if self.is_sqlite and not self._is_patient:
+            # Writers of a file wait for its one lock anyway.
+            done, transaction = await self._groups.submit(work)
+        else:
+            done, transaction = await self._transact(work, waits=waits)
+        transaction.publish(self.listener)
+        return done
+
+    async def _commit_group(self, work: Work[list[Any]], waits: bool, listener: Listener) -> list[Any]:
+        outcomes, transaction = await self._transact(work, waits=waits, listener=listener)
+        transaction.publish(self.listener)
+        return outcomes
+
+    def _hear(self, occurrence: Occurrence) -> None:
+        self.listener(occurrence)
+
+    async def _transact(
+        self,
+        work: Work[T],
+        *,
+        read_only: bool = False,
+        waits: bool = True,
+        patience_s: float | None = None,
+        listener: Listener | None = None,
+    ) -> tuple[T, Transaction]:
+        """Do `work` as `write` does; return its result and its transaction, which has something to publish."""
+        alone = self._is_patient or patience_s is not None
+        begun, outcome = time.monotonic(), Outcome.FAILED
+        with waiting(patience_s or self.patience_s, alone=alone) as deadline:
+            retries = Retries(deadline)
             try:
                 while True:
                     try:
                         left_s = deadline.left_s
-                        done = await self._run(work, read_only=read_only, waits=waits, alone=alone, timeout_s=left_s)
-                    except (DBAPIError, DatabaseUnavailableError, JobExistsError) as error:
-                        wait_s = attempts.wait_s(error)
+                        done = await self._attempt(work, read_only=read_only, waits=waits, timeout_s=left_s)
+                    except Exception as error:
+                        failure = failure_of(error)
+                        if failure is None:
+                            raise
+                        wait_s = retries.wait_s(failure, error)
                         if wait_s is None:
-                            raise attempts.given_up(error) from error
+                            raise retries.given_up(error) from error
                         await asyncio.sleep(wait_s)
                     else:
-                        attempts.succeeded()
+                        retries.succeeded()
                         outcome = Outcome.COMMITTED
-                        return done
+                        break
             except BsoError as error:
                 outcome = Outcome.UNAVAILABLE if isinstance(error, DatabaseUnavailableError) else Outcome.REFUSED
                 raise
             finally:
-                self.listener(TransactionDone(not read_only, outcome, time.monotonic() - begun, attempts.repeats))
+                took_s = time.monotonic() - begun
+                (listener or self.listener)(TransactionDone(not read_only, outcome, took_s, retries.repeats))
+        if self.fault is not None and not read_only:
+            self._health.mended(self.description)
+        return done
 
-    async def _run(
+    async def _attempt(
         self,
-        work: Callable[[Connection], T],
+        work: Work[T],
         *,
         read_only: bool = False,
         waits: bool = True,
-        alone: bool = False,
         timeout_s: float = PATIENCE_S,
-    ) -> T:
+    ) -> tuple[T, Transaction]:
+        def work_on(connection: Connection) -> tuple[T, Transaction]:
+            transaction = Transaction(connection)
+            return work(transaction), transaction
+
         try:
-            return await self._database.run(work, read_only=read_only, waits=waits, alone=alone, timeout_s=timeout_s)
+            return await self._database.transact(work_on, read_only=read_only, waits=waits, timeout_s=timeout_s)
         except NoConnectionError as error:
             raise DatabaseUnavailableError(f"no connection to the database {self.description}: {error}") from error
         except (DBAPIError, UnwritableError) as error:
-            unwritable = error if isinstance(error, UnwritableError) else as_unwritable(error)
-            if unwritable is None:
+            fault = error if isinstance(error, UnwritableError) else as_unwritable(error)
+            if fault is None:
                 raise
-            raise self._health.told(unwritable, self.description) from error
+            raise self._health.error_of(fault, self.description) from error
 
     async def check_writable(self) -> None:
         """Write something and take it away again, so that a full disk and a standby show.
@@ -273,18 +467,23 @@ class Store:
             DatabaseNotReadyError: It was made by a newer version.
         """
         found = await self.current_revision()
-        _refuse_newer(found, self.description)
+        migrations.refuse_newer(found, self.description)
         if self.is_sqlite and found not in (None, migrations.HEAD):
             await asyncio.to_thread(back_up, Path(self._database.url.database or ""))
-        await self._repeated(migrations.upgrade, patience_s=MIGRATION_PATIENCE_S)
+        await self._transact(
+            lambda transaction: migrations.upgrade(transaction.connection), patience_s=MIGRATION_PATIENCE_S
+        )
 
     def migration_sql(self) -> str:
-        """The SQL that makes this version's schema in an empty database of this kind."""
+        """Return the SQL that makes this version's schema in an empty database of this kind."""
         return migrations.upgrade_sql(self._database.url.get_backend_name())
 
     async def current_revision(self) -> str | None:
-        """The revision of the database's schema, or None for an empty database; errors as in `read`."""
-        return await self._run(migrations.current, read_only=True, timeout_s=self.patience_s)
+        """Return the revision of the database's schema, or None for an empty database; errors as in `read`."""
+        found, _ = await self._attempt(
+            lambda transaction: migrations.current(transaction.connection), read_only=True, timeout_s=self.patience_s
+        )
+        return found
 
     async def check_schema(self) -> None:
         """Make sure that the database has this version's schema.
@@ -293,7 +492,7 @@ class Store:
             DatabaseNotReadyError: It has another one, or none.
         """
         found = await self.current_revision()
-        _refuse_newer(found, self.description)
+        migrations.refuse_newer(found, self.description)
         if found != migrations.HEAD:
             raise DatabaseNotReadyError(
                 f"the database {self.description} is at schema {found or 'none'}, this version needs "
@@ -303,161 +502,3 @@ class Store:
     async def close(self) -> None:
         """Close every connection."""
         await self._database.close()
-
-
-class SyncStore:
-    """A SQLite file for callers that wait: `Store` without an event loop.
-
-    It runs one transaction at a time, on one connection, which it opens when it needs one; opening it brings the file
-    to this version's schema.
-
-    A transaction may be broken in upon by a signal's handler, or by a finalizer of the garbage collector, that uses the
-    store in the same thread. Neither can wait for the other: the transaction is rolled back, and begun again after that
-    of the handler.
-
-    What a server logs at INFO is not logged here, unless the user has set a level for its logger. The file's busy
-    timeout is how long the thread takes no signal while another process has it locked. `lock`, which is reentrant, is
-    held during each attempt at a transaction, and not between two of them.
-    """
-
-    def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:
-        self._file = file
-        self._lock = lock
-        self._connection: Connection | None = None
-        # Transactions of one thread that have begun: more than one where a handler broke in.
-        self._depth = 0
-        self._is_broken_in = False
-
-    def write(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
-        """Do `work` in a transaction as `Store.write` does; another process is waited for `timeout_s` seconds at most.
-
-        Raises:
-            DatabaseUnavailableError: The file is locked for so long, or cannot be read or written.
-            DatabaseNotReadyError: It was made by a newer version.
-        """
-        return self._repeated(work, read_only=False, timeout_s=timeout_s)
-
-    def read(self, work: Callable[[Transaction], T], *, timeout_s: float) -> T:
-        """Do `work`, which only reads, in a transaction that makes nobody wait; arguments and errors as in `write`."""
-        return self._repeated(work, read_only=True, timeout_s=timeout_s)
-
-    def close(self, *, keeps_file: bool = False) -> None:
-        """Close the connection, if one is open; the next transaction opens another, perhaps to the same file alone."""
-        with self._lock:
-            connection, self._connection = self._connection, None
-            _close(connection)
-            if not keeps_file:
-                self._file.forget()
-
-    def _repeated(self, work: Callable[[Transaction], T], *, read_only: bool, timeout_s: float) -> T:
-        attempts = _Attempts(Deadline(timeout_s), level=logging.DEBUG)
-        while True:
-            try:
-                return self._run(partial(_done_in_transaction, work), read_only=read_only)
-            except _BrokenInError:
-                continue
-            except UnwritableError as error:
-                raise DatabaseUnavailableError(str(error), fault=error.fault) from error
-            except (DBAPIError, JobExistsError) as error:
-                try:
-                    wait_s = attempts.wait_s(error)
-                except DBAPIError:
-                    raise DatabaseUnavailableError(str(NoConnectionError(error))) from error
-                if wait_s is None:
-                    raise DatabaseUnavailableError(
-                        f"timed out after {timeout_s:g} s, as another process has it locked"
-                    ) from error
-                time.sleep(wait_s)
-
-    def _run(self, work: Callable[[Connection], tuple[T, Transaction]], *, read_only: bool) -> T:
-        with self._lock:
-            depth = self._depth
-            if depth:
-                # Under the feet of the other transaction, whose next step fails.
-                self._drop()
-            self._depth, self._is_broken_in = depth + 1, False
-            connection: Connection | None = None
-            try:
-                connection = self._connection or self._open()
-                done, transaction = self._file.run(connection, work, read_only=read_only)
-            except BaseException as error:
-                if not isinstance(error, (BsoError, JobExistsError)):
-                    # A signal's exception may have been raised anywhere, and leave the connection in any state.
-                    self._drop()
-                    _close(connection)
-                if self._is_broken_in and isinstance(error, (SQLAlchemyError, sqlite3.Error, UnwritableError)):
-                    raise _BrokenInError from None
-                raise
-            else:
-                if self._is_broken_in:
-                    _close(connection)
-                    raise _BrokenInError
-                if logger.level != logging.NOTSET:
-                    transaction.write_log()
-                return done
-            finally:
-                # Read by the transaction that this one broke in upon.
-                self._depth, self._is_broken_in = depth, depth > 0
-
-    def _drop(self) -> None:
-        """Close the connection whatever is under way on it."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(SQLAlchemyError, sqlite3.Error):
-                self._file.drop(connection)
-
-    def _open(self) -> Connection:
-        try:
-            connection = self._connection = self._file.connect()
-            found = self._file.run(connection, migrations.current, read_only=True)
-            if found != migrations.HEAD:
-                _refuse_newer(found, described(self._file.url))
-                if found is not None:
-                    back_up(self._file.path)
-                with _unlogged():
-                    self._file.run(connection, migrations.upgrade)
-        except BaseException:
-            unusable = self._connection
-            self._drop()
-            _close(unusable)
-            raise
-        return connection
-
-
-@contextmanager
-def _unlogged() -> Iterator[None]:
-    """Keep out of a training's log what a migration logs at INFO; a level that the user has set stays."""
-    loggers = [logging.getLogger(name) for name in ("bso_server", "alembic")]
-    chosen = [each for each in loggers if each.level == logging.NOTSET]
-    for each in chosen:
-        each.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for each in chosen:
-            each.setLevel(logging.NOTSET)
-
-
-def _close(connection: Connection | None) -> None:
-    if connection is not None:
-        # What a disk, or a connection that was dropped, has to say at this point changes nothing any more.
-        with suppress(SQLAlchemyError, sqlite3.Error):
-            connection.close()
-
-
-class _BrokenInError(Exception):
-    """A transaction was broken in upon by another one of the same thread."""
-
-
-def _done_in_transaction(work: Callable[[Transaction], T], connection: Connection) -> tuple[T, Transaction]:
-    transaction = Transaction(connection)
-    return work(transaction), transaction
-
-
-def _refuse_newer(found: str | None, description: str) -> None:
-    if found is not None and found not in migrations.REVISIONS:
-        raise DatabaseNotReadyError(
-            f"the database {description} is at schema {found}, which this version does not know: it was made by a "
-            f"newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema "
-            f"{migrations.HEAD})"
-        )

@@ -103,7 +103,7 @@ jobs = Table(
     # The registration as JSON: immutable, read as a whole, compared as a whole.
     Column("spec", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # Random, so that a job that is deleted and registered anew is told apart; null for jobs of version 0.1.
+    # Random, so that a job that is deleted and registered anew is told apart; null for imported ones.
     Column("registration_id", String(32)),
     # `protocol.Fingerprint` as JSON; null while no training has told.
     Column("fingerprint", Text),
@@ -218,27 +218,18 @@ decisions = Table(
     **_MYSQL,
 )
 
-# A cache as a whole: `core.history.Arm`, one row per batch size of a job.
+# A cache as a whole: one row per batch size of a job.
 arms = Table(
     "arms",
     metadata,
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("batch_size", Integer, primary_key=True, autoincrement=False),
-    Column("trials", Integer, nullable=False),
-    Column("infeasible", _member_of(EndReason, 32)),
-    Column("refitted", Boolean, nullable=False),
-    # (trial number, cost) pairs as JSON. Written as a whole: `refusals.refuse_long_window` bounds it, but for old jobs.
-    Column("window", LongText, nullable=False),
-    Column("latest", Text, nullable=False),
-    *(
-        Column(f"{name}_{part}", kind, nullable=False)
-        for name in ("explored", "observed", "completed")
-        for part, kind in (("count", Integer), ("mean", Double), ("squared_deviations", Double))
-    ),
+    # `core.model.Arm` as JSON; `refusals.refuse_long_window` bounds its window.
+    Column("arm", LongText, nullable=False),
     **_MYSQL,
 )
 
-# A cache as a whole: what a job's policy remembers itself, `core.registry.Memory`. Only with policies that do, and not
+# A cache as a whole: what a job's policy remembers itself, `core.policy.Memory`. Only with policies that do, and not
 # before a decision that had an end of a trial to learn from.
 policy_memories = Table(
     "policy_memories",

@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
+from enum import Enum, auto
+from functools import lru_cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
     Connection,
     Delete,
+    Row,
     RowMapping,
     Select,
     Table,
     Update,
+    and_,
+    bindparam,
     delete,
     func,
     insert,
+    literal,
+    or_,
     select,
+    union_all,
     update,
 )
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.sql.base import Executable
 
 from bso_server.core.access import TokenRecord
-from bso_server.core.history import Arm
-from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
-from bso_server.core.registry import Policy
-from bso_server.core.replay import bandit_entered_from_the_start
-from bso_server.core.watch import Listener, Occurrence
-from bso_server.storage import statements
-from bso_server.storage.prepared import Prepared
+from bso_server.core.model import OBSERVED, UNCOUNTED, Arm, TrialKey, TrialRecord
+from bso_server.core.occurrences import Listener, Occurrence, nobody
+from bso_server.core.policy import Policy, bandit_entered_from_the_start
+from bso_server.storage.faults import JobExistsError
 from bso_server.storage.rows import (
     TRIAL,
     TRIAL_AT_TRANSITION,
@@ -56,9 +63,9 @@ from bso_server.storage.rows import (
     token_row,
     trial_from,
 )
-from bso_server.storage.statements import IS_THERE
 from bso_server.storage.tables import (
     arms,
+    decisions,
     epochs,
     jobs,
     policy_memories,
@@ -67,9 +74,7 @@ from bso_server.storage.tables import (
     trials,
     write_probes,
 )
-from zeus_plugins.protocol import ALIVE, JobRegistration, TrialState
-
-Key = TypeVar("Key")
+from zeus_plugins.protocol import ALIVE, CreatedJob, Origin, TrialState
 
 logger = logging.getLogger("bso_server")
 
@@ -79,12 +84,81 @@ _PROBE_BYTES = 16384
 _JOB_COLUMNS, _TRIAL_COLUMNS = jobs.c.keys(), trials.c.keys()
 
 
-class JobExistsError(Exception):
-    """Another transaction inserted the same job_id first."""
+IS_THERE = jobs.c.importing_at.is_(None)
+"""The condition that a job is one, and not a part of one that is being imported."""
 
 
-class RowLockedError(Exception):
-    """Another transaction has locked a row that this one was not to wait for."""
+def _states(states: Collection[TrialState]) -> list[ColumnElement[TrialState]]:
+    # Each a parameter of its own: a list would be written out anew for each execution.
+    return [literal(state, trials.c.state.type) for state in sorted(states)]
+
+
+# The statements of each request are put together once: that costs more than SQLite needs to run them.
+_is_alive = trials.c.state.in_(_states(ALIVE))
+_is_expired = or_(trials.c.lease_expires_at < bindparam("now"), trials.c.lease_expires_at > bindparam("latest"))
+_trials_of_job = select(trials).where(trials.c.job_id == bindparam("job_id"))
+_ended_after = _trials_of_job.where(trials.c.ended_event > bindparam("event"))
+_explorations = _trials_of_job.where(trials.c.origin == Origin.EXPLORATION, trials.c.state.not_in(_states(UNCOUNTED)))
+# Each part is found by an index of its own, which no database is sure to see in a condition that is their disjunction.
+_OPEN_TRIALS = union_all(_trials_of_job.where(_is_alive), _ended_after)
+_OPEN_TRIALS_AND_EXPLORATIONS = union_all(_trials_of_job.where(_is_alive), _ended_after, _explorations)
+_EXPIRED_TRIALS = _trials_of_job.where(_is_alive, _is_expired).with_for_update()
+_EXPIRED_TRIALS_OF_NOBODY = _trials_of_job.where(_is_alive, _is_expired).with_for_update(skip_locked=True)
+_TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == bindparam("idempotency_key"))
+_STATES_OF_SIZE = (
+    select(trials.c.state, func.count())
+    .where(trials.c.job_id == bindparam("job_id"), trials.c.batch_size == bindparam("batch_size"))
+    .group_by(trials.c.state)
+)
+_JOB = select(jobs).where(jobs.c.job_id == bindparam("job_id"), IS_THERE)
+_LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
+_ARMS = select(arms).where(arms.c.job_id == bindparam("job_id")).order_by(arms.c.batch_size)
+_MEMORY = select(policy_memories).where(policy_memories.c.job_id == bindparam("job_id"))
+_TOKEN = select(tokens).where(tokens.c.token_id == bindparam("token_id"))
+_NEWEST_POWER_PROFILE = (
+    select(power_profiles)
+    .where(power_profiles.c.job_id == bindparam("job_id"), power_profiles.c.batch_size == bindparam("batch_size"))
+    .order_by(power_profiles.c.trial_number.desc())
+    .limit(1)
+)
+
+
+_INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = insert(trials), insert(epochs), insert(decisions)
+
+
+@lru_cache(maxsize=64)
+def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
+    """Return the query for so many keys, ``job_id_0``, ``trial_number_0`` and so on; each trial with its job, in order.
+
+    For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table.
+    """
+    keys = [
+        and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+        for n in range(size)
+    ]
+    query: Select[Any] = select(trials, jobs).join_from(trials, jobs).where(or_(*keys), IS_THERE)
+    query = query.order_by(trials.c.job_id, trials.c.trial_number)
+    return query.with_for_update(of=trials, skip_locked=skip)
+
+
+@lru_cache(maxsize=64)
+def _update_of(table: Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], Update]:
+    """Return an update of these columns, of which those of the key say which row, and the names of its parameters."""
+    key = table.primary_key.columns.keys()
+    changed: dict[str, Any] = {name: bindparam(name) for name in names if name not in key}
+    statement = update(table).where(*_has_key(table)).values(changed)
+    return tuple(f"key_{name}" if name in key else name for name in names), statement
+
+
+def _has_key(table: Table) -> Iterator[ColumnElement[bool]]:
+    """Return the condition that a row has a key, given as ``key_…``: a parameter may not be named as a set column."""
+    return (column == bindparam(f"key_{column.name}") for column in table.primary_key)
+
+
+class RowLocked(Enum):
+    """The outcome of work that needs a row which others have locked, and for which it was not to wait."""
+
+    ROW_LOCKED = auto()
 
 
 class Transaction:
@@ -96,7 +170,7 @@ class Transaction:
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self.connection = connection
         self._log: list[tuple[object, ...]] = []
         self._occurrences: list[Occurrence] = []
 
@@ -104,39 +178,44 @@ class Transaction:
         """Have a line logged once the transaction is in force."""
         self._log.append((message, *arguments))
 
-    def write_log(self) -> None:
-        """Log what there is to say of this transaction, which has been committed."""
-        for message, *arguments in self._log:
-            logger.info(message, *arguments)
-
     def tell(self, occurrence: Occurrence) -> None:
         """Have those who watch told once the transaction is in force."""
         self._occurrences.append(occurrence)
 
-    def tell_all(self, listener: Listener) -> None:
-        """Tell of this transaction, which has been committed."""
+    def publish(self, listener: Listener = nobody) -> None:
+        """Log and tell what there is to say of this transaction, which has been committed."""
+        for message, *arguments in self._log:
+            logger.info(message, *arguments)
         for occurrence in self._occurrences:
             listener(occurrence)
 
-    def rows(self, statement: Select[Any]) -> Sequence[RowMapping]:
-        """The rows of a query that only reads; `queries` holds those that no decision needs."""
-        return self._connection.execute(statement).mappings().all()
+    @contextmanager
+    def savepoint(self) -> Iterator[None]:
+        """Undo what the block has done if it raises."""
+        self.connection.exec_driver_sql("SAVEPOINT work")
+        try:
+            yield
+        except Exception:
+            self.connection.exec_driver_sql("ROLLBACK TO SAVEPOINT work")
+            raise
+        finally:
+            self.connection.exec_driver_sql("RELEASE SAVEPOINT work")
 
-    def found(self, statement: Prepared, **parameters: object) -> list[dict[str, Any]]:
-        """The rows of a query that is always the same, by the names of its columns."""
-        return statement.mappings(self._connection, parameters)
+    def rows(self, statement: Executable, **parameters: object) -> Sequence[RowMapping]:
+        """Return the rows of a query, by the names of its columns."""
+        return self.connection.execute(statement, parameters).mappings().all()
 
-    def tuples(self, statement: Prepared, **parameters: object) -> list[Sequence[Any]]:
-        """The same, each row in the order of the columns."""
-        return statement.rows(self._connection, parameters)
+    def tuples(self, statement: Executable, **parameters: object) -> Sequence[Row[Any]]:
+        """Return the rows of a query, each in the order of its columns."""
+        return self.connection.execute(statement, parameters).all()
 
     def change(self, statement: Update | Delete) -> int:
-        """Change rows that no decision rests on, of a job that is being imported; their number."""
-        return self._connection.execute(statement).rowcount
+        """Change rows that no decision rests on, of a job that is being imported; return their number."""
+        return self.connection.execute(statement).rowcount
 
     def job(self, job_id: str) -> StoredJob | None:
-        """The job, or None."""
-        return next(map(job_from, self.found(statements.JOB, job_id=job_id)), None)
+        """Return the job, or None."""
+        return next(map(job_from, self.rows(_JOB, job_id=job_id)), None)
 
     @property
     def can_skip(self) -> bool:
@@ -144,29 +223,21 @@ class Transaction:
 
         On SQLite there are none, as the transaction has locked the file.
         """
-        dialect = self._connection.dialect
-        if dialect.name == "sqlite":
-            return False
-        least = (
-            (0,) if dialect.name == "postgresql" else (10, 6) if getattr(dialect, "is_mariadb", False) else (8, 0, 1)
-        )
+        dialect = self.connection.dialect
+        if dialect.name in {"sqlite", "postgresql"}:
+            return dialect.name == "postgresql"
+        least = (10, 6) if getattr(dialect, "is_mariadb", False) else (8, 0, 1)
         return (dialect.server_version_info or least) >= least
 
     def locked_job(self, job_id: str, *, skip: bool = False) -> StoredJob | None:
-        """The job, or None; other writers wait."""
-        return self.locked_jobs([job_id], skip=skip).get(job_id)
-
-    def locked_jobs(self, job_ids: Collection[str], *, skip: bool = False) -> dict[str, StoredJob]:
-        """Those of these jobs that exist, and that nobody has locked if they are to `skip`; other writers wait."""
-        wanted = _padded(sorted(job_ids))
-        statement = statements.locked_jobs_of(len(wanted), skip=skip and self.can_skip)
-        found = self.found(statement, **{f"job_id_{n}": job_id for n, job_id in enumerate(wanted)})
-        return {row["job_id"]: job_from(row) for row in found}
+        """Return the job, or None if there is none or, told to `skip`, others have locked it; other writers wait."""
+        statement = _LOCKED_JOB_OR_NONE if skip and self.can_skip else _LOCKED_JOB
+        return next(map(job_from, self.rows(statement, job_id=job_id)), None)
 
     def locked_trials(
         self, keys: Collection[TrialKey], *, skip: bool = False
     ) -> dict[TrialKey, tuple[StoredJob, TrialRecord]]:
-        """Those of these trials that exist, each with its job, in one statement; other writers of the trials wait.
+        """Return those of these trials that exist, each with its job, in one statement; other writers of them wait.
 
         Told to `skip`, it leaves out those that another transaction has locked, instead of waiting for that. The
         jobs are locked, too, if `locks_jobs_with_trials`. A trial that goes on changes nothing of its job, so that
@@ -174,11 +245,12 @@ class Transaction:
         """
         found: dict[TrialKey, tuple[StoredJob, TrialRecord]] = {}
         jobs_found: dict[str, StoredJob] = {}
-        wanted, parameters = _padded(sorted(keys)), dict[str, Any]()
-        for n, (job_id, trial_number) in enumerate(wanted):
-            parameters[f"job_id_{n}"], parameters[f"trial_number_{n}"] = job_id, trial_number
-        statement = statements.locked_trials_of(len(wanted), skip=skip and self.can_skip)
-        for row in statement.rows(self._connection, parameters):
+        wanted, parameters = sorted(keys), dict[str, Any]()
+        # A few sizes of the query are enough: the last key stands in it more than once.
+        size = 1 << (len(wanted) - 1).bit_length()
+        for n in range(size):
+            parameters[f"job_id_{n}"], parameters[f"trial_number_{n}"] = wanted[min(n, len(wanted) - 1)]
+        for row in self.tuples(_locked_trials_of(size, skip=skip and self.can_skip), **parameters):
             trial = trial_from(dict(zip(_TRIAL_COLUMNS, row, strict=False)))
             if trial.job_id not in jobs_found:
                 jobs_found[trial.job_id] = job_from(dict(zip(_JOB_COLUMNS, row[len(_TRIAL_COLUMNS) :], strict=True)))
@@ -188,7 +260,7 @@ class Transaction:
     @property
     def locks_jobs_with_trials(self) -> bool:
         """Whether the database cannot lock one table of a join alone: SQLite and MariaDB cannot."""
-        dialect = self._connection.dialect
+        dialect = self.connection.dialect
         return not (dialect.name == "postgresql" or getattr(dialect, "supports_for_update_of", False))
 
     def all_trials(self, job_id: str) -> list[TrialRecord]:
@@ -203,7 +275,7 @@ class Transaction:
         These are the job's trials that are running or may go on, those that ended after this event of the job, and, if
         asked for, its explorations that count.
         """
-        statement = statements.open_trials(with_explorations=with_explorations)
+        statement = _OPEN_TRIALS_AND_EXPLORATIONS if with_explorations else _OPEN_TRIALS
         found = self._trials(statement, job_id=job_id, event=event)
         return list({trial.trial_number: trial for trial in found}.values())
 
@@ -212,46 +284,46 @@ class Transaction:
 
         Those that another transaction has locked are left out: it may be the report that renews the lease.
         """
-        statement = statements.locked_expired_trials(skip=self.can_skip)
+        statement = _EXPIRED_TRIALS_OF_NOBODY if self.can_skip else _EXPIRED_TRIALS
         return self._trials(statement, job_id=job_id, now=now, latest=latest)
 
     def jobs_with_expired_trials(self, now: datetime, latest: datetime) -> list[str]:
         """Ids of jobs that have such trials, in order."""
-        found = self.found(statements.JOBS_WITH_EXPIRED_TRIALS, now=now, latest=latest)
-        return [row["job_id"] for row in found]
+        statement = select(trials.c.job_id).distinct().where(_is_alive, _is_expired).order_by(trials.c.job_id)
+        return [job_id for (job_id,) in self.tuples(statement, now=now, latest=latest)]
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
         """The trial that a request with this key started, or None."""
-        return next(iter(self._trials(statements.TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
+        return next(iter(self._trials(_TRIAL_WITH_KEY, job_id=job_id, idempotency_key=idempotency_key)), None)
 
     def crashes(self, job_id: str, batch_size: int) -> tuple[int, bool]:
         """The number of the size's trials that crashed, and whether one was ever measured to its end."""
-        found = self.found(statements.STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
-        counts: dict[TrialState, int] = {row["state"]: row["trials"] for row in found}
+        found = self.tuples(_STATES_OF_SIZE, job_id=job_id, batch_size=batch_size)
+        counts: dict[TrialState, int] = dict(tuple(row) for row in found)
         return counts.get(TrialState.FAILED, 0), any(state in OBSERVED for state in counts)
 
     def arms(self, job_id: str) -> dict[int, Arm]:
         """The arms of the job by batch size, ascending."""
-        return {row["batch_size"]: arm_from(row) for row in self.found(statements.ARMS, job_id=job_id)}
+        return {row["batch_size"]: arm_from(row) for row in self.rows(_ARMS, job_id=job_id)}
 
     def memory(self, job_id: str, policy: Policy) -> StoredMemory | None:
         """The memory of this version of the job's policy; None where it has none."""
-        found = self.found(statements.MEMORY, job_id=job_id)
+        found = self.rows(_MEMORY, job_id=job_id)
         return memory_from(found[0], policy) if found else None
 
     def save_memory(self, stored: StoredMemory, policy: Policy) -> None:
         """Replace what the policy of a locked job remembers of it."""
         row = memory_row(stored, policy)
         if not self._update(policy_memories, [row]):
-            statements.INSERT_MEMORY.run(self._connection, [row])
+            self.connection.execute(insert(policy_memories), row)
 
     def forget_memory(self, job_id: str) -> None:
         """Remove what the policy of a locked job remembers of it: the next decision makes it anew."""
-        self._connection.execute(delete(policy_memories).where(policy_memories.c.job_id == job_id))
+        self.connection.execute(delete(policy_memories).where(policy_memories.c.job_id == job_id))
 
     def insert_job(
         self,
-        registration: JobRegistration,
+        registration: CreatedJob,
         created_at: datetime,
         *,
         owner: str | None = None,
@@ -276,11 +348,11 @@ class Transaction:
             "importing_at": importing_at,
         }
         try:
-            self._connection.execute(insert(jobs).values(row))
+            self.connection.execute(insert(jobs).values(row))
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
-        rows = [{"job_id": registration.job_id, **arm_row(Arm(size))} for size in registration.batch_sizes]
-        statements.INSERT_ARMS.run(self._connection, rows)
+        rows = [arm_row(registration.job_id, Arm(size)) for size in registration.batch_sizes]
+        self.connection.execute(insert(arms), rows)
 
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save what may change of jobs whose rows this transaction has locked."""
@@ -288,20 +360,20 @@ class Transaction:
 
     def share_job(self, job_id: str, *, shared: bool) -> None:
         """Say whether other tokens than its owner may use a locked job."""
-        self._connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
+        self.connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Replace what is remembered of these batch sizes of a locked job."""
-        self._update(arms, [{"job_id": job_id, **arm_row(arm)} for arm in changed])
+        self._update(arms, [arm_row(job_id, arm) for arm in changed])
 
     def delete_job(self, job_id: str) -> bool:
         """Remove a job with all its trials; False if there was none."""
-        return bool(self._connection.execute(delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
+        return bool(self.connection.execute(delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Add trials that were just dispatched, or that another database has seen."""
         if added:
-            statements.INSERT_TRIALS.run(self._connection, [TRIAL.of(trial) for trial in added])
+            self.connection.execute(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
 
     def update_trials(self, changed: Sequence[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
         """Save what may change of trials whose rows this transaction has locked, or only these columns.
@@ -309,16 +381,12 @@ class Transaction:
         `TRIAL_AT_REPORT` has those that a report changes of a trial that was running and still is: the others stand in
         indexes, which a database would write anew for the same values.
         """
-        if len(changed) > 1 and self._connection.dialect.name in ("mysql", "mariadb"):
-            columns, replacement = statements.replacement_of(columns)
-            replacement.run(self._connection, [columns.of(trial) for trial in changed])
-        else:
-            self._update(trials, [columns.of(trial) for trial in changed])
+        self._update(trials, [columns.of(trial) for trial in changed])
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Add reports to the epochs of their trials."""
         if added:
-            statements.INSERT_EPOCHS.run(self._connection, [epoch_row(epoch) for epoch in added])
+            self.connection.execute(_INSERT_EPOCHS, [epoch_row(epoch) for epoch in added])
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Remove reports that were taken before then, at most `limit` of them, oldest first; how many were there."""
@@ -326,19 +394,20 @@ class Transaction:
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """That of the latest trial of this size which has left one, or None."""
-        found = self.found(statements.NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
+        found = self.rows(_NEWEST_POWER_PROFILE, job_id=job_id, batch_size=batch_size)
         return next(map(power_profile_from, found), None)
 
     def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
         """The profile that this trial has left, or None."""
-        found = self.found(statements.POWER_PROFILE, job_id=key[0], trial_number=key[1])
-        return next(map(power_profile_from, found), None)
+        table = power_profiles.c
+        statement = select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1])
+        return next(map(power_profile_from, self.rows(statement)), None)
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
         """Add the profiles of trials that have left none."""
         rows = [power_profile_row(profile) for profile in added]
         if rows:
-            self._connection.execute(insert(power_profiles), rows)
+            self.connection.execute(insert(power_profiles), rows)
 
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
         """Replace the profile that a locked trial has left."""
@@ -362,21 +431,21 @@ class Transaction:
         """Add the numbers behind the choice of trials' batch sizes."""
         rows = [decision_row(decision) for decision in added]
         if rows:
-            statements.INSERT_DECISIONS.run(self._connection, rows)
+            self.connection.execute(_INSERT_DECISIONS, rows)
 
     def write_probe(self, probe_id: str) -> None:
         """Write a row that is gone at the commit: the database must have leave to write, and room for some pages."""
         ballast = secrets.token_hex(_PROBE_BYTES // 2)
-        self._connection.execute(insert(write_probes).values(probe_id=probe_id, ballast=ballast))
-        self._connection.execute(delete(write_probes).where(write_probes.c.probe_id == probe_id))
+        self.connection.execute(insert(write_probes).values(probe_id=probe_id, ballast=ballast))
+        self.connection.execute(delete(write_probes).where(write_probes.c.probe_id == probe_id))
 
     def insert_token(self, token: TokenRecord) -> None:
         """Add a token."""
-        self._connection.execute(insert(tokens).values(token_row(token)))
+        self.connection.execute(insert(tokens).values(token_row(token)))
 
     def token(self, token_id: str) -> TokenRecord | None:
         """The token, even if it was revoked, or None."""
-        return next(map(token_from, self.found(statements.TOKEN, token_id=token_id)), None)
+        return next(map(token_from, self.rows(_TOKEN, token_id=token_id)), None)
 
     def all_tokens(self) -> list[TokenRecord]:
         """Every token, oldest first."""
@@ -384,8 +453,10 @@ class Transaction:
 
     def any_token(self, *, valid: bool = False) -> bool:
         """True if there is a token, perhaps one that was not revoked."""
-        statement = select(tokens.c.token_id).where(*[tokens.c.revoked_at.is_(None)] * valid).limit(1)
-        return self._connection.execute(statement).first() is not None
+        statement = select(tokens.c.token_id).limit(1)
+        if valid:
+            statement = statement.where(tokens.c.revoked_at.is_(None))
+        return self.connection.execute(statement).first() is not None
 
     def update_token(self, changed: TokenRecord) -> None:
         """Save a locked token."""
@@ -398,12 +469,12 @@ class Transaction:
     def jobs_per_owner(self) -> dict[str, int]:
         """The number of jobs of each token that has any, by its id."""
         statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
-        return {row[0]: row[1] for row in self._connection.execute(statement)}
+        return {row[0]: row[1] for row in self.connection.execute(statement)}
 
     def alive_trials_of(self, owner: str) -> int:
         """The number of this token's trials that run or may go on."""
         statement = select(func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
-        return self._connection.execute(statement).scalar_one()
+        return self.connection.execute(statement).scalar_one()
 
     def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
         """Give a token's jobs, at most so many of them, to another token; their keys."""
@@ -435,14 +506,14 @@ class Transaction:
         if rows:
             # By key and one by one: a condition on the time would lock rows that are being inserted on MySQL.
             values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
-            self._connection.execute(delete(table).where(*statements.has_key(table)), values)
+            self.connection.execute(delete(table).where(*_has_key(table)), values)
         return len(rows)
 
     def _tokens(self, statement: Select[Any]) -> list[TokenRecord]:
         return [token_from(row) for row in self.rows(statement)]
 
-    def _trials(self, statement: Prepared, **parameters: object) -> list[TrialRecord]:
-        return _in_order(map(trial_from, self.found(statement, **parameters)))
+    def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
+        return _in_order(map(trial_from, self.rows(statement, **parameters)))
 
     def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
         """Save rows, each with its key, that all name the same columns in the same order.
@@ -451,14 +522,10 @@ class Transaction:
         """
         if not rows:
             return 0
-        names, statement = statements.update_of(table, tuple(rows[0]))
-        return statement.run(self._connection, [dict(zip(names, row.values(), strict=True)) for row in rows])
+        names, statement = _update_of(table, tuple(rows[0]))
+        values = [dict(zip(names, row.values(), strict=True)) for row in rows]
+        return self.connection.execute(statement, values).rowcount
 
 
 def _in_order(found: Iterable[TrialRecord]) -> list[TrialRecord]:
     return sorted(found, key=attrgetter("trial_number"))
-
-
-def _padded(keys: Sequence[Key]) -> Sequence[Key]:
-    """The keys of a query, the last one more than once: a few sizes of it are enough."""
-    return [*keys, *[keys[-1]] * ((1 << (len(keys) - 1).bit_length()) - len(keys))]

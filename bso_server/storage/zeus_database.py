@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import (
-    Boolean,
-    Column,
     Connection,
-    DateTime,
     Double,
-    Float,
-    Integer,
     MetaData,
     RowMapping,
-    String,
     Table,
     cast,
     create_engine,
@@ -36,107 +29,31 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
 
 from bso_server.errors import ZeusDatabaseError
-from bso_server.storage.async_database import NoConnectionError
-from bso_server.storage.database import described, open_database
+from bso_server.storage.database import open_database
 from bso_server.storage.deadlines import LONG_PATIENCE_S
+from bso_server.storage.faults import NoConnectionError, described
 
 # Seconds that a read waits for Zeus's server to end a transaction of its own, on SQLite.
 _SQLITE_BUSY_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
-_metadata = MetaData()
+# The columns of each table as Zeus 0.16 makes them. Those of a job up to its seed are its specification, and have the
+# same names in `JobSpecFromClient`.
+_SPECIFIED = """job_id job_id_prefix default_batch_size higher_is_better_metric eta_knob beta_knob target_metric
+    max_epochs num_pruning_rounds window_size max_power number_of_gpus gpu_model mab_prior_mean mab_prior_precision
+    mab_num_explorations mab_seed"""
+_JOB, _SIZE, _ARM, _TRIAL = "Job", "BatchSize", "GaussianTsArmState", "Trial"
+_TABLES = {
+    _JOB: f"{_SPECIFIED} mab_random_generator_state exp_default_batch_size stage min_cost min_cost_batch_size",
+    _SIZE: "job_id batch_size",
+    _ARM: "job_id batch_size param_mean param_precision reward_precision num_observations",
+    _TRIAL: "job_id batch_size trial_number start_timestamp type status end_timestamp time energy converged",
+}
+_COLUMNS = {table: names.split() for table, names in _TABLES.items()}
 
-_jobs = Table(
-    "Job",
-    _metadata,
-    Column("job_id", String(400), primary_key=True),
-    Column("job_id_prefix", String(300)),
-    Column("default_batch_size", Integer),
-    Column("higher_is_better_metric", Boolean),
-    Column("eta_knob", Float),
-    Column("beta_knob", Float),
-    Column("target_metric", Float),
-    Column("max_epochs", Integer),
-    Column("num_pruning_rounds", Integer),
-    Column("window_size", Integer),
-    Column("max_power", Float),
-    Column("number_of_gpus", Integer),
-    Column("gpu_model", String(30)),
-    Column("mab_prior_mean", Float),
-    Column("mab_prior_precision", Float),
-    Column("mab_num_explorations", Integer),
-    Column("mab_seed", Integer),
-    Column("mab_random_generator_state", String(10000)),
-    Column("exp_default_batch_size", Integer),
-    Column("stage", String(7)),
-    Column("min_cost", Float),
-    Column("min_cost_batch_size", Integer),
-)
-_sizes = Table(
-    "BatchSize",
-    _metadata,
-    Column("job_id", String(400), primary_key=True),
-    Column("batch_size", Integer, primary_key=True),
-)
-_arms = Table(
-    "GaussianTsArmState",
-    _metadata,
-    Column("job_id", String(300), primary_key=True),
-    Column("batch_size", Integer, primary_key=True),
-    Column("param_mean", Float),
-    Column("param_precision", Float),
-    Column("reward_precision", Float),
-    Column("num_observations", Integer),
-)
-_trials = Table(
-    "Trial",
-    _metadata,
-    Column("job_id", String(300), primary_key=True),
-    Column("batch_size", Integer),
-    Column("trial_number", Integer, primary_key=True),
-    Column("start_timestamp", DateTime),
-    Column("type", String(11)),
-    Column("status", String(10)),
-    Column("end_timestamp", DateTime),
-    Column("time", Float),
-    Column("energy", Float),
-    Column("converged", Boolean),
-)
-
-# The columns of a job that are its specification, by the names that they have in `JobRegistration`, too.
-_SPECIFICATION = (
-    *("job_id", "job_id_prefix", "default_batch_size", "higher_is_better_metric", "eta_knob", "beta_knob"),
-    *("target_metric", "max_epochs", "num_pruning_rounds", "window_size", "max_power", "number_of_gpus", "gpu_model"),
-    *("mab_prior_mean", "mab_prior_precision", "mab_num_explorations", "mab_seed"),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ZeusTrial:
-    """A row of `Trial`: instants without a zone, as the clock of Zeus's server showed them; seconds and joules.
-
-    Time, energy and whether it converged are None unless a training has reported the trial's end.
-    """
-
-    trial_number: int
-    batch_size: int
-    type: str
-    status: str
-    started: datetime
-    ended: datetime | None
-    time_s: float | None
-    energy_j: float | None
-    converged: bool | None
-
-
-@dataclass(frozen=True, slots=True)
-class ZeusArm:
-    """A row of `GaussianTsArmState`, the belief about one batch size: the mean is of rewards, −cost in joules."""
-
-    batch_size: int
-    param_mean: float
-    num_observations: int
+# What Zeus has measured or computed.
+_MEASURED = frozenset({"min_cost", "param_mean", "time", "energy"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +64,18 @@ class ZeusJob:
         specification: The fields of a registration.
         rng_state: State of its random generator as JSON, or None.
         min_cost_j: The lowest cost of a trial, joules, or None.
-        arms: Those of the bandit stage, ascending; none before it.
-        trials: In order of dispatch.
+        arms: Its rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is of
+            rewards, −cost in joules.
+        trials: Its rows of `Trial`, in order of dispatch: instants without a zone, as the clock of Zeus's server showed
+            them, seconds and joules.
         digits: The significant digits to which Zeus itself knows its measurements.
     """
 
     specification: dict[str, Any]
     rng_state: str | None
     min_cost_j: float | None
-    arms: tuple[ZeusArm, ...]
-    trials: tuple[ZeusTrial, ...]
+    arms: Sequence[RowMapping]
+    trials: Sequence[RowMapping]
     digits: int
 
     @property
@@ -216,61 +135,38 @@ async def _on_server(url: URL, work: Callable[[Connection], T]) -> T:
     own_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=False)
     database = open_database(own_url, patience_s=LONG_PATIENCE_S)
     try:
-        return await database.run(only_reading, read_only=True, timeout_s=LONG_PATIENCE_S)
+        return await database.transact(only_reading, read_only=True, timeout_s=LONG_PATIENCE_S)
     finally:
         await database.close()
 
 
 def _read(connection: Connection) -> list[ZeusJob]:
-    _refuse_other_tables(connection)
+    tables = _tables(connection)
     # In MySQL these columns are of single precision. Zeus reads six digits of them, as that database prints them, while
     # a cast shows what is there. The specification is wanted as it was said: 0.9, and not 0.8999999761581421.
     digits = 6 if connection.dialect.name in ("mysql", "mariadb") else 15
-    jobs = _rows(connection, _jobs, _jobs.c.job_id)
-    sizes = _by_job(_rows(connection, _sizes, _sizes.c.batch_size))
-    arms = _by_job(_rows(connection, _arms, _arms.c.batch_size))
-    trials = _by_job(_rows(connection, _trials, _trials.c.trial_number))
+    sizes = _by_job(_rows(connection, tables[_SIZE], "batch_size"))
+    arms = _by_job(_rows(connection, tables[_ARM], "batch_size"))
+    trials = _by_job(_rows(connection, tables[_TRIAL], "trial_number"))
     return [
         ZeusJob(
             {
-                **{name: job[name] for name in _SPECIFICATION},
+                **{name: job[name] for name in _SPECIFIED.split()},
                 "batch_sizes": [row["batch_size"] for row in sizes.get(job["job_id"], ())],
             },
             job["mab_random_generator_state"],
             job["min_cost"],
-            tuple(
-                ZeusArm(row["batch_size"], row["param_mean"], row["num_observations"])
-                for row in arms.get(job["job_id"], ())
-            ),
-            tuple(
-                ZeusTrial(
-                    trial_number=row["trial_number"],
-                    batch_size=row["batch_size"],
-                    type=row["type"],
-                    status=row["status"],
-                    started=row["start_timestamp"],
-                    ended=row["end_timestamp"],
-                    time_s=row["time"],
-                    energy_j=row["energy"],
-                    converged=row["converged"],
-                )
-                for row in trials.get(job["job_id"], ())
-            ),
+            arms.get(job["job_id"], []),
+            trials.get(job["job_id"], []),
             digits,
         )
-        for job in jobs
+        for job in _rows(connection, tables[_JOB], "job_id")
     ]
 
 
-# What Zeus has measured or computed.
-_MEASURED = frozenset({"min_cost", "param_mean", "time", "energy"})
-
-
-def _rows(connection: Connection, table: Table, order: Column[Any]) -> list[RowMapping]:
-    columns = [
-        cast(column, Double).label(column.name) if column.name in _MEASURED else column for column in table.columns
-    ]
-    return list(connection.execute(select(*columns).order_by(order)).mappings())
+def _rows(connection: Connection, table: Table, order: str) -> list[RowMapping]:
+    columns = [cast(column, Double).label(column.name) if column.name in _MEASURED else column for column in table.c]
+    return list(connection.execute(select(*columns).order_by(table.c[order])).mappings())
 
 
 def _by_job(rows: list[RowMapping]) -> dict[str, list[RowMapping]]:
@@ -280,22 +176,29 @@ def _by_job(rows: list[RowMapping]) -> dict[str, list[RowMapping]]:
     return found
 
 
-def _refuse_other_tables(connection: Connection) -> None:
+def _tables(connection: Connection) -> dict[str, Table]:
+    """Return Zeus's tables as the database has them.
+
+    Raises:
+        ZeusDatabaseError: Tables or columns are missing, or there are others.
+    """
     inspector = inspect(connection)
-    missing = [table.name for table in _metadata.sorted_tables if not inspector.has_table(table.name)]
-    if len(missing) == len(_metadata.tables):
+    there = [name for name in _COLUMNS if inspector.has_table(name)]
+    if not there:
         hint = ""
         if inspector.has_table("jobs") and inspector.has_table("policy_memories"):
             hint = ": it is one of this project's; bso-server jobs export and jobs import move its jobs"
         raise ZeusDatabaseError(f"the database has no table of Zeus's batch size optimization server{hint}")
-    for table in _metadata.sorted_tables:
-        there = set() if table.name in missing else {column["name"] for column in inspector.get_columns(table.name)}
-        wanted = {column.name for column in table.columns}
-        if there != wanted:
+    metadata = MetaData()
+    metadata.reflect(connection, only=there)
+    for name, wanted in _COLUMNS.items():
+        columns = metadata.tables[name].c.keys() if name in there else []
+        if set(columns) != set(wanted):
             differs = [
-                *(f"no {table.name}.{name}" for name in sorted(wanted - there)),
-                *(f"{table.name}.{name} beside" for name in sorted(there - wanted)),
+                *(f"no {name}.{column}" for column in sorted(set(wanted) - set(columns))),
+                *(f"{name}.{column} beside" for column in sorted(set(columns) - set(wanted))),
             ]
             raise ZeusDatabaseError(
                 f"the tables are of another version of Zeus than 0.16, the one that can be read: {', '.join(differs)}"
             )
+    return {name: metadata.tables[name] for name in _COLUMNS}

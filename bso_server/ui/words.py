@@ -6,12 +6,12 @@ import math
 import re
 from dataclasses import dataclass
 
-from bso_server.service.page_views import (
+from bso_server.service.views import (
     HealthPage,
     JobPage,
     JobsPage,
     MomentPage,
-    ReplayState,
+    Tariff,
     TokensPage,
     TrialPage,
     WhatIfPage,
@@ -32,29 +32,17 @@ STATES = {
 }
 """The outcome of a trial."""
 
-_ORIGINS = {
+ORIGINS = {
     Origin.EXPLORATION: "try",
     Origin.INCUMBENT: "best known",
     Origin.CONCURRENT: "beside a try",
     Origin.BANDIT: "drawn",
     Origin.OFFLINE: "without the server",
 }
+"""The kind of a decision."""
 
-# Means of twenty simulated jobs that differ by less differ by chance.
-_SAME = 0.005
-
-# Nine in ten of a normal variable's values lie within so many standard deviations.
-_Z90 = 1.6448536269514722
-
-
-def state_words(state: TrialState) -> str:
-    """A trial's state."""
-    return STATES[state]
-
-
-def origin_words(origin: Origin) -> str:
-    """The kind of a decision."""
-    return _ORIGINS[origin]
+Z90 = 1.6448536269514722
+"""Nine in ten of a normal variable's values lie within so many standard deviations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +103,7 @@ def of_job(page: JobPage) -> Headline:
         spread = math.hypot(
             mine.expected_cost_std_j / mine.expected_cost_j, theirs.expected_cost_std_j / theirs.expected_cost_j
         )
-        sure = f"Sure to within ±{units.percent(_Z90 * ratio * spread)}, nine times in ten. "
+        sure = f"Sure to within ±{units.percent(Z90 * ratio * spread)}, nine times in ten. "
     if ratio >= 1:
         return Headline(f"{best} is the best batch size so far", sure + paid)
     return Headline(f"{best} saves {units.percent(1 - ratio)} against your default, {default}", sure + paid, "gain")
@@ -124,7 +112,7 @@ def of_job(page: JobPage) -> Headline:
 def _nothing_reached(page: JobPage) -> Headline:
     states = page.view.trial_states
     alive = sum(states.get(state, 0) for state in ALIVE)
-    ended = [f"{states[state]} {state_words(state)}" for state in states if state not in ALIVE]
+    ended = [f"{states[state]} {STATES[state]}" for state in states if state not in ALIVE]
     target = units.exact(page.view.job.target_metric)
     if not ended:
         latest = page.view.trials[-1] if page.view.trials else None
@@ -154,7 +142,7 @@ def of_eta(page: JobPage) -> str:
     """The best sizes, were the job to weigh energy against time otherwise."""
     spans = page.best_by_eta
     if len(spans) == 1:
-        return f"Whatever η weighs, runs at {spans[0].batch_size} are the cheapest on average."
+        return f"{spans[0].batch_size} is the cheapest for every η."
     changes = [f"{span.batch_size} from {units.number(span.low, 2)} on" for span in spans[1:]]
     return f"By mean cost, {spans[0].batch_size} is the best at η = 0, {units.listed(changes)}."
 
@@ -188,28 +176,23 @@ def of_what_if(page: WhatIfPage) -> Headline:
     )
 
 
-def of_replay(page: WhatIfPage) -> str:
-    """The outcome or the progress of a replay."""
-    if page.replay is None:
-        return ""
-    match page.replay.state:
-        case ReplayState.BUSY:
-            return "Another replay is being played; this one begins when it has ended."
-        case ReplayState.RUNNING:
-            return "The job is being played anew; this takes about a quarter of a minute."
-        case ReplayState.FAILED:
-            return f"No replay: {page.replay.reason}."
-    played = page.replay.replayed
-    if played is None:
-        return ""
-    own, other = played.own, played.other
-    changes = [
-        f"{units.percent(abs(1 - new / old))} {'less' if new < old else 'more'} {what}"
-        for what, new, old in (("energy", other.energy_j, own.energy_j), ("time", other.time_s, own.time_s))
-        if old > 0 and abs(1 - new / old) >= _SAME
-    ]
-    told = f"{units.listed(changes)} than with" if changes else "as much energy and time as with"
-    return f"With these, {played.recurrences} recurrences would take {told} the job's own η and β."
+def replay_command(page: WhatIfPage) -> str:
+    """Return the command that replays the job under its own η and the η that is asked about."""
+    job = page.job
+    etas = " ".join(f"--eta {eta:.12g}" for eta in dict.fromkeys([job.eta_knob, page.eta]))
+    beta = "none" if page.beta is None else f"{page.beta:.12g}"
+    extent = "--recurrences 50 --seeds 20"
+    return f"bso-server simulate --job {job.job_id} --policy {job.policy} {extent} {etas} --beta {beta}"
+
+
+def money(tariff: Tariff, energy_j: float) -> str:
+    """Return the price and the carbon of energy, as far as the server's settings tell them."""
+    told, kwh = [], energy_j / 3.6e6
+    if tariff.price_per_kwh is not None and tariff.currency:
+        told.append(f"{kwh * tariff.price_per_kwh:,.2f}{units.SPACE}{tariff.currency}")
+    if tariff.carbon_g_per_kwh is not None:
+        told.append(f"{units.mass(kwh * tariff.carbon_g_per_kwh)} CO₂")
+    return " · ".join(told)
 
 
 def of_health(page: HealthPage) -> Headline:
@@ -265,7 +248,7 @@ def of_trial(page: TrialPage) -> Headline:
             why = "does not fit into memory" if trial.end_reason is EndReason.OUT_OF_MEMORY else "cannot run"
             return Headline(f"{size} {why}", _message(page), "loss")
         case _:
-            return Headline(f"{size} {state_words(trial.state)}{after}", _message(page), "loss")
+            return Headline(f"{size} {STATES[trial.state]}{after}", _message(page), "loss")
 
 
 def _message(page: TrialPage) -> str:

@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.gaussian_process import Posterior, epochs_posterior
-from bso_server.core.gp_voi.laws import Sizes, laws
-from bso_server.core.gp_voi.normal import moments_given_larger
+from bso_server.core.gp_voi.gaussian_process import (
+    Posterior,
+    WeightedStatistics,
+    epochs_posterior,
+    moments_given_larger,
+)
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, change_of
-from bso_server.core.statistics import WeightedStatistics
+from bso_server.core.model import OBSERVED, TrialRecord, log_costs_per_epoch
+from zeus_plugins.protocol import CreatedJob, Origin, TrialState
 
 # Less than this of a run is not worth remembering.
 _LEAST_PSEUDO_WEIGHT = 1e-4
@@ -305,3 +309,29 @@ def beliefs_with(beliefs: Beliefs, belief: Belief, index: int) -> Beliefs:
 def trials_missed(beliefs: Sequence[Belief]) -> int:
     """Trials that missed the target since one last reached it."""
     return sum(belief.missed for belief in beliefs)
+
+
+def begun(job: CreatedJob) -> Beliefs:
+    """The beliefs about a new job's batch sizes."""
+    return (Belief(),) * len(job.batch_sizes)
+
+
+def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
+    """The beliefs once this trial has ended."""
+    index = job.batch_sizes.index(trial.batch_size)
+    log_first_cost, _ = log_costs_per_epoch(job, trial)
+    cost = CostRun.of(job, trial)
+    if trial.state in OBSERVED:
+        outcome = Outcome(
+            index=index,
+            epochs=trial.epoch,
+            log_first_cost=log_first_cost,
+            cost=cost,
+            epoch_step=trial.epoch / trial.report_count,
+            reached=trial.state is TrialState.COMPLETED,
+            conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
+        )
+        return after_outcome(Sizes.of(job), beliefs, outcome)
+    if trial.state is TrialState.FAILED and cost is not None:
+        return after_crash(beliefs, index, cost)
+    return beliefs

@@ -13,13 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bso_server.core.gp_voi.beliefs import Belief, Beliefs, posterior_of
-from bso_server.core.gp_voi.constants import CONSTANTS
 from bso_server.core.gp_voi.gaussian_process import Posterior, cost_posterior
-from bso_server.core.gp_voi.laws import Array, Sizes, laws
-from bso_server.core.gp_voi.normal import bounded_exp
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.history import History
-from bso_server.core.model import TrialRecord
+from bso_server.core.model import History, TrialRecord
 
 _LEAST_EPOCHS = 1e-300
 

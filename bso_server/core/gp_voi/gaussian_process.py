@@ -11,15 +11,35 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TypeAlias
 
 import numpy as np
 
-from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.laws import Array, Family, Sizes, laws
-from bso_server.core.gp_voi.normal import bounded_exp, log_cdf
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Family, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRuns, CostSummary, summary_of
-from bso_server.core.statistics import WeightedStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedStatistics:
+    """Running weight, mean and weighted sum of squared deviations of a sequence (West, CACM 22(9), 1979).
+
+    Weights may be fractions, and all of them may be scaled: that forgets without moving the mean.
+    """
+
+    weight: float = 0.0
+    mean: float = 0.0
+    squared_deviations: float = 0.0
+
+    def including(self, value: float, weight: float = 1.0) -> WeightedStatistics:
+        """These statistics with one more value of this weight (> 0)."""
+        total = self.weight + weight
+        mean = self.mean + (value - self.mean) * weight / total
+        squared_deviations = self.squared_deviations + weight * (value - self.mean) * (value - mean)
+        return WeightedStatistics(total, mean, squared_deviations)
+
+    def scaled(self, factor: float) -> WeightedStatistics:
+        """The same with every weight multiplied by `factor` (≥ 0)."""
+        return WeightedStatistics(self.weight * factor, self.mean, self.squared_deviations * factor)
+
 
 # Observations that have been forgotten so far count as none.
 _LEAST_WEIGHT = 1e-6
@@ -27,9 +47,6 @@ _LEAST_VARIANCE = 1e-9
 
 # Hypotheses that have become less probable than that together are left out.
 _LEAST_CHANCE = 1e-3
-
-_Weighed: TypeAlias = tuple[Array, Array, Array]
-"""Means of H hypotheses, log of what they weigh up to a term, and their covariance: (H, B), (H,), (B, B)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,10 +189,11 @@ def epochs_posterior(
     for family in laws(sizes).epochs:
         given = _given(family, known, values - level, noise)
         # Even where all of a family is beyond what a double holds.
-        weights = np.exp(given.log_weights - given.log_weights.max())
+        posterior = given.family
+        weights = np.exp(posterior.log_weights - posterior.log_weights.max())
         misfit = float(weights @ given.misfits / weights.sum())
         scale = min(max((nu + misfit) / (nu + len(known) - 1), 1.0), CONSTANTS.largest_scale)
-        found.append((given.means + level, given.log_weights, given.covariance * scale))
+        found.append(Family(posterior.means + level, posterior.log_weights, posterior.kernel * scale))
     return Posterior(_mixed(found), variance)
 
 
@@ -204,7 +222,7 @@ def cost_posterior(sizes: Sizes, runs: tuple[CostRuns, ...], trusted: int | None
     return Posterior(_mixed(found), alike.run_variance)
 
 
-def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[_Weighed]:
+def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> list[Family]:
     """The hypotheses about costs that follow from a summary of them.
 
     A size whose cost rests on one run may have been slowed when that ran, by a machine that was busy. That each of them
@@ -216,7 +234,8 @@ def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> l
     """
     known = _known(summary)
     given, level = _given_costs(family, summary, known)
-    found = [(given.means + level, given.log_weights, given.covariance)]
+    means, log_weights, kernel = given.family.means + level, given.family.log_weights, given.family.kernel
+    found = [Family(means, log_weights, kernel)]
     if len(known) > 1:
         slowed = CONSTANTS.slowed_sd**2
         for place, index in enumerate(known):
@@ -227,10 +246,10 @@ def _costs_given(family: Family, summary: CostSummary, trusted: int | None) -> l
             evidence = 0.5 * factor * residuals**2 - 0.5 * math.log(own) + math.log(2 * CONSTANTS.slowed_chance)
             evidence += np.array([log_cdf(math.sqrt(factor) * each) for each in residuals.tolist()])
             found.append(
-                (
-                    given.means + level - factor * np.outer(residuals, reach),
-                    given.log_weights + evidence,
-                    given.covariance + factor * np.outer(reach, reach),
+                Family(
+                    means - factor * np.outer(residuals, reach),
+                    log_weights + evidence,
+                    kernel + factor * np.outer(reach, reach),
                 )
             )
     return found
@@ -253,13 +272,13 @@ def _log_evidence(family: Family, summary: CostSummary, known: list[int]) -> flo
     """Log of the probability of these sizes' costs, up to a term that all families share."""
     if not known:
         return 0.0
-    return _log_sum(_given_costs(family, summary, known)[0].log_weights)
+    return _log_sum(_given_costs(family, summary, known)[0].family.log_weights)
 
 
-def _weighing(found: list[_Weighed], log_weight: float) -> list[_Weighed]:
+def _weighing(found: list[Family], log_weight: float) -> list[Family]:
     """The same hypotheses with this weight in all."""
-    total = _log_sum(np.concatenate([log_weights for _, log_weights, _ in found]))
-    return [(means, log_weights + (log_weight - total), covariance) for means, log_weights, covariance in found]
+    total = _log_sum(np.concatenate([each.log_weights for each in found]))
+    return [replace(each, log_weights=each.log_weights + (log_weight - total)) for each in found]
 
 
 def _log_sum(logs: Array) -> float:
@@ -272,18 +291,14 @@ class _Given:
     """A family, given observations; O of the B sizes were observed.
 
     Attributes:
-        means: Shape (H, B).
-        log_weights: What the hypotheses weigh now, up to a factor, shape (H,).
-        covariance: Shape (B, B).
+        family: What the hypotheses expect now, and weigh up to a factor.
         misfits: ``rᵀA⁻¹r`` of each hypothesis, shape (H,).
         inverse: A⁻¹, shape (O, O).
         solved: A⁻¹r of each hypothesis, shape (H, O).
         reaches: A⁻¹K_O·, shape (O, B).
     """
 
-    means: Array
-    log_weights: Array
-    covariance: Array
+    family: Family
     misfits: Array
     inverse: Array
     solved: Array
@@ -306,22 +321,64 @@ def _given(family: Family, known: list[int], values: Array, noise: Array) -> _Gi
     solved = residuals @ inverse
     misfits = (solved * residuals).sum(axis=1)
     reaches = inverse @ across
-    return _Given(
-        means=family.means + solved @ across,
-        log_weights=family.log_weights - 0.5 * misfits - 0.5 * np.linalg.slogdet(noisy)[1],
-        covariance=family.kernel - across.T @ reaches,
-        misfits=misfits,
-        inverse=inverse,
-        solved=solved,
-        reaches=reaches,
+    posterior = Family(
+        family.means + solved @ across,
+        family.log_weights - 0.5 * misfits - 0.5 * np.linalg.slogdet(noisy)[1],
+        family.kernel - across.T @ reaches,
     )
+    return _Given(posterior, misfits, inverse, solved, reaches)
 
 
-def _mixed(found: Sequence[_Weighed]) -> tuple[Component, ...]:
-    """The mixture of means, log weights and covariances."""
-    top = max(float(log_weights.max()) for _, log_weights, _ in found)
-    weights = [np.exp(log_weights - top) for _, log_weights, _ in found]
+def _mixed(found: Sequence[Family]) -> tuple[Component, ...]:
+    """The mixture of these families, which weigh what their log weights say up to a common factor."""
+    top = max(float(each.log_weights.max()) for each in found)
+    weights = [np.exp(each.log_weights - top) for each in found]
     total = sum(float(each.sum()) for each in weights)
     kept = [place for place, each in enumerate(weights) if each.sum() >= _LEAST_CHANCE * total]
     total = sum(float(weights[place].sum()) for place in kept)
-    return tuple(Component(found[place][0], weights[place] / total, found[place][2]) for place in kept)
+    return tuple(Component(found[place].means, weights[place] / total, found[place].kernel) for place in kept)
+
+
+_SQRT_HALF = math.sqrt(0.5)
+_LOG_SQRT_2_PI = 0.5 * math.log(2 * math.pi)
+
+# Below this Φ itself comes close to what a double can hold.
+_FAR_TAIL = -36.0
+
+
+def cdf(z: float) -> float:
+    """Φ(z): the probability that a standard normal variable is at most `z`."""
+    return 0.5 * math.erfc(-z * _SQRT_HALF)
+
+
+def log_cdf(z: float) -> float:
+    """Log Φ(z), also where Φ(z) is smaller than any double: there ``φ(z)/(−z) · (1 − 1/z² + 3/z⁴)``, its asymptote.
+
+    (Abramowitz, Stegun, Handbook of Mathematical Functions, 1964, 26.2.12.)
+    """
+    if z > _FAR_TAIL:
+        return math.log(cdf(z))
+    square = z * z
+    return -0.5 * square - _LOG_SQRT_2_PI - math.log(-z) + math.log1p((3 / square - 1) / square)
+
+
+def hazard(z: float) -> float:
+    """φ(z) / (1 − Φ(z)): the mean of a standard normal variable that is known to be larger than `z`."""
+    return math.exp(-0.5 * z * z - _LOG_SQRT_2_PI - log_cdf(-z))
+
+
+def moments_given_larger(mean: float, variance: float, noise_variance: float, bound: float) -> tuple[float, float]:
+    """Mean and variance of f once a noisy look at it is known to exceed a bound.
+
+    With f ~ N(m, v), y = f + N(0, s²) and y > b; t² = v + s², a = (b − m)/t and the hazard λ(a)::
+
+        E[f | y > b] = m + v/t · λ        Var[f | y > b] = v − v²/t² · λ·(λ − a)
+
+    (Moments of a truncated normal: Johnson, Kotz, Balakrishnan, Continuous Univariate Distributions 1, 1994, §13.10.1;
+    f given y is linear in y.) Here v > 0 and s² ≥ 0.
+    """
+    total = variance + noise_variance
+    z = (bound - mean) / math.sqrt(total)
+    rate = hazard(z)
+    shifted = mean + variance / math.sqrt(total) * rate
+    return shifted, variance - variance * variance / total * rate * (rate - z)

@@ -16,12 +16,9 @@ from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from bso_server.core.gp_voi.constants import CONSTANTS
-from bso_server.core.gp_voi.laws import Array
-from bso_server.core.gp_voi.normal import bounded_exp
-from bso_server.core.history import log_costs_per_epoch
-from bso_server.core.model import TrialRecord
-from zeus_plugins.protocol import JobRegistration
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
+from bso_server.core.model import TrialRecord, log_costs_per_epoch
+from zeus_plugins.protocol import CreatedJob
 
 # Keeps ratios and logs of densities finite where a deviation is beyond all of them.
 _LEAST_DENSITY = 1e-300
@@ -58,7 +55,7 @@ class CostRun(NamedTuple):
     drift: float = 0.0
 
     @classmethod
-    def of(cls, job: JobRegistration, trial: TrialRecord) -> Self | None:
+    def of(cls, job: CreatedJob, trial: TrialRecord) -> Self | None:
         """The evidence of a trial since its first report; None if there is none."""
         _, log_cost = log_costs_per_epoch(job, trial)
         if log_cost is None:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, text
 
+from bso_server.errors import DatabaseNotReadyError
 from bso_server.storage.deadlines import MIGRATION_PATIENCE_S
 
 if TYPE_CHECKING:
     from alembic.config import Config
 
-REVISIONS = ("0001", "0002")
+REVISIONS = ("0001",)
 """The revisions in `versions`, oldest first. Alembic itself is loaded only when there is something to migrate."""
 
 HEAD = REVISIONS[-1]
@@ -63,6 +64,15 @@ def current(connection: Connection) -> str | None:
         return None
     revision: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
     return revision
+
+
+def refuse_newer(found: str | None, description: str) -> None:
+    """Raise `DatabaseNotReadyError` for a database, described so, that a newer version has made."""
+    if found is not None and found not in REVISIONS:
+        raise DatabaseNotReadyError(
+            f"the database {description} is at schema {found}, which this version does not know: it was made by a "
+            f"newer version of zeus-plugins. Install that one, or restore the backup (this one needs schema {HEAD})"
+        )
 
 
 def _config(output: io.StringIO | None = None) -> Config:

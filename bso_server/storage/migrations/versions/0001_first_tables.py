@@ -1,4 +1,4 @@
-"""Jobs, their trials, epochs and power-limit profiles, what is remembered of each batch size, and access tokens."""
+"""Jobs, their trials, what was measured and remembered of them, and access tokens."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ def upgrade() -> None:
         sa.Column("policy", sa.String(32), nullable=False),
         sa.Column("spec", sa.Text, nullable=False),
         sa.Column("created_at", UtcDateTime, nullable=False),
+        sa.Column("registration_id", sa.String(32)),
+        sa.Column("fingerprint", sa.Text),
+        sa.Column("owner", sa.String(16)),
+        sa.Column("shared", sa.Boolean, nullable=False),
+        sa.Column("importing_at", UtcDateTime, index=True),
         sa.Column("event_count", sa.Integer, nullable=False),
         sa.Column("rng_state", sa.Text),
         sa.Column("survivors", sa.Text),
@@ -59,8 +64,10 @@ def upgrade() -> None:
         sa.Column("longest_gap_s", sa.Double, nullable=False),
         sa.Column("lease_expires_at", UtcDateTime),
         sa.Column("heartbeats", sa.Boolean, nullable=False),
+        sa.Column("lease_epoch", sa.Integer, nullable=False),
         sa.Column("first_epoch", sa.Double),
         sa.Column("first_cost_j", sa.Double),
+        sa.Column("cost_deviations_j2", sa.Double),
         sa.Column("epoch_bound", sa.Integer),
         sa.Column("epoch_bound_reason", sa.Text),
         sa.Column("idempotency_key", sa.String(255)),
@@ -73,6 +80,7 @@ def upgrade() -> None:
     op.create_index("ix_trials_job_id_origin", "trials", ["job_id", "origin"])
     op.create_index("ix_trials_job_id_ended_event", "trials", ["job_id", "ended_event"])
     op.create_index("ix_trials_state_job_id", "trials", ["state", "job_id"])
+    op.create_index("ix_trials_owner", "trials", ["owner"])
     op.create_table(
         "epochs",
         sa.Column("job_id", sa.String(255), primary_key=True),
@@ -102,20 +110,34 @@ def upgrade() -> None:
     )
     op.create_index("ix_power_profiles_job_id_batch_size", "power_profiles", ["job_id", "batch_size", "trial_number"])
     op.create_table(
+        "decisions",
+        sa.Column("job_id", sa.String(255), primary_key=True),
+        sa.Column("trial_number", sa.Integer, primary_key=True, autoincrement=False),
+        sa.Column("decision", sa.Text, nullable=False),
+        sa.ForeignKeyConstraint(
+            ["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"
+        ),
+        **_MYSQL,
+    )
+    op.create_table(
         "arms",
         sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
         sa.Column("batch_size", sa.Integer, primary_key=True, autoincrement=False),
-        sa.Column("trials", sa.Integer, nullable=False),
-        sa.Column("infeasible", sa.String(32)),
-        sa.Column("refitted", sa.Boolean, nullable=False),
-        sa.Column("window", sa.Text, nullable=False),
-        sa.Column("latest", sa.Text, nullable=False),
-        sa.Column("belief", sa.Text),
-        *(
-            sa.Column(f"{name}_{part}", kind, nullable=False)
-            for name in ("explored", "observed", "completed")
-            for part, kind in (("count", sa.Integer), ("mean", sa.Double), ("squared_deviations", sa.Double))
-        ),
+        sa.Column("arm", LongText, nullable=False),
+        **_MYSQL,
+    )
+    op.create_table(
+        "policy_memories",
+        sa.Column("job_id", sa.String(255), sa.ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
+        sa.Column("version", sa.String(64), nullable=False),
+        sa.Column("folded_event", sa.Integer, nullable=False),
+        sa.Column("memory", LongText, nullable=False),
+        **_MYSQL,
+    )
+    op.create_table(
+        "write_probes",
+        sa.Column("probe_id", sa.String(32), primary_key=True),
+        sa.Column("ballast", sa.Text, nullable=False),
         **_MYSQL,
     )
     op.create_table(
@@ -126,5 +148,9 @@ def upgrade() -> None:
         sa.Column("token_hash", sa.String(64), nullable=False),
         sa.Column("created_at", UtcDateTime, nullable=False),
         sa.Column("revoked_at", UtcDateTime),
+        sa.Column("shares_jobs", sa.Boolean, nullable=False),
+        sa.Column("rotated_at", UtcDateTime),
+        sa.Column("previous_hash", sa.String(64)),
+        sa.Column("previous_until", UtcDateTime),
         **_MYSQL,
     )

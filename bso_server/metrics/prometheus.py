@@ -1,9 +1,13 @@
-"""The metrics that tell of what the database has: totals over all jobs, and, if asked for, of some jobs by name.
+"""What Prometheus reads: counts of what happens in a server, and totals of its database; see `docs/metrics.md`.
 
-They are read when somebody asks for the metrics and what is known is older than `PERIOD_S`, beside the requests: who
-asks waits `_WAIT_S` for them and then gets what was known before. A reading that has taken long is followed by a longer
-rest, so that it takes a tenth of the time at most. With several processes the one that has read leaves the totals in
-their directory for the others.
+With several processes, each keeps its counts in files of its own in the directory that ``PROMETHEUS_MULTIPROC_DIR``
+names, and whichever of them is asked adds them up: the multiprocess mode of ``prometheus_client``. Nothing is lost when
+a process ends, no process has to collect, and an increment writes to memory that is mapped from a file.
+
+The totals are read when somebody asks for the metrics and what is known is older than `PERIOD_S`, beside the requests:
+who asks waits `_WAIT_S` for them and then gets what was known before. A reading that has taken long is followed by a
+longer rest, so that it takes a tenth of the time at most. With several processes the one that has read leaves the
+totals in their directory for the others.
 """
 
 from __future__ import annotations
@@ -12,21 +16,130 @@ import asyncio
 import json
 import logging
 import os
+import platform
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextvars import Context
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
+from http import HTTPMethod
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Counter
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from bso_server.core.occurrences import (
+    CallerRefused,
+    Occurrence,
+    Outcome,
+    Refusal,
+    ReportsCommitted,
+    TransactionDone,
+    TrialEnded,
+    TrialStarted,
+)
 from bso_server.errors import BsoError
-from bso_server.service.totals import JobTotals
-from zeus_plugins.protocol import OWN_POLICIES, Stage, TrialState
+from bso_server.metrics import DIRECTORY_VARIABLE
+from bso_server.service.health import JobTotals
+from bso_server.service.reading import version_view
+from zeus_plugins.protocol import FINAL, OWN_POLICIES, Origin, Stage, TrialState
+
+UNROUTED = "none"
+"""The route of requests that lead to none."""
+
+_OTHER_METHOD = "other"
+
+# Whoever calls may write anything there.
+_METHODS = frozenset(HTTPMethod)
+
+# Of transactions, by whether they may write.
+_KINDS = ("read", "write")
+
+_REQUEST_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_TRANSACTION_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 1.0, 3.0)
+_GROUP = (1, 2, 5, 10, 20, 50, 100, 200)
+
+# They double the number of series, and Prometheus finds resets by itself.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a function of the library without types
+
+
+class Instruments:
+    """The counts of this process, and of the other processes of its server."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        self._requests = histogram(
+            "zeus_bso_http_request_duration_seconds",
+            "HTTP request duration in seconds.",
+            ("method", "route", "status"),
+            buckets=_REQUEST_S,
+        )
+        self._transactions = counter("zeus_bso_transactions", "Ended database transactions.", ("kind", "outcome"))
+        self._transaction_times = histogram(
+            "zeus_bso_transaction_duration_seconds",
+            "Duration of database transactions in seconds, with all attempts and waits.",
+            ("kind",),
+            buckets=_TRANSACTION_S,
+        )
+        self._repeats = counter("zeus_bso_transaction_repeats", "Attempts at transactions that the database broke off.")
+        self._groups = histogram("zeus_bso_report_group_size", "Reports in one transaction.", buckets=_GROUP)
+        self._suggestions = counter("zeus_bso_suggestions", "Trials that were started.", ("policy", "origin"))
+        self._ended = counter("zeus_bso_trials_ended", "Trials that have ended.", ("state",))
+        self._abandoned = counter("zeus_bso_trials_abandoned", "Trials that were abandoned when their leases ended.")
+        self._refused = counter("zeus_bso_auth_failures", "Requests that were turned away.", ("reason",))
+        self.totals_errors = counter("zeus_bso_totals_errors", "Failures to read the totals of the database.")
+        self._begin_at_nothing()
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        self.directory = None if directory is None else Path(directory)
+        self.collector: Collector = registry
+        if directory is not None:
+            self.collector = MultiProcessCollector(None, directory)  # type: ignore[no-untyped-call]  # likewise
+
+    def _begin_at_nothing(self) -> None:
+        """Make the series whose labels are known, so that their first increment is seen as one."""
+        for kind in _KINDS:
+            self._transaction_times.labels(kind)
+            for outcome in Outcome:
+                self._transactions.labels(kind, outcome.value)
+        for policy in OWN_POLICIES:
+            for origin in Origin:
+                self._suggestions.labels(policy, origin.value)
+        for state in sorted(FINAL):
+            self._ended.labels(state.value)
+        for reason in Refusal:
+            self._refused.labels(reason.value)
+
+    def request_done(self, method: str, route: str | None, status: int, duration_s: float) -> None:
+        """Count a request to a route's template, None for those that lead to no route."""
+        known = method if method in _METHODS else _OTHER_METHOD
+        self._requests.labels(known, route or UNROUTED, status).observe(duration_s)
+
+    def hear(self, occurrence: Occurrence) -> None:
+        """Count an occurrence: a `core.occurrences.Listener`."""
+        match occurrence:
+            case TransactionDone(writes, outcome, duration_s, repeats):
+                self._transactions.labels(_KINDS[writes], outcome.value).inc()
+                self._transaction_times.labels(_KINDS[writes]).observe(duration_s)
+                if repeats:
+                    self._repeats.inc(repeats)
+            case ReportsCommitted(0):
+                pass
+            case ReportsCommitted(reports):
+                self._groups.observe(reports)
+            case TrialStarted(policy, origin):
+                self._suggestions.labels(policy, origin.value).inc()
+            case TrialEnded(TrialState.ABANDONED):
+                self._abandoned.inc()
+            case TrialEnded(state):
+                self._ended.labels(state.value).inc()
+            case CallerRefused(reason):
+                self._refused.labels(reason.value).inc()
+
 
 PERIOD_S = 15.0
 """Seconds for which totals count as new."""
@@ -78,7 +191,7 @@ class Snapshot:
     samples: Samples = field(default_factory=dict)
 
     def is_new(self, now: float) -> bool:
-        """True if there is no need to read them again; a clock that was set back makes them old."""
+        """Return whether the totals need not be read again; a clock that was set back makes them old."""
         return 0 <= now - self.read_at < max(PERIOD_S, _REST * self.took_s)
 
 
@@ -153,13 +266,13 @@ class DatabaseMetrics:
 
 
 class _Gauges(Collector):
-    """A snapshot as metrics."""
+    """A snapshot of the totals as metrics; no metrics without a snapshot."""
 
     def __init__(self, snapshot: Snapshot | None) -> None:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """See `Collector`; without a snapshot there is nothing to tell."""
+        """See `Collector`."""
         if self._snapshot is None:
             return
         for name, values in self._snapshot.samples.items():
@@ -227,3 +340,20 @@ def _left_in(file: Path) -> Snapshot | None:
     except FileNotFoundError:
         return None
     return Snapshot(**left)
+
+
+async def exposition(instruments: Instruments, database: DatabaseMetrics) -> bytes:
+    """Return the text of all metrics, in version 0.0.4 of Prometheus's format."""
+    registry = CollectorRegistry()
+    registry.register(_Build())
+    registry.register(instruments.collector)
+    registry.register(await database.collector())
+    # A hundred files take some milliseconds, for which nobody is to wait.
+    return await asyncio.to_thread(generate_latest, registry)
+
+
+class _Build(Collector):
+    def collect(self) -> Iterator[Metric]:
+        view = version_view()
+        values = {"version": view.version, "schema": view.schema_revision, "python": platform.python_version()}
+        yield InfoMetricFamily("zeus_bso_build", "The running version.", value=values)

@@ -1,8 +1,11 @@
-"""Numbers as a person says them."""
+"""Numbers as people are told them."""
 
 from __future__ import annotations
 
 from zeus_plugins.protocol import StopRule
+
+BAND_SDS = 1.645
+"""A normal variable lies within so many σ of its mean with a probability of 90 %: 5 % are beyond on either side."""
 
 # The probability up to which it is called so.
 _CHANCES = (

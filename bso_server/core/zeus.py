@@ -1,0 +1,351 @@
+"""Policy `zeus`: the pruning stage, then the bandit stage, with reasons in words.
+
+The pruning stage tries every batch size in rounds and keeps those that reach the target. A round starts at a default
+size and goes downwards from it (the default included), then upwards from the next larger size; a size that does not
+reach the target ends its direction, for what fails at one size rarely works beyond it. The sizes that reached the
+target survive into the next round, which starts at the cheapest of them.
+
+The bandit stage is Thompson sampling with a Gaussian posterior per batch size. The reward of a run is its cost,
+negated. An arm's rewards are taken as draws from a normal distribution whose precision is the inverse of their own
+variance; its unknown mean has a conjugate normal prior.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from bso_server.core.model import Expectations, ExpectedCost, History, Statistics, Suggestion, TrialRecord, cost_of
+from bso_server.core.phrases import BAND_SDS, joules_in_words
+from bso_server.core.policy import Policy
+from bso_server.errors import InvalidJobError, NoSurvivorError
+from zeus_plugins.protocol import ALIVE, CreatedJob, Decision, Origin, SizeBelief, StopRule, TrialState
+
+
+@dataclass(frozen=True, slots=True)
+class Explore:
+    """The round owes `batch_size` a trial."""
+
+    batch_size: int
+    round_number: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The exploration that the round needs next, `trial`, is still running."""
+
+    trial: TrialRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Survivors:
+    """All rounds are over; these sizes reached the target in each, ascending."""
+
+    batch_sizes: tuple[int, ...]
+
+
+def explore(history: History) -> Explore | Wait | Survivors:
+    """The next need of exploration, replayed from the job's trials.
+
+    Crashed and abandoned trials do not count: their size is owed another one, unless it was given up, which ends its
+    direction. Sizes that do not fit into memory are as if the job did not have them.
+
+    Raises:
+        NoSurvivorError: A round ended without any size that reached the target, or no size fits into memory.
+    """
+    job = history.job
+    survivors, start = history.fitting_sizes, history.start_size
+    if start is None:
+        raise NoSurvivorError(
+            f"job {job.job_id!r}: even batch size {min(job.batch_sizes)} ran out of memory; register the job anew with "
+            "smaller batch_sizes or larger GPUs"
+        )
+    explorations: dict[int, list[TrialRecord]] = {size: [] for size in job.batch_sizes}
+    for trial in history.explorations:
+        explorations[trial.batch_size].append(trial)
+    for round_number in range(1, job.num_pruning_rounds + 1):
+        reached: list[TrialRecord] = []
+        downwards = [size for size in reversed(survivors) if size <= start]
+        upwards = [size for size in survivors if size > start]
+        for direction in (downwards, upwards):
+            for batch_size in direction:
+                if len(explorations[batch_size]) < round_number:
+                    if batch_size not in history.runnable_sizes:
+                        break
+                    return Explore(batch_size, round_number, start)
+                trial = explorations[batch_size][round_number - 1]
+                if trial.state in ALIVE:
+                    return Wait(trial)
+                if trial.state is not TrialState.COMPLETED:
+                    break
+                reached.append(trial)
+        if not reached:
+            raise NoSurvivorError(
+                f"job {job.job_id!r}: no batch size reached the target metric {job.target_metric:g} in exploration "
+                f"round {round_number} of {job.num_pruning_rounds}, starting from {start}; register the job anew "
+                "with other batch_sizes, a target it can reach, more max_epochs or a larger beta_knob"
+            )
+        survivors = tuple(sorted(trial.batch_size for trial in reached))
+        start = min(reached, key=lambda trial: cost_of(job, trial)).batch_size
+    return Survivors(survivors)
+
+
+@dataclass(frozen=True, slots=True)
+class Posterior:
+    """Belief about the mean reward (−cost, joules) of one arm, from so many observations.
+
+    The precision (1/joules²) is infinite when the mean is taken as known, and 0 when nothing is known.
+    """
+
+    mean: float
+    precision: float
+    observations: int
+
+    @property
+    def std(self) -> float:
+        """Posterior standard deviation in joules; infinite when nothing is known."""
+        return math.inf if self.precision == 0 else 1 / math.sqrt(self.precision)
+
+    def draw(self, rng: np.random.Generator) -> float:
+        """One Thompson draw of the mean reward: the mean itself if it is known, +∞ if nothing is (so it gets tried)."""
+        return math.inf if self.precision == 0 else float(rng.normal(self.mean, self.std))
+
+
+def fit(rewards: Statistics, *, prior_mean: float, prior_precision: float) -> Posterior:
+    """Posterior of an arm's mean reward.
+
+    With n rewards of population variance v, reward precision p = 1/v and prior N(m₀, 1/p₀)::
+
+        precision = p₀ + n·p        mean = (p₀·m₀ + p·Σ rewards) / precision
+
+    and, where the rewards do not vary (v = 0, so p = ∞), their mean, known exactly. (Normal likelihood with known
+    precision, conjugate prior; e.g. Murphy, Machine Learning, 2012, §4.4.1.)
+    """
+    if rewards.count == 0:
+        return Posterior(prior_mean, prior_precision, 0)
+    if rewards.variance == 0:
+        return Posterior(rewards.mean, math.inf, rewards.count)
+    reward_precision = 1 / rewards.variance
+    precision = prior_precision + rewards.count * reward_precision
+    mean = (prior_precision * prior_mean + reward_precision * rewards.count * rewards.mean) / precision
+    return Posterior(mean, precision, rewards.count)
+
+
+def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Posterior]:
+    """Posterior per batch size, in the order given, fitted on what `Arm.learned_costs` says."""
+    job = history.job
+    return {
+        batch_size: fit(
+            history.arms[batch_size].learned_costs.negated(),
+            prior_mean=job.mab_prior_mean,
+            prior_precision=job.mab_prior_precision,
+        )
+        for batch_size in batch_sizes
+    }
+
+
+def expectations(history: History) -> Expectations:
+    """The posterior of each size that has reached the target; of the other survivors costs are known, but no success.
+
+    A size that only ran beside an exploration is not in its posterior yet: what it cost then stands for that.
+    """
+    survivors = history.survivors or history.job.batch_sizes
+    reaching = [size for size in survivors if size in history.runnable_sizes and history.arms[size].completed.count]
+    costs = {}
+    for size, arm in posteriors(history, reaching).items():
+        known = (
+            arm if arm.observations else fit(history.arms[size].completed.negated(), prior_mean=0, prior_precision=0)
+        )
+        costs[size] = ExpectedCost(-known.mean, known.std if known.observations > 1 else None)
+    return Expectations(costs, min(costs, key=lambda size: costs[size].mean_j, default=None))
+
+
+def choose(
+    arms: Mapping[int, Posterior], *, min_observations: int, rng: np.random.Generator
+) -> tuple[int, dict[int, float] | None]:
+    """Choose an arm.
+
+    The arms are put in a random order; the first in it with fewer than `min_observations` observations is played. When
+    none is left, each arm's mean reward is drawn from its posterior, in the order of `arms`, and the largest wins (the
+    first on ties). The job's generator is advanced.
+
+    Returns:
+        The batch size, and the draws per batch size, or None if the choice was not by merit.
+    """
+    sizes = list(arms)
+    for batch_size in rng.choice(sizes, len(sizes), replace=False).tolist():
+        if arms[batch_size].observations < min_observations:
+            return batch_size, None
+    draws = {batch_size: posterior.draw(rng) for batch_size, posterior in arms.items()}
+    return max(draws, key=draws.__getitem__), draws
+
+
+Array: TypeAlias = npt.NDArray[np.float64]
+
+_PAIRS = 512
+
+
+def chances_lowest(mean: Array, std: Array) -> Array:
+    """The probability of each of n independent normal quantities to be the lowest, to about 0.02, by antithetic draws.
+
+    Their means and standard deviations have the shape (n,).
+    """
+    around = _standard_normal(len(mean)) * std
+    lowest = np.concatenate([(mean + around).argmin(axis=1), (mean - around).argmin(axis=1)])
+    counts: npt.NDArray[Any] = np.bincount(lowest, minlength=len(mean))
+    return counts / len(lowest)
+
+
+@lru_cache(maxsize=16)
+def _standard_normal(size: int) -> Array:
+    """Draws of the standard normal distribution, always the same, shape (_PAIRS, size): nobody's generator moves."""
+    return np.random.default_rng(0).standard_normal((_PAIRS, size))
+
+
+def suggest(history: History, rng: np.random.Generator) -> Suggestion:
+    """Choose the next trial's batch size; only decisions of the bandit stage advance the generator.
+
+    Raises:
+        NoSurvivorError: No batch size can run any more, or none was found that reaches the target.
+    """
+    if history.survivors is not None:
+        return _drawn(history, history.survivors, rng)
+    match explore(history):
+        case Explore() as step:
+            return _explored(step, history.job)
+        case Wait(trial):
+            return _concurrent(history, trial)
+        case Survivors(batch_sizes):
+            return _drawn(history, batch_sizes, rng)
+
+
+def stop_rule(job: CreatedJob, trial: TrialRecord | None, min_cost_j: float | None) -> StopRule:  # noqa: ARG001 - the signature is the interface's
+    """A trial that has not reached the target is stopped at ``β · min_cost``, and at `max_epochs`."""
+    bound_j = math.inf if job.beta_knob is None or min_cost_j is None else job.beta_knob * min_cost_j
+    return StopRule(max_cost_j=bound_j if math.isfinite(bound_j) else None, max_epochs=job.max_epochs)
+
+
+def explain(history: History, suggestion: Suggestion) -> Decision:
+    """The knowledge of each size that fits: the posterior of its mean cost, and in the bandit stage its chance.
+
+    That is the chance of its Thompson draw to be the lowest, but for sizes that are yet to be measured so often.
+    """
+    known = expectations(history)
+    sizes = suggestion.survivors or history.fitting_sizes
+    chances: dict[int, float] = {}
+    if suggestion.survivors is not None and known.costs:
+        means = np.array([cost.mean_j for cost in known.costs.values()])
+        chance = chances_lowest(means, np.array([cost.std_j or 0.0 for cost in known.costs.values()]))
+        chances = dict(zip(known.costs, chance.tolist(), strict=True))
+    found = []
+    for size in sizes:
+        cost = known.costs.get(size)
+        band_j = None if cost is None or cost.std_j is None else BAND_SDS * cost.std_j
+        found.append(
+            SizeBelief(
+                batch_size=size,
+                expected_cost_j=None if cost is None else cost.mean_j,
+                low_j=None if cost is None or band_j is None else max(cost.mean_j - band_j, 0.0),
+                high_j=None if cost is None or band_j is None else cost.mean_j + band_j,
+                chance_best=chances.get(size),
+            )
+        )
+    min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
+    return Decision(sizes=tuple(found), incumbent=known.best, stop=stop_rule(history.job, None, min_cost_j))
+
+
+def check(job: CreatedJob) -> None:
+    """Raise `InvalidJobError` for a job whose window never holds the runs that its exploration asks for."""
+    if _explores_in_vain(job):
+        raise InvalidJobError(
+            f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
+            "asks for, so that sizes would be explored for ever: window_size must be at least "
+            f"{job.mab_num_explorations}, or 0 for all",
+            field="window_size",
+        )
+
+
+def amended(job: CreatedJob) -> CreatedJob:
+    """The job with a window that holds its explorations."""
+    return job.model_copy(update={"window_size": job.mab_num_explorations}) if _explores_in_vain(job) else job
+
+
+def _explores_in_vain(job: CreatedJob) -> bool:
+    """True if the runs that count are too few for the job ever to leave its exploration."""
+    return 0 < job.window_size < job.mab_num_explorations
+
+
+def _explored(step: Explore, job: CreatedJob) -> Suggestion:
+    if step.round_number > 1:
+        start = "the cheapest of the round before"
+    elif step.start == job.default_batch_size:
+        start = "your default size"
+    else:
+        start = "the largest size that fits"
+    if step.batch_size == step.start:
+        where = start
+    else:
+        where = f"{'smaller' if step.batch_size < step.start else 'larger'} than {start}, {step.start}"
+    reason = f"exploring: {where} (round {step.round_number} of {job.num_pruning_rounds})"
+    return Suggestion(step.batch_size, Origin.EXPLORATION, reason)
+
+
+def _concurrent(history: History, running: TrialRecord) -> Suggestion:
+    waiting = f"while trial {running.trial_number} explores {running.batch_size}"
+    cheapest = history.cheapest
+    if cheapest is None or cheapest.batch_size not in history.fitting_sizes:
+        start = history.start_size or running.batch_size
+        return Suggestion(start, Origin.CONCURRENT, f"{waiting}: {start}, as nothing better is known")
+    return Suggestion(
+        cheapest.batch_size,
+        Origin.CONCURRENT,
+        f"{waiting}: the cheapest so far, {joules_in_words(cheapest.cost_j)} in trial {cheapest.trial_number}",
+    )
+
+
+def _drawn(history: History, survivors: tuple[int, ...], rng: np.random.Generator) -> Suggestion:
+    batch_sizes = [size for size in survivors if size in history.runnable_sizes]
+    if not batch_sizes:
+        raise NoSurvivorError(
+            f"job {history.job.job_id!r}: none of the batch sizes {list(survivors)} can run any more; register the job "
+            "anew with others"
+        )
+    arms = posteriors(history, batch_sizes)
+    wanted = history.job.mab_num_explorations
+    batch_size, draws = choose(arms, min_observations=wanted, rng=rng)
+    arm = arms[batch_size]
+    if draws is None:
+        reason = f"each size is measured {_times(wanted)}; {batch_size} was measured {_times(arm.observations)}"
+    elif arm.observations == 0:
+        reason = "never measured before"
+    else:
+        best = max((size for size in arms if arms[size].observations), key=lambda size: arms[size].mean)
+        cost = joules_in_words(-arms[best].mean)
+        if batch_size == best:
+            reason = f"best so far, at {cost}"
+        else:
+            reason = f"tried {batch_size} again: it may be cheaper than {best}, which is the best known at {cost}"
+    return Suggestion(batch_size, Origin.BANDIT, reason, survivors)
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+POLICY = Policy(
+    version="1",
+    suggest=suggest,
+    explain=explain,
+    expectations=expectations,
+    stop_rule=stop_rule,
+    prunes=True,
+    check=check,
+    amended=amended,
+)

@@ -1,1 +1,0 @@
-"""Policy `zeus`: arm elimination, then Thompson sampling (You, Chung, Chowdhury: Zeus, NSDI '23)."""

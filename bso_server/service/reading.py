@@ -1,0 +1,341 @@
+"""The use cases that only read: functions over one transaction that lock nothing, and the views that they answer with.
+
+Functions that take a `job_id` or a `trial_number` raise `UnknownJobError` or `UnknownTrialError` if there is none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from bso_server.core import policy
+from bso_server.core.model import ExpectedCost, History, Suggestion, TrialRecord, cost_of
+from bso_server.core.phrases import stop_in_words
+from bso_server.core.savings import Tally, savings
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.service import exports
+from bso_server.service.loading import generator_of, known_job, known_trial, load_history
+from bso_server.service.views import (
+    DEFAULT_PAGE,
+    ArmList,
+    EpochList,
+    EpochView,
+    EventKind,
+    EventList,
+    EventView,
+    PowerProfileList,
+    PowerProfileView,
+    VersionView,
+)
+from bso_server.storage import queries
+from bso_server.storage.migrations import HEAD
+from bso_server.storage.rows import TRIAL, StoredJob, StoredPowerProfile, epoch_row, last_report
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from zeus_plugins.protocol import (
+    ArmView,
+    CreatedJob,
+    Decision,
+    Explanation,
+    JobList,
+    JobSummary,
+    JobView,
+    Stage,
+    StopRule,
+    TrialFacts,
+    TrialList,
+    TrialState,
+    TrialView,
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+logger = logging.getLogger("bso_server")
+
+# Seconds for which a database that has taken a write counts as taking writes, unless one has failed since. Whoever asks
+# each second must not wear the disk.
+_WRITABLE_FOR_S = 10.0
+
+
+def list_jobs(
+    transaction: Transaction,
+    *,
+    prefix: str | None = None,
+    stage: Stage | None = None,
+    limit: int | None = DEFAULT_PAGE,
+    cursor: str | None = None,
+) -> JobList:
+    """Return a page of at most `limit` jobs, or all jobs, ordered by id as the database orders text.
+
+    Args:
+        transaction: Reads the jobs.
+        prefix: Only jobs with this `job_id_prefix`.
+        stage: Only jobs in this stage.
+        limit: The length of the page; None: all jobs.
+        cursor: `next_cursor` of the page before.
+    """
+    most = None if limit is None else limit + 1
+    found = queries.jobs_page(transaction, prefix=prefix, stage=stage, after=cursor, limit=most)
+    jobs = tuple(job_summary(stored) for stored in found[:limit])
+    return JobList(jobs=jobs, next_cursor=jobs[-1].job_id if len(found) > len(jobs) else None)
+
+
+def show_job(transaction: Transaction, job_id: str, *, limit: int | None = None) -> JobView:
+    """Return a job with its arms and its latest trials, at most `limit` of them (None: all)."""
+    stored = known_job(transaction, job_id)
+    history, _ = load_history(transaction, stored)
+    trials = queries.latest_trials(transaction, job_id, limit=limit)
+    return job_view(stored, history, queries.tallies(transaction, job_id), trials)
+
+
+def list_trials(
+    transaction: Transaction,
+    job_id: str,
+    *,
+    state: TrialState | None = None,
+    limit: int = DEFAULT_PAGE,
+    cursor: int = 0,
+) -> TrialList:
+    """Return a page of a job's trials in order of dispatch, with `state` only trials in that state; see `list_jobs`."""
+    job = known_job(transaction, job_id).registration
+    found = queries.trials_page(transaction, job_id, state=state, after=cursor, limit=limit + 1)
+    trials = tuple(trial_view(job, each) for each in found[:limit])
+    return TrialList(trials=trials, next_cursor=trials[-1].trial_number if len(found) > limit else None)
+
+
+def list_arms(transaction: Transaction, job_id: str) -> ArmList:
+    """Return what is known of each batch size."""
+    history, _ = load_history(transaction, known_job(transaction, job_id))
+    return ArmList(arms=_arms(history, policy.expectations(history).costs))
+
+
+def list_epochs(transaction: Transaction, job_id: str, trial_number: int) -> EpochList:
+    """Return a trial's reports, in order."""
+    job, trial = known_trial(transaction, job_id, trial_number)
+    return EpochList(epochs=epoch_views(transaction, job.registration, trial))
+
+
+def explain(transaction: Transaction, job_id: str, trial_number: int | None = None) -> Explanation:
+    """Return the reason for a trial's batch size; without one, what would be chosen next, and why. Starts nothing.
+
+    Raises:
+        NoSurvivorError: Without a trial, as in `policy.suggest`; likewise PolicyNotInstalledError.
+    """
+    if trial_number is not None:
+        return explanation_of(transaction, *known_trial(transaction, job_id, trial_number))
+    stored = known_job(transaction, job_id)
+    history, _ = load_history(transaction, stored)
+    suggestion = policy.suggest(history, generator_of(stored), explains=True)
+    return _explanation(stored, suggestion, suggestion.decision)
+
+
+def explanation_of(transaction: Transaction, stored: StoredJob, trial: TrialRecord) -> Explanation:
+    """Return the reason for a trial's batch size, with the decision behind it if that was kept."""
+    kept = queries.decisions_of(transaction, stored.job_id, trial.trial_number, trial.trial_number)
+    explanation = _explanation(stored, trial, kept[0].decision if kept else None)
+    return explanation.model_copy(update={"trial_number": trial.trial_number, "state": trial.state})
+
+
+def _explanation(stored: StoredJob, chosen: Suggestion | TrialRecord, decision: Decision | None) -> Explanation:
+    """Return the reason for a size that was chosen, or would be chosen next."""
+    rule, because = None if decision is None else decision.stop, None
+    if chosen.bound is not None:
+        rule, because = StopRule(max_epochs=chosen.bound.epochs), chosen.bound.reason
+    stop = stop_in_words(rule, stored.registration.max_epochs, because)
+    return Explanation(
+        job_id=stored.job_id,
+        policy=stored.registration.policy,
+        trial_number=None,
+        batch_size=chosen.batch_size,
+        origin=chosen.origin,
+        state=None,
+        sentence=f"{chosen.reason}; {stop}" if stop else chosen.reason,
+        decision=decision,
+    )
+
+
+def list_power_profiles(transaction: Transaction, job_id: str) -> PowerProfileList:
+    """Return a job's power-limit profiles that are kept."""
+    gpus = known_job(transaction, job_id).registration.gpus
+    kept = queries.power_profiles_of(transaction, job_id)
+    return PowerProfileList(gpus=gpus, profiles=tuple(map(power_profile_view, kept)))
+
+
+def list_events(transaction: Transaction, job_id: str, *, since: int = 0, limit: int = DEFAULT_PAGE) -> EventList:
+    """Return the events of a job after event `since`, at most `limit` of them."""
+    known_job(transaction, job_id)
+    begun = queries.dispatched_after(transaction, job_id, since, limit)
+    ended = queries.ended_after(transaction, job_id, since, limit)
+    found = [
+        *(_event(EventKind.DISPATCHED, each.started_event, each, each.started_at) for each in begun),
+        *(_event(EventKind.ENDED, each.ended_event, each, each.ended_at) for each in ended),
+    ]
+    page = sorted((event for event in found if event), key=lambda event: event.event)[:limit]
+    return EventList(events=tuple(page), next=page[-1].event if page else since)
+
+
+def version_view() -> VersionView:
+    """Return the running version."""
+    return VersionView(version=version("zeus-plugins"), schema_revision=HEAD)
+
+
+class JobReader:
+    """Answers the queries of this module for many callers at once.
+
+    Args:
+        store: The database.
+        patience_s: Seconds after which a database that says nothing counts as not answering.
+    """
+
+    def __init__(self, store: Store, *, patience_s: float = 5.0) -> None:
+        self._store = store
+        self._patience_s = patience_s
+        self._writable_until = -math.inf
+
+    async def read(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the answer to a query, all of it of one moment."""
+        return await self._store.read(query, *args, **kwargs)
+
+    async def read_whole(self, query: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Return the answer to a query for everything that is kept of a job, which may take its time."""
+        return await self._store.patient().read(query, *args, **kwargs)
+
+    def export(self, job_id: str) -> AsyncIterator[bytes]:
+        """See `exports.export`."""
+        return exports.export(self._store.patient(), job_id)
+
+    async def check_ready(self) -> None:
+        """Make sure that requests can be served.
+
+        Raises:
+            DatabaseNotReadyError: The database does not answer, has another schema, or can keep nothing.
+        """
+        try:
+            async with asyncio.timeout(self._patience_s):
+                await self._store.check_schema()
+                if self._store.fault is not None or time.monotonic() > self._writable_until:
+                    await self._store.check_writable()
+                    self._writable_until = time.monotonic() + _WRITABLE_FOR_S
+        except DatabaseNotReadyError as error:
+            logger.warning("not ready: %s", error)
+            raise DatabaseNotReadyError("the database has another schema; the server's log names both") from error
+        except Exception as error:
+            # Whatever it is, it would befall every request; where the database is, is not everybody's business.
+            said = error.detail if isinstance(error, DatabaseUnavailableError) else f"{type(error).__name__}: {error}"
+            logger.warning("not ready: %s", said)
+            fault = error.fault if isinstance(error, DatabaseUnavailableError) else None
+            reason = "the database does not answer" if fault is None else f"nothing can be kept, for {fault}"
+            raise DatabaseNotReadyError(f"{reason}; the server's log says why") from error
+
+
+def job_summary(stored: StoredJob) -> JobSummary:
+    """Return one line about a job."""
+    return JobSummary(
+        job_id=stored.job_id,
+        job_id_prefix=stored.registration.job_id_prefix,
+        policy=stored.registration.policy,
+        stage=Stage.PRUNING if stored.bandit_entered_at is None else Stage.BANDIT,
+        created_at=stored.created_at,
+        trials=stored.trial_count,
+        min_cost_j=stored.min_cost_j,
+        min_cost_batch_size=None if stored.cheapest is None else stored.cheapest.batch_size,
+        owner=stored.owner,
+        shared=stored.shared,
+    )
+
+
+def job_view(stored: StoredJob, history: History, tallies: Sequence[Tally], trials: Sequence[TrialRecord]) -> JobView:
+    """Return a job with its arms, the number of its trials in each state, its savings, and `trials` of it."""
+    expected = policy.expectations(history)
+    states: Counter[TrialState] = Counter()
+    for tally in tallies:
+        states[tally.state] += tally.trials
+    best_cost_j = None if expected.best is None else expected.costs[expected.best].mean_j
+    return JobView(
+        job=stored.registration,
+        stage=history.stage,
+        min_cost_j=None if history.cheapest is None else history.cheapest.cost_j,
+        best_batch_size=expected.best,
+        arms=_arms(history, expected.costs),
+        trial_count=stored.trial_count,
+        trial_states={state: states[state] for state in TrialState if state in states},
+        trials=tuple(trial_view(stored.registration, each) for each in trials),
+        savings=savings(stored.registration, tallies, best_cost_j),
+        owner=stored.owner,
+        shared=stored.shared,
+    )
+
+
+def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmView, ...]:
+    return tuple(
+        ArmView(
+            batch_size=size,
+            trials=arm.trials,
+            n=arm.completed.count,
+            mean_cost_j=arm.completed.mean if arm.completed.count else None,
+            std_cost_j=arm.completed.variance**0.5 if arm.completed.count > 1 else None,
+            infeasible=arm.infeasible,
+            expected_cost_j=expected[size].mean_j if size in expected else None,
+            expected_cost_std_j=expected[size].std_j if size in expected else None,
+        )
+        for size, arm in history.arms.items()
+    )
+
+
+def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:
+    """Return one trial of a job."""
+    shown = TRIAL.of(trial)
+    return TrialView(**shown, cost_j=cost_of(job, trial) if trial.report_count else None, epochs=shown["epoch"])
+
+
+def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -> tuple[EpochView, ...]:
+    """Return the reports of a trial that are kept, in order."""
+    kept = queries.epochs_of(transaction, trial.job_id, trial.trial_number)
+    # The last one is kept beside the trial, too, unless it ended the trial or was pruned.
+    if trial.last_report is not None and (not kept or kept[-1].report_number < trial.report_count):
+        kept = [*kept, last_report(trial)]
+    return tuple(
+        EpochView(**epoch_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
+    )
+
+
+def power_profile_view(kept: StoredPowerProfile) -> PowerProfileView:
+    """Return a power-limit profile with the trial that has left it."""
+    return PowerProfileView.model_validate(kept, from_attributes=True)
+
+
+def _event(kind: EventKind, event: int | None, trial: TrialRecord, at: datetime | None) -> EventView | None:
+    if event is None or at is None:
+        return None
+    number, size, state = trial.trial_number, trial.batch_size, trial.state
+    return EventView(event=event, kind=kind, trial_number=number, batch_size=size, state=state, at=at)
+
+
+# Scripts may count on the places of these columns.
+_CSV_COLUMNS = [name for name in TrialFacts.model_fields if name != "metric"]
+_AFTER_ENERGY = _CSV_COLUMNS.index("energy_source") + 1
+_CSV_COLUMNS[_AFTER_ENERGY:_AFTER_ENERGY] = ["cost_j", "epochs", "metric", "owner"]
+
+
+def trials_csv(trials: Iterable[TrialView]) -> str:
+    """Return trials as CSV (RFC 4180) with a header line: the fields of `TrialView`, empty where there is no value."""
+    return csv_of([each.model_dump(mode="json") for each in trials], _CSV_COLUMNS)
+
+
+def csv_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None) -> str:
+    """Return rows, values by column, as CSV with a header line; without `columns` in the order of the first row."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, columns or list(rows[0]))
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()

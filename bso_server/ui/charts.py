@@ -1,0 +1,570 @@
+"""The charts of the pages, from views to the parts that ``templates/charts.html`` draws; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from bso_server.core.savings import Span
+from bso_server.service.views import (
+    JobPage,
+    MomentPage,
+    PowerProfileView,
+    SizeMeans,
+    TrialBin,
+    TrialPage,
+    TrialPoint,
+    WhatIfPage,
+)
+from bso_server.ui import units
+from bso_server.ui.plot import Box, Dot, Label, Line, Part, Picture, Plot, Scale, share
+from bso_server.ui.words import STATES, Z90
+from zeus_plugins.protocol import CreatedJob, Decision, SizeBelief, TrialState
+
+COLOURS = 12
+"""Colours for batch sizes in the stylesheet, from small to large."""
+
+# Means of sizes that lie so many times apart are shown on logarithmic axes, or the largest would press all others
+# together.
+_FAR = 3
+
+# Of more trials than that, marks are drawn small and pale.
+_MANY = 150
+
+# Of more reports than that only the line is drawn, and the last one.
+_FEW = 60
+
+# What lies further above a trial's curve is not drawn beside it.
+_NEAR = 4
+
+# A span of η of less than this share of the width has no room for its name.
+_ROOM_FOR_NAME = 0.08
+
+
+def colours(batch_sizes: Sequence[int]) -> dict[int, str]:
+    """Return the class of each of a job's batch sizes: a size has the same colour in all charts of the job."""
+    last = max(len(batch_sizes) - 1, 1)
+    return {size: f"s{round(index * (COLOURS - 1) / last)}" for index, size in enumerate(batch_sizes)}
+
+
+def key(job: CreatedJob, points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
+    """Return the states and the batch sizes in a chart of trials, in order."""
+    states, sizes = {point.state for point in points}, {point.batch_size for point in points}
+    return [state for state in STATES if state in states], [size for size in job.batch_sizes if size in sizes]
+
+
+# --- Run by run -------------------------------------------------------------------------------------------------------
+
+
+def costs(page: JobPage, address: str | None) -> Plot | None:
+    """Return the cost of each trial: its state as a shape, its size as a colour; None before the first report.
+
+    `address` is the job's; None: marks lead nowhere.
+    """
+    job = page.view.job
+    levels = [
+        (each.cost_j, f"your default, {each.batch_size}: {units.energy(each.cost_j)}", "default")
+        for each in page.means
+        if each.batch_size == job.default_batch_size
+    ]
+    if page.view.min_cost_j is not None and job.beta_knob is not None and job.policy == "zeus":
+        bound_j = job.beta_knob * page.view.min_cost_j
+        levels.append((bound_j, f"stopped above {units.energy(bound_j)}", "bound"))
+    return _costs(
+        page.points, job, levels, lambda number: "" if address is None else f"{address}/trials/{number}", page.older
+    )
+
+
+def costs_until(page: MomentPage, address: str) -> Plot | None:
+    """Return the cost of each trial before one; marks lead to the moments at which the trials were chosen."""
+    return _costs(page.points, page.job, [], lambda number: f"{address}?at={number}")
+
+
+def _costs(
+    points: Sequence[TrialPoint],
+    job: CreatedJob,
+    levels: Sequence[tuple[float, str, str]],
+    href: Callable[[int], str],
+    older: Sequence[TrialBin] = (),
+) -> Plot | None:
+    known = [(point.trial_number, point.cost_j) for point in points if point.cost_j is not None]
+    if not known:
+        return None
+    costs_j = [cost_j for _, cost_j in known]
+    # A bound far above all costs would press them together.
+    shown = [level for level in levels if level[2] != "bound" or level[0] < 1.5 * max(costs_j)]
+    bins = [each for each in older if each.low_j is not None and each.high_j is not None]
+    ends = [end for each in bins for end in (each.low_j or 0.0, each.high_j or 0.0)]
+    y = Scale.over([*costs_j, *(value for value, _, _ in shown), *ends])
+    before = f" The {units.count(older[-1].last, 'run')} before them are shown as medians." if older else ""
+    told = (
+        f"{units.count(len(known), 'run')} that cost between {units.energy(min(costs_j))} and "
+        f"{units.energy(max(costs_j))}; the latest, run {known[-1][0]}, {units.energy(costs_j[-1])}.{before}"
+    )
+    plot = Plot("costs", "Cost of each run", told, _trial_scale(points, older), y, height=280)
+    plot.axes(y.energies(), plot.x.whole_numbers(), "run")
+    plot.levels(shown)
+    _draw_older(plot, bins)
+    colour, many = colours(job.batch_sizes), " many" if len(points) > _MANY else ""
+    for point in points:
+        cost = "" if point.cost_j is None else f", {units.energy(point.cost_j)}"
+        told = f"Run {point.trial_number}: batch size {point.batch_size}, {STATES[point.state]}{cost}"
+        # A trial without a report stands at the foot.
+        cost_j = y.low if point.cost_j is None else point.cost_j
+        classes = f"{colour[point.batch_size]}{many}"
+        plot.mark(point.trial_number, cost_j, point.state, classes, told, href(point.trial_number))
+    return plot
+
+
+def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -> Scale:
+    """Return the axis of trials' numbers, with half a trial of room."""
+    first, last = (points[0].trial_number, points[-1].trial_number) if points else (1, 1)
+    first = older[0].first if older else first
+    room = max((last - first) * 0.015, 0.5)
+    return Scale(first - room, last + room)
+
+
+def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
+    """Draw the median of each bin in the band of its middle, and a mark that tells of both."""
+    upper, lower, middle = [
+        [(end, getattr(each, name)) for each in bins for end in (each.first, each.last)]
+        for name in ("high_j", "low_j", "median_j")
+    ]
+    plot.path([*upper, *reversed(lower)], "area older")
+    plot.path(middle, "line older")
+    for each in bins:
+        low, median, high = (units.energy(end or 0.0) for end in (each.low_j, each.median_j, each.high_j))
+        told = f"Runs {each.first} to {each.last}: half of {each.reached} below {median}, four in five {low} to {high}"
+        plot.mark((each.first + each.last) / 2, each.median_j or 0.0, "older", "older", told)
+
+
+def saved(page: JobPage) -> Plot | None:
+    """Return the cost saved over the default with all runs until each; None before that is known."""
+    line = [(point.trial_number, point.saved_j) for point in page.points if point.saved_j is not None]
+    if not line:
+        return None
+    number, last = line[-1]
+    word, amount = "saved" if last >= 0 else "lost", units.energy(abs(last))
+    plot = _over_runs(
+        "saved",
+        "Cost saved so far",
+        f"After run {number} the job has {word} {amount} of cost over its default.",
+        page,
+        [value for _, value in line],
+    )
+    whole = _through_zero(line)
+    plot.path([(at, max(value, 0.0)) for at, value in whole], "area gain", down_to=0.0)
+    plot.path([(at, min(value, 0.0)) for at, value in whole], "area loss", down_to=0.0)
+    zero = plot.top(0.0)
+    plot.parts.append(Line("axis", zero, zero))
+    plot.path(line, "line")
+    paid = page.paid_back_in
+    if paid is not None:
+        plot.mark(paid, 0.0, "paid", "paid", f"From run {paid} on, trying has paid itself back")
+        classes = f"note {'end left' if plot.x.at(paid) > 0.6 else 'right'}"
+        plot.parts.append(Label(plot.left(paid), zero - 10, f"paid back in run {paid}", classes))
+    plot.mark(number, last, "end", "gain" if last >= 0 else "loss", f"After run {number}: {amount} {word}")
+    return plot
+
+
+def _through_zero(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the line with its points at 0."""
+    found = list(line[:1])
+    for (before, low), (after, high) in pairwise(line):
+        if low * high < 0:
+            found.append((before + (after - before) * low / (low - high), 0.0))
+        found.append((after, high))
+    return found
+
+
+def regret(page: JobPage) -> Plot | None:
+    """Return the cost beyond that of the best size with all runs until each; None before a size reached the target."""
+    line = [(point.trial_number, point.regret_j) for point in page.points if point.regret_j is not None]
+    if not line:
+        return None
+    number, last = line[-1]
+    told = f"After run {number}: {units.energy(last)} more than with the best size from the start"
+    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, [value for _, value in line])
+    plot.path(line, "line")
+    plot.mark(number, last, "end", "ink", told)
+    return plot
+
+
+def _over_runs(name: str, title: str, told: str, page: JobPage, values: Sequence[float]) -> Plot:
+    plot = Plot(name, title, told, _trial_scale(page.points), Scale.over(values, log=False), height=220)
+    plot.axes(plot.y.energies(4), plot.x.whole_numbers(), "run")
+    return plot
+
+
+def spark(points: Sequence[TrialPoint]) -> Picture | None:
+    """Return the costs of the latest trials, as small as a word; None before the first report."""
+    known = [(index, point.cost_j, point) for index, point in enumerate(points) if point.cost_j is not None]
+    if not known:
+        return None
+    costs_j = [cost_j for _, cost_j, _ in known]
+    y, last = Scale.over(costs_j, log=False), max(len(points) - 1, 1)
+    dots = [
+        Dot(
+            "s5" if point.state is TrialState.COMPLETED else "s5 hollow",
+            share(0.03 + 0.94 * index / last),
+            25 - 22 * y.at(cost_j),
+            2.2,
+        )
+        for index, cost_j, point in known
+    ]
+    ends = f"{units.energy(costs_j[0])} to {units.energy(costs_j[-1])}"
+    return Picture(28, dots, f"Costs of the latest {units.count(len(known), 'run')}: {ends}", "spark")
+
+
+# --- Size by size -----------------------------------------------------------------------------------------------------
+
+
+def front(page: JobPage) -> Plot | None:
+    """Return mean time against mean energy of each size, with the line of the sizes that no other beats in both."""
+    means = page.means
+    if len(means) < 2:
+        return None
+    values = [each.time_s for each in means], [each.energy_j for each in means]
+    x, y = (Scale.over(own, zero=False, log=0 < _FAR * min(own) < max(own)) for own in values)
+    best = pareto(means)
+    sizes = units.listed([str(each.batch_size) for each in best])
+    plot = Plot("front", "Time against energy", f"No size beats {sizes} in both time and energy.", x, y, height=220)
+    plot.axes(y.energies(4), x.durations(), "mean time of a run to the target")
+    plot.path([(each.time_s, each.energy_j) for each in best], "line front")
+    colour = colours(page.view.job.batch_sizes)
+    for each in means:
+        told = (
+            f"{each.batch_size}: {units.duration(each.time_s)} and {units.energy(each.energy_j)}, "
+            f"mean of {units.count(each.runs, 'run')}"
+        )
+        plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
+    _draw_names(plot, [(each.time_s, each.energy_j, str(each.batch_size)) for each in means])
+    return plot
+
+
+def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
+    """Return the sizes that no other one beats in time and energy, by time."""
+    found: list[SizeMeans] = []
+    for each in sorted(means, key=lambda each: (each.time_s, each.energy_j)):
+        if not found or each.energy_j < found[-1].energy_j:
+            found.append(each)
+    return found
+
+
+_Rect = tuple[float, float, float, float]
+
+
+def _draw_names(plot: Plot, named: Sequence[tuple[float, float, str]], width: float = 280.0) -> None:
+    """Draw names beside points, each where it hides nothing on a plot so many pixels wide; none where all would."""
+    points = [(plot.x.at(x) * width, plot.top(y)) for x, y, _ in named]
+    taken = [(across - 6, down - 6, 12.0, 12.0) for across, down in points]
+    for (x, _, name), (across, down) in zip(named, points, strict=True):
+        wide, own = 7.5 * len(name), (across - 6, down - 6, 12.0, 12.0)
+        for left, below, classes in (
+            (across + 9, 4.0, "start right"),
+            (across - 9 - wide, 4.0, "end left"),
+            (across - wide / 2, -10.0, "mid"),
+            (across - wide / 2, 20.0, "mid"),
+        ):
+            box = (left, down + below - 11, wide, 13.0)
+            if left >= 0 and not any(_overlap(box, each) for each in taken if each != own):
+                taken.append(box)
+                plot.parts.append(Label(plot.left(x), down + below, name, f"size-name {classes}"))
+                break
+
+
+def _overlap(one: _Rect, other: _Rect) -> bool:
+    return all(one[side] < other[side] + other[side + 2] and other[side] < one[side] + one[side + 2] for side in (0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class BeliefRow:
+    """A batch size in the table of what is believed.
+
+    Attributes:
+        index: Its place among the sizes.
+        notes: What else there is to say of it.
+        picture: What is believed and was observed, on an axis that all rows share.
+    """
+
+    index: int
+    notes: tuple[str, ...]
+    picture: Picture
+
+
+@dataclass(frozen=True, slots=True)
+class BeliefTable:
+    """The rows, and the axis below them."""
+
+    rows: tuple[BeliefRow, ...]
+    axis: Picture
+
+
+@dataclass(frozen=True, slots=True)
+class _Believed:
+    """The expected cost of a batch size, joules, and the ends of its 90 % band, as far as they are known."""
+
+    batch_size: int
+    mean_j: float | None
+    ends: tuple[float, float] | None
+
+    def told(self, runs: int) -> str:
+        """Return the belief in words, with the number of runs that were observed."""
+        if self.mean_j is None:
+            return "nothing is known of its cost"
+        between = ""
+        if self.ends is not None:
+            between = f", nine times in ten between {units.energy(self.ends[0])} and {units.energy(self.ends[1])}"
+        return f"expected {units.energy(self.mean_j)}{between}; {units.count(runs, 'run')} observed"
+
+
+def beliefs(page: JobPage) -> BeliefTable | None:
+    """Return the beliefs about each size: its expected cost with a band of 90 %, beside the costs of its runs.
+
+    None while nothing is believed.
+    """
+    view, believed = page.view, []
+    notes = _notes([arm.batch_size for arm in view.arms], view.best_batch_size, view.job.default_batch_size)
+    for arm in view.arms:
+        if arm.infeasible is not None:
+            notes[arm.batch_size].append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
+        elif not arm.trials:
+            notes[arm.batch_size].append("never tried")
+        mean_j, std_j = arm.expected_cost_j, arm.expected_cost_std_j
+        ends = None
+        if mean_j is not None and std_j is not None:
+            ends = max(mean_j - Z90 * std_j, 0.0), mean_j + Z90 * std_j
+        believed.append(_Believed(arm.batch_size, mean_j, ends))
+    return _belief_table(believed, page.points, view.job, notes)
+
+
+def beliefs_of(decision: Decision, job: CreatedJob, points: Sequence[TrialPoint]) -> BeliefTable | None:
+    """Return the beliefs about each size when a decision was made."""
+    believed = [
+        _Believed(
+            each.batch_size,
+            each.expected_cost_j,
+            None if each.low_j is None or each.high_j is None else (each.low_j, each.high_j),
+        )
+        for each in decision.sizes
+    ]
+    notes = _notes([each.batch_size for each in believed], decision.incumbent, job.default_batch_size)
+    return _belief_table(believed, points, job, notes)
+
+
+def _notes(batch_sizes: Sequence[int], best: int | None, default: int) -> dict[int, list[str]]:
+    notes: dict[int, list[str]] = {size: [] for size in batch_sizes}
+    for note, size in (("best", best), ("default", default)):
+        if size is not None and size in notes:
+            notes[size].append(note)
+    return notes
+
+
+def _belief_table(
+    believed: Sequence[_Believed],
+    points: Sequence[TrialPoint],
+    job: CreatedJob,
+    notes: Mapping[int, Sequence[str]],
+) -> BeliefTable | None:
+    means = [each.mean_j for each in believed if each.mean_j is not None]
+    if not means:
+        return None
+    observed: dict[int, list[float]] = {}
+    for point in points:
+        if point.state is TrialState.COMPLETED and point.cost_j is not None:
+            observed.setdefault(point.batch_size, []).append(point.cost_j)
+    seen = [cost_j for found in observed.values() for cost_j in found]
+    ends = [end for each in believed if each.ends is not None for end in each.ends]
+    # The band of a size of which hardly anything is known would press all else together.
+    most = 2.5 * max([*seen, min(means)])
+    scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)], log=False)
+    ticks = [(share(scale.at(value)), label) for value, label in scale.energies()]
+    grid = [Line("grid", 0, 32, x, x) for x, _ in ticks]
+    colour, rows = colours(job.batch_sizes), []
+    for index, each in enumerate(believed):
+        own, name = observed.get(each.batch_size, []), colour[each.batch_size]
+        parts: list[Part] = [*grid]
+        if each.ends is not None:
+            low, high = (min(max(scale.at(end), 0.0), 1.0) for end in each.ends)
+            parts.append(Box(f"band {name}", 9, 14, share(low), share(high - low)))
+        # Of a thousand runs, the latest show where they lie.
+        parts += [Dot(f"run {name}", share(scale.at(cost_j)), 16, 2.5) for cost_j in own[-60:]]
+        if each.mean_j is not None and scale.at(each.mean_j) <= 1:
+            x = share(scale.at(each.mean_j))
+            parts.append(Line(f"mean {name}", 5, 27, x, x))
+        rows.append(BeliefRow(index, tuple(notes[each.batch_size]), Picture(32, parts, each.told(len(own)))))
+    return BeliefTable(tuple(rows), Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
+
+
+def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = None) -> Picture:
+    """Return the best size under each η, as a bar from 0 to 1, with the job's own η and the η that is asked about."""
+    colour, parts = colours(job.batch_sizes), list[Part]()
+    for span in spans:
+        width = span.high - span.low
+        parts.append(Box(f"span {colour[span.batch_size]}", 14, 16, share(span.low), share(width)))
+        if width > _ROOM_FOR_NAME:
+            parts.append(Label(share(span.low + width / 2), 10, str(span.batch_size), "size-name mid"))
+        if span.high < 1:
+            parts.append(Label(share(span.high), 46, units.number(span.high, 2), "tick mid"))
+    parts += [Label("0", 46, "time", "tick"), Label("100%", 46, "energy", "tick end")]
+    parts.append(Line("own", 14, 34, share(job.eta_knob), share(job.eta_knob)))
+    if eta is not None and eta != job.eta_knob:
+        parts.append(Line("asked", 14, 34, share(eta), share(eta)))
+    told = "; ".join(
+        f"{span.batch_size} from {units.number(span.low, 2)} to {units.number(span.high, 2)}" for span in spans
+    )
+    return Picture(50, parts, f"Best batch size by eta: {told}")
+
+
+def costs_by_eta(page: WhatIfPage) -> Plot | None:
+    """Return the mean cost of a run of each size, a line over η, and what it is under the η that is asked about."""
+    if not page.means:
+        return None
+    job, colour = page.job, colours(page.job.batch_sizes)
+    ends = {each.batch_size: (job.max_power * each.time_s, each.energy_j) for each in page.means}
+    y = Scale.over([cost_j for both in ends.values() for cost_j in both], log=False)
+    best = "" if page.batch_size is None else f"; {page.batch_size} is the lowest at {units.exact(page.eta)}"
+    plot = Plot("by-eta", "Cost of a run by η", f"A line for each batch size{best}.", Scale(0.0, 1.0), y)
+    etas = [(tick, units.exact(round(tick, 9))) for tick in plot.x.ticks(5)]
+    plot.axes(y.energies(), etas, "η: from time alone to energy alone")
+    plot.upright(job.eta_knob, "own")
+    plot.upright(page.eta, "asked")
+    for size, (at_time, at_energy) in ends.items():
+        is_best = " best" if size == page.batch_size else ""
+        plot.path([(0.0, at_time), (1.0, at_energy)], f"line {colour[size]}{is_best}")
+    for each in page.means:
+        told = f"{each.batch_size}: {units.energy(each.cost_j)} at η = {units.exact(page.eta)}"
+        plot.mark(page.eta, each.cost_j, "completed", colour[each.batch_size], told)
+    return plot
+
+
+# --- One trial --------------------------------------------------------------------------------------------------------
+
+
+def metric(page: TrialPage) -> Plot | None:
+    """Return the metric by epoch, with the target; None before the first report."""
+    if not page.epochs:
+        return None
+    target, last = page.job.target_metric, page.epochs[-1]
+    y = Scale.over([target, *(each.metric for each in page.epochs)], zero=False, log=False)
+    is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
+    told = (
+        f"{units.number(last.metric, 4)} after {units.count_of_epochs(last.epoch)}; it is to {is_better} "
+        f"{units.exact(target)}."
+    )
+    plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
+    plot.axes([(value, units.number(value)) for value in y.ticks(5)], plot.x.whole_numbers(), "epoch")
+    _draw_predicted_epochs(plot, page)
+    plot.level(target, f"target {units.exact(target)}", "target", above=y.at(target) < 0.85)
+    _draw_series(plot, page, [(each.epoch, each.metric) for each in page.epochs], lambda value: units.number(value, 4))
+    return plot
+
+
+def cost(page: TrialPage) -> Plot | None:
+    """Return the cost by epoch, with what ends the trial; None before the first report."""
+    if not page.epochs:
+        return None
+    costs_j = [each.cost_j for each in page.epochs]
+    bound_j = page.max_cost_j
+    if bound_j is not None and bound_j >= _NEAR * max(costs_j):
+        bound_j = None
+    belief = belief_of(page)
+    expected = [] if belief is None else [belief.expected_cost_j or 0.0, min(belief.high_j or 0.0, 2 * max(costs_j))]
+    y = Scale.over([0.0, *costs_j, bound_j or 0.0, *expected], log=False)
+    told = f"{units.energy(costs_j[-1])} after {units.count_of_epochs(page.epochs[-1].epoch)}."
+    plot = Plot("cost", "Cost by epoch", told, _epoch_scale(page), y)
+    plot.axes(y.energies(), plot.x.whole_numbers(), "epoch")
+    if belief is not None:
+        top, bottom = plot.top(belief.high_j or 0.0), plot.top(belief.low_j or 0.0)
+        expected_j = belief.expected_cost_j or 0.0
+        at = plot.top(expected_j)
+        plot.parts += [
+            Box("predicted", top, max(bottom - top, 2)),
+            Line("level predicted", at, at),
+            Label("4", at - 6, f"expected {units.energy(expected_j)}", "level-name predicted"),
+        ]
+    if bound_j is not None:
+        plot.level(bound_j, f"stopped above {units.energy(bound_j)}", "bound", above=y.at(bound_j) < 0.85)
+    _draw_series(plot, page, [(each.epoch, each.cost_j) for each in page.epochs], units.energy)
+    return plot
+
+
+def belief_of(page: TrialPage) -> SizeBelief | None:
+    """Return the belief about the trial's size when it was chosen; None where none is kept, or it was of no cost."""
+    decision = page.explanation.decision
+    known = [] if decision is None else decision.sizes
+    found = next((each for each in known if each.batch_size == page.trial.batch_size), None)
+    if found is None or found.expected_cost_j is None or found.low_j is None or found.high_j is None:
+        return None
+    return found
+
+
+def index_of_belief(page: TrialPage) -> int | None:
+    """Return the place of that belief among those of the trial's decision; None where there is none."""
+    belief, decision = belief_of(page), page.explanation.decision
+    return None if belief is None or decision is None else decision.sizes.index(belief)
+
+
+def _predicted_epochs(page: TrialPage) -> tuple[float, float] | None:
+    """Return the epochs in which a run of the predicted cost ends at what an epoch of this one costs; None: unknown."""
+    belief, last = belief_of(page), page.epochs[-1]
+    if belief is None or not last.cost_j:
+        return None
+    epochs_per_j = last.epoch / last.cost_j
+    return (belief.low_j or 0.0) * epochs_per_j, (belief.high_j or 0.0) * epochs_per_j
+
+
+def _draw_predicted_epochs(plot: Plot, page: TrialPage) -> None:
+    epochs = _predicted_epochs(page)
+    if epochs is None or epochs[0] >= plot.x.high:
+        return
+    left, right = plot.x.at(epochs[0]), min(plot.x.at(epochs[1]), 1.0)
+    plot.parts += [
+        Box("predicted", 0, plot.height, share(left), share(max(right - left, 0.004))),
+        Label(share((left + right) / 2), plot.height - 26, "expected", "level-name mid predicted"),
+    ]
+
+
+def _epoch_scale(page: TrialPage) -> Scale:
+    last = page.epochs[-1].epoch
+    # The bound is on the axis where the trial came near it.
+    far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
+    predicted = _predicted_epochs(page)
+    if predicted is not None and predicted[1] < _NEAR * last:
+        far = max(far, predicted[1])
+    return Scale(0.0, max(far, 1.0) * 1.04)
+
+
+def _draw_series(plot: Plot, page: TrialPage, points: list[tuple[float, float]], say: Callable[[float], str]) -> None:
+    colour = colours(page.job.batch_sizes)[page.trial.batch_size]
+    plot.path(points, f"line {colour}")
+    shown = points if len(points) <= _FEW else points[-1:]
+    for epoch, value in shown[:-1]:
+        plot.mark(epoch, value, "epoch", colour, f"Epoch {units.number(epoch, 4)}: {say(value)}")
+    epoch, value = shown[-1]
+    plot.mark(epoch, value, page.trial.state, colour, f"Epoch {units.number(epoch, 4)}: {say(value)}")
+    if page.max_epochs <= plot.x.high:
+        plot.upright(page.max_epochs, "level bound")
+        last = f"last epoch {page.max_epochs}"
+        plot.parts.append(Label(plot.left(page.max_epochs), plot.height - 8, last, "level-name end bound"))
+
+
+def power(profile: PowerProfileView, name: str) -> Plot:
+    """Return the energy of a step under each power limit; `name` is the chart's id."""
+    samples = profile.samples
+    x = Scale.over([each.limit_w for each in samples], zero=False, log=False)
+    y = Scale.over([each.energy_per_step_j for each in samples], log=False)
+    least = min(samples, key=lambda each: each.energy_per_step_j)
+    told = f"A step takes least energy, {units.energy(least.energy_per_step_j)}, at {units.number(least.limit_w)} W."
+    plot = Plot(name, "Energy of a step under each power limit", told, x, y, height=200)
+    watts = [(value, f"{units.number(value)}{units.SPACE}W") for value in x.ticks(6)]
+    plot.axes(y.energies(4), watts, "power limit of each GPU")
+    plot.path([(each.limit_w, each.energy_per_step_j) for each in samples], "line")
+    for each in samples:
+        told = (
+            f"{units.number(each.limit_w)} W: {units.energy(each.energy_per_step_j)} and "
+            f"{units.number(1000 * each.time_per_step_s)} ms a step"
+        )
+        plot.mark(each.limit_w, each.energy_per_step_j, "epoch", "plain", told)
+    return plot

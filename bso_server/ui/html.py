@@ -1,0 +1,205 @@
+"""The pages: a view and what is known of its reader in, HTML out. No HTTP here, no database and no clock."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, lru_cache
+from importlib.metadata import version
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup, escape
+
+from bso_server.service.pages import View
+from bso_server.service.views import HealthPage, JobPage, JobsPage, MomentPage, TokensPage, TrialPage, WhatIfPage
+from bso_server.ui import charts, units, words
+from bso_server.ui.plot import pixels
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+THEMES = ("light", "dark")
+
+_TEMPLATES = {
+    JobsPage: "jobs.html",
+    JobPage: "job.html",
+    MomentPage: "moment.html",
+    TrialPage: "trial.html",
+    WhatIfPage: "whatif.html",
+    HealthPage: "health.html",
+    TokensPage: "tokens.html",
+}
+
+MEDIA_TYPES = {"ui.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
+"""The files beside the pages."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
+    "base-uri 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types zeus-bso"
+)
+"""The ``Content-Security-Policy`` of all pages."""
+
+FORMATS: dict[str, Callable[[Any], str]] = {
+    "energy": units.energy,
+    "amount": lambda joules: units.energy(abs(joules)),
+    "duration": units.duration,
+    "time": lambda seconds: units.duration(abs(seconds)),
+    "number": lambda value: units.number(value, 4),
+    "exact": units.exact,
+    "whole": lambda value: units.number(value, 15),
+    "size": str,
+    "watts": lambda watts: f"{units.number(watts, 4)}{units.SPACE}W",
+    "percent": units.percent,
+    "epochs": units.count_of_epochs,
+    "runs": lambda value: units.number(round(value, 3)),
+}
+"""The wording of a view's figures, by the names that templates use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """The reader of a page, as far as the page knows.
+
+    Attributes:
+        root: The way from the page's address to ``/ui/``, relative.
+        now: The present instant, aware.
+        tag: The page's version, by which it is asked for again.
+        theme: The theme that was chosen, or "" for that of the system.
+        is_logged_in: Whether a session can be ended.
+        is_report: Whether the page is a file to keep: with its style within, no script, and links to nothing.
+    """
+
+    root: str
+    now: datetime
+    tag: str = ""
+    theme: str = ""
+    is_logged_in: bool = False
+    is_report: bool = False
+
+
+@lru_cache(maxsize=16)
+def static_file(name: str) -> bytes:
+    """A file beside the pages; `KeyError` if there is none."""
+    MEDIA_TYPES[name]
+    return (files(__package__) / "static" / name).read_bytes()
+
+
+@cache
+def build() -> str:
+    """A short text that changes with the pages' own look, so that browsers ask anew after an update."""
+    parts = [version("zeus-plugins").encode(), *map(static_file, MEDIA_TYPES)]
+    templates = sorted((files(__package__) / "templates").iterdir(), key=lambda each: each.name)
+    return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
+
+
+def page(view: View, reader: Reader) -> str:
+    """Return the page that shows a view."""
+    return _rendered(_TEMPLATES[type(view)], view, reader)
+
+
+def report_page(view: JobPage, now: datetime) -> str:
+    """Return a job in one file, which needs nothing else and leads nowhere."""
+    return page(view, Reader(root="", now=now, is_report=True))
+
+
+def report_policy() -> str:
+    """The ``Content-Security-Policy`` of such a file."""
+    digest = base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; frame-ancestors 'none'"
+
+
+@cache
+def _style() -> str:
+    return static_file("style.css").decode()
+
+
+def login_page(reader: Reader, to: str, refused: str = "") -> str:
+    """Return the form that takes a token; `to` is the page to go to then, relative to ``/ui/``."""
+    return _rendered("login.html", None, reader, to=to, refused=refused)
+
+
+def error_page(reader: Reader, status: int, title: str, message: str) -> str:
+    """Return the reason why a page cannot be shown."""
+    return _rendered("error.html", None, reader, status=status, title=title, message=message)
+
+
+def _setting(value: Any) -> str:
+    """Return a setting of a job in words."""
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return units.exact(value)
+        case list():
+            return ", ".join(map(str, value))
+        case dict():
+            return ", ".join(f"{name} {part}" for name, part in value.items())
+        case _:
+            return str(value)
+
+
+@cache
+def templates() -> Environment:
+    """Return the templates, with the filters that they use."""
+    # A server need not wait for it to listen.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader(__package__),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        auto_reload=False,
+    )
+    environment.filters.update(
+        FORMATS,
+        plural=units.count,
+        state=words.STATES.__getitem__,
+        origin=words.ORIGINS.__getitem__,
+        interval=words.interval,
+        sentence=words.sentence,
+        setting=_setting,
+        pixels=pixels,
+        kind=lambda part: type(part).__name__,
+    )
+    # Templates say which charts and sentences they show.
+    environment.globals.update(draw=charts, say=words, build=build(), version=version("zeus-plugins"))
+    environment.globals["style"] = Markup(_style())  # noqa: S704 - a file of ours
+    return environment
+
+
+def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
+    def figure(path: str, kind: str = "whole", none: str = "—") -> Markup:
+        value = _at(view, path)
+        if value is None:
+            return Markup('<span class="none">{}</span>').format(none)
+        return Markup(f'<data value="{value!r}" data-of="{path}">{escape(FORMATS[kind](value))}</data>')  # noqa: S704 - numbers
+
+    def ago(instant: datetime) -> Markup:
+        # A file is read at any time.
+        told = f"{instant:%Y-%m-%d %H:%M} UTC" if reader.is_report else units.ago(instant, reader.now)
+        return Markup('<time datetime="{}" class="ago">{}</time>').format(instant.isoformat(), told)
+
+    def money(energy_j: float) -> Markup:
+        told = words.money(view.tariff, abs(energy_j))
+        return Markup('<span class="sub">{}</span>').format(told) if told else Markup("")
+
+    shown = {"page": view, "reader": reader, "n": figure, "ago": ago, "money": money, **parts}
+    return templates().get_template(template).render(shown)
+
+
+def _at(value: Any, path: str) -> Any:
+    """Return the part of a view at a path such as ``jobs.0.job.trials``."""
+    for name in path.split("."):
+        if isinstance(value, tuple):
+            value = value[int(name)]
+        elif isinstance(value, Mapping):
+            value = value[name]
+        else:
+            value = getattr(value, name)
+    return value

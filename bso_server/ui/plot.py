@@ -1,0 +1,275 @@
+"""The geometry of charts: axes with round numbers, and the parts that ``templates/charts.html`` draws; pure.
+
+Across, places are shares of the width, and down they are pixels: one drawing fits every screen, and its text keeps its
+size. Colours, and what is left out on narrow screens, are the stylesheet's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bso_server.ui import units
+
+# A logarithmic axis shows more of values that lie so many times apart.
+_WIDE = 30.0
+
+# The least distance between two labels: down in pixels, and across as a share of a wide and of a narrow screen.
+_LINE_HEIGHT = 20.0
+_APART = 0.045
+_APART_NARROW = 0.13
+
+_TIMES = ((86400, "d"), (3600, "h"), (60, "min"))
+
+Ticks = list[tuple[float, str]]
+"""Values on an axis, each with its label."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """The part of an axis from `low` to `high`, which are finite and differ, and positive if it is logarithmic."""
+
+    low: float
+    high: float
+    is_log: bool = False
+
+    @classmethod
+    def over(cls, values: Iterable[float], *, zero: bool = True, log: bool | None = None) -> Scale:
+        """Return an axis with room for these values.
+
+        Args:
+            values: The values, some of which may be missing from a chart.
+            zero: Whether 0 is on the axis, unless it is logarithmic.
+            log: Whether it is; None: if the values are positive and far apart.
+        """
+        found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+        low, high = min(found), max(found)
+        if log is None:
+            log = low > 0 and high / low > _WIDE
+        if log:
+            room = max((high / low) ** 0.06, 1.1)
+            return cls(low / room, high * room, is_log=True)
+        if zero:
+            low, high = min(low, 0.0), max(high, 0.0)
+        if low == high:
+            # A value alone is in the middle, or at the end of an axis that begins at 0.
+            reach = abs(high) or 1.0
+            return cls(low, low + reach) if zero else cls(low - reach / 2, high + reach / 2)
+        room = (high - low) * 0.06
+        return cls(low if zero and low == 0 else low - room, high if zero and high == 0 else high + room)
+
+    def at(self, value: float) -> float:
+        """Return the place of a value: 0 at the low end, 1 at the high one."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else 0.0
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self, most: int = 6) -> list[float]:
+        """Return round numbers within the axis, at most about so many: 1, 2 and 5 times powers of ten."""
+        if self.is_log and self.high / self.low >= 10:
+            return self._log_ticks(most)
+        least = (self.high - self.low) / most
+        power: float = 10.0 ** math.floor(math.log10(least))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+    def _log_ticks(self, most: int) -> list[float]:
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        for steps in ((1, 2, 5), (1, 3), (1,)):
+            found = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+            within = [tick for tick in found if self.low <= tick <= self.high]
+            if len(within) <= most:
+                return within
+        return within[:: math.ceil(len(within) / most)]
+
+    def energies(self, most: int = 5) -> Ticks:
+        """Return round energies in one unit for the whole axis; on a logarithmic axis each in its own."""
+        if self.is_log:
+            return [(value, units.energy(value)) for value in self.ticks(most)]
+        size, name = units.energy_unit(max(abs(self.low), abs(self.high)))
+        return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
+
+    def durations(self, most: int = 5) -> Ticks:
+        """Return round durations in one unit for the whole axis."""
+        size, name = next((each for each in _TIMES if self.high >= 2 * each[0]), (1, "s"))
+        return self._in_unit(size, name, most)
+
+    def _in_unit(self, size: float, name: str, most: int) -> Ticks:
+        ticks = Scale(self.low / size, self.high / size, self.is_log).ticks(most)
+        return [(value * size, f"{units.number(value)}{units.SPACE}{name}") for value in ticks]
+
+    def whole_numbers(self, most: int = 10) -> Ticks:
+        """Return round whole numbers, such as those of trials and epochs."""
+        return [(value, units.exact(value)) for value in self.ticks(most) if float(value).is_integer()]
+
+
+def apart(places: Sequence[float], least: float) -> list[bool]:
+    """For each label's place, ascending, tell whether it keeps its distance from the label shown before it."""
+    shown, last = [], -math.inf
+    for place in places:
+        is_shown = place - last >= least
+        shown.append(is_shown)
+        last = place if is_shown else last
+    return shown
+
+
+def share(place: float) -> str:
+    """Return a place across, or a width, as SVG takes it."""
+    return f"{100 * place:.2f}".rstrip("0").rstrip(".") + "%"
+
+
+def pixels(place: float) -> str:
+    """Return a place down, or a height, as SVG takes it."""
+    return f"{place:.1f}".removesuffix(".0")
+
+
+class Line(NamedTuple):
+    """A straight line, by default across the whole drawing."""
+
+    classes: str
+    y1: float
+    y2: float
+    x1: str = "0"
+    x2: str = "100%"
+
+
+class Box(NamedTuple):
+    """A filled rectangle, by default across the whole drawing."""
+
+    classes: str
+    y: float
+    height: float
+    x: str = "0"
+    width: str = "100%"
+
+
+class Dot(NamedTuple):
+    """A small circle."""
+
+    classes: str
+    x: str
+    y: float
+    radius: float
+
+
+class Label(NamedTuple):
+    """A text."""
+
+    x: str
+    y: float
+    text: str
+    classes: str
+
+
+class Mark(NamedTuple):
+    """A data point: a shape that the page defines, the words that it tells when pointed at, and its page or ""."""
+
+    x: str
+    y: float
+    shape: str
+    classes: str
+    told: str
+    href: str = ""
+
+
+class Path(NamedTuple):
+    """A path in a drawing 1000 wide that is stretched to the chart's width; `steps` as SVG takes them."""
+
+    classes: str
+    steps: str
+
+
+Part = Line | Box | Dot | Label | Mark | Path
+"""A part of a drawing; the macro of its name draws it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawing without axes; without words it is an ornament."""
+
+    height: int
+    parts: Sequence[Part]
+    told: str = ""
+    classes: str = "row"
+
+
+@dataclass
+class Plot:
+    """A chart with two axes.
+
+    Attributes:
+        name: Its id in the page.
+        title: What it shows, in a few words.
+        told: What can be seen in it, in a sentence, for those who cannot see it.
+        x: The axis across.
+        y: The axis upwards.
+        height: Pixels.
+    """
+
+    name: str
+    title: str
+    told: str
+    x: Scale
+    y: Scale
+    height: int = 260
+    parts: list[Part] = field(default_factory=list)
+
+    def left(self, value: float) -> str:
+        """Return the place across of a value."""
+        return share(self.x.at(value))
+
+    def top(self, value: float) -> float:
+        """Return the place down of a value; beyond the ends of the axis it is at an end."""
+        return self.height * (1 - min(max(self.y.at(value), 0.0), 1.0))
+
+    def axes(self, up: Ticks, across: Ticks, name: str) -> None:
+        """Draw the lines and labels of both axes, as far as labels do not run into each other."""
+        for value, label in up:
+            y = self.top(value)
+            self.parts += [Line("grid", y, y), Label("-10", y + 4, label, "tick end")]
+        places = [self.x.at(value) for value, _ in across]
+        shown, narrow = apart(places, _APART), apart(places, _APART_NARROW)
+        for (value, label), is_shown, is_narrow in zip(across, shown, narrow, strict=True):
+            if is_shown:
+                classes = "tick mid" if is_narrow else "tick mid wide"
+                self.parts.append(Label(self.left(value), self.height + 20, label, classes))
+        self.parts += [Line("axis", self.height, self.height), Label("100%", self.height + 38, name, "name end")]
+
+    def level(self, value: float, label: str, kind: str, *, above: bool = True) -> None:
+        """Draw a line across at a value, with its name at the right end."""
+        y = self.top(value)
+        self.parts += [
+            Line(f"level {kind}", y, y),
+            Label("100%", y - 6 if above else y + 15, label, f"level-name end {kind}"),
+        ]
+
+    def levels(self, levels: Sequence[tuple[float, str, str]]) -> None:
+        """Draw several such lines, of which the lower one of two that are close has its name below."""
+        tops = [self.top(value) for value, _, _ in levels]
+        for (value, label, kind), own in zip(levels, tops, strict=True):
+            is_crowded = any(other < own < other + _LINE_HEIGHT for other in tops)
+            self.level(value, label, kind, above=not is_crowded)
+
+    def upright(self, value: float, classes: str) -> None:
+        """Draw a line upwards at a value of the axis across."""
+        self.parts.append(Line(classes, 0, self.height, self.left(value), self.left(value)))
+
+    def mark(self, x: float, y: float, shape: str, classes: str, told: str, href: str = "") -> None:
+        """Draw a data point; see `Mark`."""
+        self.parts.append(Mark(self.left(x), self.top(y), shape, classes, told, href))
+
+    def path(self, points: Sequence[tuple[float, float]], classes: str, *, down_to: float | None = None) -> None:
+        """Draw a line through points, or with `down_to` the area between it and that level."""
+        if not points:
+            return
+        at, top = self.x.at, self.top
+        # A page of a thousand runs draws three thousand points.
+        steps = [f"{1000 * at(x):.1f} {top(y):.1f}" for x, y in points]
+        if down_to is not None:
+            base = f"{top(down_to):.1f}"
+            steps += [f"{1000 * at(points[-1][0]):.1f} {base}", f"{1000 * at(points[0][0]):.1f} {base}"]
+        self.parts.append(Path(classes, f"M{'L'.join(steps)}{'' if down_to is None else 'Z'}"))
