@@ -16,7 +16,7 @@ import pytest
 
 from tests.support import dashboards, warm
 from tests.support.databases import DATABASES, empty_database
-from tests.support.servers import Server
+from tests.support.servers import ServerProcess
 from tests.support.threads import heartbeat_threads
 from tests.zeus_peer.peer import Peer, PeerMissingError, install
 
@@ -45,18 +45,9 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("thorough")
 
 
-# So that no process is left alone with one of them at the end.
-LONG_FILES = (
-    *("test_huggingface", "test_lightning", "test_outages", "test_power_limit_processes", "test_nodes"),
-    *("test_master", "test_lifecycle", "test_transfer", "test_embedded", "test_reporter", "test_outbox"),
-    *("test_cli", "test_operations", "test_recurrences", "test_session", "test_storms", "test_store", "test_probes"),
-)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Outside of the files about storage, `make test` is content with SQLite in threads. Long files come first."""
-    items.sort(key=lambda item: not item.path.name.startswith(LONG_FILES))
+    """Mark tests of other databases than SQLite as slow, outside of the files about storage."""
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if marks & {"aiosqlite", "postgresql", "mysql"} and "storage" not in marks:
@@ -70,6 +61,12 @@ def pytest_runtestloop(session: pytest.Session) -> None:
     distributes = session.config.getoption("dist", "no") != "no" and not hasattr(session.config, "workerinput")
     if hasattr(os, "fork") and not session.config.option.collectonly and not distributes:
         warm.warm()
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Run `async def` tests and fixtures on asyncio, which the server needs."""
+    return "asyncio"
 
 
 @pytest.fixture(scope="session")
@@ -101,14 +98,14 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture(scope="session")
-def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Server]]:
+def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], ServerProcess]]:
     """The servers that all tests of this process share, by kind of database; each starts when it is needed."""
     with ExitStack() as until_the_end:
 
         @cache
-        def server_on(kind: str) -> Server:
+        def server_on(kind: str) -> ServerProcess:
             folder = tmp_path_factory.mktemp("server")
-            server = Server(until_the_end.enter_context(empty_database(kind, folder)), folder / "server.log")
+            server = ServerProcess(until_the_end.enter_context(empty_database(kind, folder)), folder / "server.log")
             until_the_end.callback(server.kill)
             server.start("--migrate")
             return server
@@ -117,21 +114,21 @@ def _servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
 
 @pytest.fixture(scope="module", params=DATABASES)
-def any_server(request: pytest.FixtureRequest, _servers: Callable[[str], Server]) -> Server:
+def any_server(request: pytest.FixtureRequest, _servers: Callable[[str], ServerProcess]) -> ServerProcess:
     """A server on each kind of database in turn, which everybody uses: a test has jobs of its own there."""
     return _servers(request.param)
 
 
 @pytest.fixture(scope="session")
-def shared_server(_servers: Callable[[str], Server]) -> Server:
+def shared_server(_servers: Callable[[str], ServerProcess]) -> ServerProcess:
     """A server on SQLite, which everybody uses: a test has jobs of its own there, and leaves it running."""
     return _servers("sqlite")
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
     """A server on a SQLite file of its own, for a test that kills it, or looks at all that it has."""
-    server = Server(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
     server.start()
     yield server
     server.kill()

@@ -21,19 +21,18 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.commands import Commands
+from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
+from tests.support import ROOT
 from tests.support.disks import fill
-from tests.support.servers import SERVER_START_S, Server
+from tests.support.servers import SERVER_START_S, ServerProcess
 
 CLIENTS = 4
 PATIENCE_S = 120.0
 LONGEST_PAUSE_S = 2.0
 WORKERS = ("--workers", "2")
-ROOT = Path(__file__).parent.parent.parent
 
 # Longer than any lease of a running trial: those of trainings that send no heartbeats last an hour.
 HOURS_LATER = timedelta(hours=2)
@@ -82,7 +81,7 @@ class Scene:
 
     def __init__(self, database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> None:
         self._disk = disk
-        self._server = Server(database_url, directory / "server.log")
+        self._server = ServerProcess(database_url, directory / "server.log")
         self._directory = directory
         self._rng = rng
         self._clients: list[RunningClient] = []

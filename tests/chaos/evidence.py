@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bso_server.core.job import replay
 from bso_server.core.model import OBSERVED, TrialKey, TrialRecord
-from bso_server.core.replay import replay
 from bso_server.service.loading import load_history
 from bso_server.storage.queries import epochs_between
 from bso_server.storage.rows import StoredJob

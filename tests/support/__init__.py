@@ -1,0 +1,6 @@
+"""Helpers that several test files share."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+"""Folder of the repository."""

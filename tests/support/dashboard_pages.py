@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from html.parser import HTMLParser
 from typing import Any
 
@@ -11,9 +12,9 @@ import httpx
 
 from bso_server.app import create_app
 from bso_server.settings import Settings
+from bso_server.ui import html
 
 JOB = "resnet50-cifar100"
-Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 # Elements that have no end.
 VOID = {"input", "link", "meta", "path", "use", "circle", "line", "rect", "br"}
@@ -64,18 +65,23 @@ class Page(HTMLParser):
         return " ".join("".join(self.texts).split())
 
 
-def value_at(twin: Any, path: str) -> Any:
-    for name in path.split("."):
-        twin = twin[int(name)] if isinstance(twin, list) else twin[name]
-    return twin
+def assert_figures_match(page: Page, twin: Any) -> None:
+    """Assert that each figure on a page is a value of the page's twin, and reads as one of the formats has it."""
+    for value, path, told in page.figures:
+        expected = twin
+        for name in path.split("."):
+            expected = expected[int(name)] if isinstance(expected, list) else expected[name]
+        assert json.loads(value) == expected, path
+        assert told in {say(expected) for say in html.FORMATS.values()}, path
 
 
-def in_app(settings: Settings, use: Use) -> None:
-    async def run() -> None:
-        app = create_app(settings)
-        async with app.lifespan():
-            transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client:
-                await use(client)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def in_app(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application in this process; yield a client on the same machine."""
+    app = create_app(settings)
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
+    async with (
+        app.lifespan(),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client,
+    ):
+        yield client

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.commands import Commands
-from bso_server.storage.database import open_database
+from bso_server.service.commands import BatchSizeService, Commands
 from bso_server.storage.store import Store
+from tests.support.service import open_store, run_apart
 from zeus_plugins.protocol import (
+    CreatedJob,
     GpuConfig,
-    JobRegistration,
     PowerLimitSample,
     TrainingResult,
     TrialDispatch,
@@ -36,8 +34,8 @@ class Life:
         self.service = BatchSizeService(store, Commands(clock=lambda: self.now))
         self.random = random.Random(seed)  # noqa: S311 - no secret
 
-    async def register(self, job_id: str, **fields: object) -> JobRegistration:
-        job = JobRegistration.model_validate(
+    async def register(self, job_id: str, **fields: object) -> CreatedJob:
+        job = CreatedJob.model_validate(
             {
                 "job_id_prefix": job_id.partition("-")[0],
                 "job_id": job_id,
@@ -55,9 +53,9 @@ class Life:
         await self.service.register(job)
         return job
 
-    async def run(self, job: JobRegistration, *, epochs: int | None = None, reports_each: bool = True) -> TrialDispatch:
+    async def run(self, job: CreatedJob, *, epochs: int | None = None, reports_each: bool = True) -> TrialDispatch:
         """A run of the job to its end, or so many epochs of it; with `reports_each`, or else only with the last one."""
-        trial = await self.service.run(self.service.commands.suggest, job.job_id or "", None)
+        trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         size = trial.batch_size
         # Epochs to the target grow with the size, and what an epoch takes falls.
         needed = round((9 + size / 60 + 60 / size) * math.exp(self.random.gauss(0, 0.08)))
@@ -76,19 +74,19 @@ class Life:
                 current_epoch=epoch,
                 energy_source="nvml",
             )
-            answer = await self.service.report(result)
+            answer = await self.service.reports.record_report(result)
             if answer.stop_train or epoch == epochs:
                 break
         return trial
 
-    async def fail(self, job: JobRegistration, state: TrialState = TrialState.FAILED) -> None:
+    async def fail(self, job: CreatedJob, state: TrialState = TrialState.FAILED) -> None:
         """A run that ends otherwise."""
-        trial = await self.service.run(self.service.commands.suggest, job.job_id or "", None)
+        trial = await self.service.transact(self.service.commands.begin_trial, job.job_id, None)
         self.now += timedelta(minutes=7)
         end = TrialEnd(job_id=trial.job_id, batch_size=trial.batch_size, trial_number=trial.trial_number, outcome=state)
-        await self.service.run(self.service.commands.end_trial, end)
+        await self.service.transact(self.service.commands.end_trial, end)
 
-    async def find_power_limit(self, job: JobRegistration, trial: TrialDispatch) -> None:
+    async def find_power_limit(self, job: CreatedJob, trial: TrialDispatch) -> None:
         """Let a run tell what its steps cost under each power limit."""
         profile = TrialPowerProfile(
             job_id=trial.job_id,
@@ -98,7 +96,7 @@ class Life:
             samples=tuple(samples()),
             chosen_limit_w=400.0,
         )
-        await self.service.run(self.service.commands.store_power_profile, profile)
+        await self.service.transact(self.service.commands.store_power_profile, profile)
 
 
 def samples() -> list[PowerLimitSample]:
@@ -171,11 +169,7 @@ def filled(database_url: str, fill: Fill) -> None:
     """Fill a database."""
 
     async def run() -> None:
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-        try:
-            await store.migrate()
+        async with open_store(database_url) as store:
             await fill(Life(store))
-        finally:
-            await store.close()
 
-    asyncio.run(run())
+    run_apart(run)

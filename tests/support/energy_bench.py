@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 
 import pytest
 
-from zeus_plugins.energy import EnergyMonitor
+from tests.support.fake_amdsmi import FakeAmdSmi
+from tests.support.fake_nvml import Clock, FakeNvml
+from zeus_plugins.energy import EnergyMonitor, Measurement, amd, nvml
 from zeus_plugins.energy.auto import _warn_once
+from zeus_plugins.energy.linux import probe_jetson, probe_rapl
+from zeus_plugins.energy.monitor import Probe
+
+NOWHERE = Path("/nowhere")
 
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -28,8 +36,30 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _warn_once.cache_clear()
 
 
-def spent_j(monitor: EnergyMonitor, spend: Callable[[], None]) -> float:
-    """What a monitor measures while something spends."""
-    monitor.begin_window("window")
+def probes_of(
+    driver: FakeNvml | None = None,
+    *,
+    amdsmi: FakeAmdSmi | None = None,
+    powercap: Path = NOWHERE,
+    hwmon: Path = NOWHERE,
+) -> Sequence[Probe]:
+    """All probes, on a machine with these devices, whose CPU counts nothing unless the test says otherwise."""
+    return [
+        partial(nvml.probe, nvml=driver),
+        partial(amd.probe, amdsmi=amdsmi),
+        partial(probe_jetson, root=hwmon),
+        partial(probe_rapl, root=powercap),
+    ]
+
+
+def window(monitor: EnergyMonitor, clock: Clock, time_s: float, spend: Callable[[], object] = bool) -> Measurement:
+    """What a monitor measures of so many seconds, in which something spends."""
+    monitor.begin_window("training")
+    clock.now_s += time_s
     spend()
-    return monitor.end_window("window").energy_j
+    return monitor.end_window("training")
+
+
+def spent_j(monitor: EnergyMonitor, spend: Callable[[], object]) -> float:
+    """What a monitor measures while something spends."""
+    return window(monitor, Clock(), 0.0, spend).energy_j

@@ -57,6 +57,10 @@ class FakeGpu:
     # The slices of compute that each of its MIG slices has, by their place; CUDA knows the first as MIG-{uuid}.
     slices: list[int | None] = field(default_factory=list)
 
+    def spend(self, energy_mj: int) -> None:
+        """Let the counter rise."""
+        self.counter_mj = supported(self.counter_mj) + energy_mj
+
 
 @dataclass
 class FakeSlice:

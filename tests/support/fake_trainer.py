@@ -8,9 +8,10 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from zeus_plugins.protocol import Fingerprint
+from zeus_plugins.training.batches import BatchSplit
 from zeus_plugins.training.defaults import TrainingFacts
-from zeus_plugins.training.loaders import BatchSplit
 from zeus_plugins.training.patches import Patches
+from zeus_plugins.training.run import ActiveRun, TrialRun
 
 T = TypeVar("T")
 
@@ -137,3 +138,9 @@ def on_each_rank(world_size: int, train: Callable[[FakeTrainer], T]) -> list[T |
     for thread in threads:
         thread.join(2 * LIMIT_S)
     return ends
+
+
+def active(run: TrialRun) -> ActiveRun:
+    """The run of a training that has a trial and goes on."""
+    assert run.active is not None
+    return run.active

@@ -23,8 +23,9 @@ from transformers import (
     Trainer,
 )
 
+from tests.support.frameworks import TRAIN_IMAGES, Work
+
 USERS_SIZE = 16
-TRAIN_IMAGES = 168
 VAL_IMAGES = 40
 
 Example = dict[str, Tensor]
@@ -89,23 +90,18 @@ class Counting(nn.Module):
 
 
 class Classifier(Counting):
-    """A linear classifier; it notes the size of each training batch.
+    """A linear classifier; it notes the size of each training batch, and then does its `work`."""
 
-    Args:
-        error: Raised by the training batch `fails_at`.
-        fails_at: Counts training batches from 1.
-    """
-
-    def __init__(self, error: BaseException | None = None, fails_at: int = 2) -> None:
+    def __init__(self, work: Work | None = None) -> None:
         super().__init__()
         self.network = nn.Linear(64, 10)
         self.seen_sizes: list[int] = []
-        self._error, self._fails_at = error, fails_at
+        self._work = work or Work()
 
     def forward(self, pixels: Tensor, labels: Tensor) -> dict[str, Tensor]:
         self.note(pixels)
-        if self._error is not None and len(self.seen_sizes) == self._fails_at:
-            raise self._error
+        if self.training:
+            self._work.batch()
         logits = self.network(pixels)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
@@ -123,32 +119,34 @@ class CountingT5(T5ForConditionalGeneration, Counting):
 
 
 def tiny_bert() -> CountingBert:
-    return CountingBert(
-        BertConfig(
-            vocab_size=17,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=8,
-            max_position_embeddings=8,
-            num_labels=10,
-        )
+    config = BertConfig(
+        vocab_size=17,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        max_position_embeddings=8,
     )
+    config.num_labels = 10
+    return CountingBert(config)
 
 
 def tiny_t5() -> CountingT5:
+    known: Any = T5Config  # its own fields alone are declared
     return CountingT5(
-        T5Config(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        known(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
     )
 
 
 class Scores:
     """A `compute_metrics` with a score that is given for each evaluation; the last one stays."""
 
-    def __init__(self, *scores: float) -> None:
+    def __init__(self, *scores: float, work: Work | None = None) -> None:
         self._scores = list(scores or (0.0,))
+        self._work = work or Work()
 
     def __call__(self, prediction: Any) -> dict[str, float]:
+        self._work.validation()
         accuracy = float((prediction.predictions.argmax(axis=-1) == prediction.label_ids).mean())
         score = self._scores.pop(0) if len(self._scores) > 1 else self._scores[0]
         return {"accuracy": accuracy, "score": score}

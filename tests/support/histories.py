@@ -7,15 +7,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from bso_server.core.gp_voi.beliefs import Belief
-from bso_server.core.history import History, after_report
-from bso_server.core.job import check_transition
-from bso_server.core.model import Report, TrialRecord
+from bso_server.core.job import check_transition, replay
+from bso_server.core.model import History, Report, TrialRecord, after_report
 from bso_server.core.policy import bounded, judge, needs_bound, suggest
-from bso_server.core.replay import replay
-from zeus_plugins.protocol import GP_VOI, JobRegistration, Origin, TrialState, Verdict
+from zeus_plugins.protocol import GP_VOI, CreatedJob, EndReason, Origin, TrialState, Verdict
 
 
-def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> JobRegistration:
+def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: object) -> CreatedJob:
     """A job whose cost is its energy (η = 1), with metric 1 as its target and 10 epochs to get there."""
     job = {
         "job_id_prefix": "job",
@@ -29,14 +27,14 @@ def make_job(batch_sizes: tuple[int, ...], default_batch_size: int, **fields: ob
         "target_metric": 1.0,
         "max_epochs": 10,
     }
-    return JobRegistration.model_validate(job | fields)
+    return CreatedJob.model_validate(job | fields)
 
 
 @dataclass
 class Life:
     """One job's trials so far, and its generator."""
 
-    job: JobRegistration
+    job: CreatedJob
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     trials: list[TrialRecord] = field(default_factory=list)
     events: int = 0
@@ -83,6 +81,10 @@ class Life:
         moved = replace(trial, state=state, ended_event=ended_event, energy_j=cost_j)
         self.trials[trial.trial_number - 1] = moved
         return moved
+
+    def exclude(self, trial: TrialRecord, reason: EndReason = EndReason.OUT_OF_MEMORY) -> None:
+        """Let a trial show that its size cannot run."""
+        self.trials[-1] = replace(self.move(trial, TrialState.INFEASIBLE), end_reason=reason)
 
     def complete(self, trial: TrialRecord, cost_j: float) -> TrialRecord:
         """Let a trial reach the target."""

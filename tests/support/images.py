@@ -22,7 +22,8 @@ from typing import Any, Self
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
+
 STAND_IN = "localhost/stand-in"
 
 _TOOLS = ("sh", "env", "install", "cp", "mkdir")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from tests.support.servers import Server
+from tests.support.servers import ServerProcess
 from zeus_plugins import JobSpec
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.energy import Measurement, ReplayMonitor
@@ -61,7 +61,7 @@ class CountingMonitor:
 class JobBench:
     """A running server, and one job that no other test knows."""
 
-    server: Server
+    server: ServerProcess
     job_id: str
 
     def job(self, target: float = AT_ONCE, **spec: Any) -> JobSpec:
@@ -85,11 +85,21 @@ class JobBench:
         (trial,) = self.view().trials
         return trial
 
+    def power_profiles(self) -> list[tuple[int, int]]:
+        """Trial and number of limits of each power profile that the server keeps."""
+        with BsoClient(self.server.url) as client:
+            view = client._request("GET", f"/api/jobs/{self.job_id}/power_profiles").json()
+        return [(each["trial_number"], len(each["samples"])) for each in view["profiles"]]
+
+    def power_limits(self) -> list[tuple[float | None, int | None]]:
+        """The chosen limit in watts and the number of known ones, trial by trial."""
+        return [(trial.power_limit_w, trial.power_limits) for trial in self.view().trials]
+
     def complete_first_trial(self, job: JobSpec) -> None:
         """Without a training: 1 s and 10 J, 55 J by the job's cost."""
         with BsoClient(self.server.url) as client:
             session = TrialSession(job, client, seconds_and_joules(1.0, 10.0))
             assert session.ask() == SERVERS_SIZE
             session.begin_measurement()
-            assert session.report(1.0, 1).converged
+            assert session.report_evaluation(1.0, 1).converged
             session.end()

@@ -115,7 +115,7 @@ class Outcomes:
 
 
 def drawn(kind: str, seed: int) -> Case:
-    """A job by the laws of `bso_server.core.gp_voi.laws`, or one that breaks them as `kind` says."""
+    """A job by the laws of `bso_server.core.gp_voi.prior`, or one that breaks them as `kind` says."""
     rng = np.random.default_rng([seed, sum(kind.encode())])
     x = np.arange(int(rng.integers(4, 10))) * float(rng.choice([1.0, 0.585])) + 3
     sizes = [round(2**each) for each in x]

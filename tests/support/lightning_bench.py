@@ -1,19 +1,22 @@
-"""What the tests of the Lightning callback share: a server, a job of one's own on it, and callbacks that watch."""
+"""What the tests of the Lightning callbacks share: a server, a job of one's own on it, and callbacks that watch."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch.utils.data import DataLoader
 
-from tests.support.job_bench import CountingMonitor, JobBench
-from tests.support.lightning_models import TrainOnly
-from tests.support.servers import Server
-from zeus_plugins import JobSpec
-from zeus_plugins.lightning import ZeusBSOCallback
+from tests.support.frameworks import TRAIN_IMAGES, FrameworkBench, Powered, Training, Work
+from tests.support.lightning_models import Classifier, digits, quiet_trainer, train_loader
+from tests.support.servers import ServerProcess
+from zeus_plugins.lightning import ZeusBSOCallback, ZeusEnergyCallback, ZeusPowerLimitCallback
 
 # For every test that trains.
 QUIET = [
@@ -22,41 +25,79 @@ QUIET = [
     # Lightning calls a deprecated part of torch whenever it walks a collection of loaders.
     pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\):FutureWarning"),
 ]
+# For every test that resumes.
+RESUMES = [
+    # Lightning's own remark on saving where something is saved already.
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+    # The callbacks that interrupted and saved the first training have no place in the second.
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning"),
+    # A training from a checkpoint within an epoch sees the same images again.
+    pytest.mark.filterwarnings(
+        "ignore:You're resuming from a checkpoint that ended before the epoch ended:UserWarning"
+    ),
+]
 
-EPOCH_OF_16 = [16] * 10 + [8]
 
+class Rows(Logger):
+    """A logger that keeps what it gets."""
 
-class StepMonitor(CountingMonitor):
-    """Counts the steps that a module trained."""
+    name = "rows"
+    version = 0
 
     def __init__(self) -> None:
-        super().__init__(self._steps)
-        self._module: TrainOnly | None = None
+        super().__init__()
+        self.rows: list[dict[str, float]] = []
 
-    def watch(self, module: TrainOnly) -> None:
-        self._module = module
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
-    def _steps(self) -> int:
-        assert self._module is not None
-        return len(self._module.seen_rates)
-
-
-class Bench(JobBench):
-    """One for Lightning."""
-
-    def callback(self, job: JobSpec | None = None, monitor: str = "score", **options: Any) -> ZeusBSOCallback:
-        return ZeusBSOCallback(job or self.job(), monitor, **self.callback_options(options))
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:  # noqa: ARG002
+        self.rows.append(metrics)
 
 
-@pytest.fixture(name="bench")
-def make_bench(shared_server: Server) -> Bench:
-    return Bench(shared_server, f"digits-{uuid.uuid4().hex}")
+class Fit(Training):
+    """One of Lightning's.
 
+    Args:
+        data: What `fit` gets beside the module.
+        options: The trainer's.
+    """
 
-@pytest.fixture(name="mortal_bench")
-def make_mortal_bench(server: Server) -> Bench:
-    """With a server that the test may kill."""
-    return Bench(server, "digits-nightly")
+    def __init__(self, model: Classifier, *callbacks: Any, data: Any, **options: Any) -> None:
+        self.model, self._data, self._logger = model, data, Rows()
+        self.trainer = quiet_trainer(*callbacks, logger=self._logger, log_every_n_steps=1, **options)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        return self.trainer.global_step, int(self.model.estimated_steps)
+
+    @property
+    def epochs(self) -> float:
+        return self.trainer.current_epoch
+
+    @property
+    def accumulation(self) -> set[int]:
+        return set(self.model.seen_accumulation)
+
+    @property
+    def script(self) -> tuple[int, int]:
+        return self._data.batch_size, self.trainer.accumulate_grad_batches
+
+    def train(self, checkpoint: Path | None = None) -> None:
+        resume = {} if checkpoint is None else {"ckpt_path": checkpoint, "weights_only": True}
+        self.trainer.fit(self.model, self._data, **resume)
+
+    def logged(self, name: str) -> list[dict[str, float]]:
+        rows = [row for row in self._logger.rows if name in row]
+        return [{key: value for key, value in row.items() if key.startswith("zeus/")} for row in rows]
+
+    def left_behind(self, *callbacks: Any) -> list[str]:
+        parts: list[tuple[Any, str]] = [
+            (self.trainer.fit_loop._data_source, "dataloader"),
+            (self.trainer.fit_loop.epoch_loop, "run"),
+        ]
+        hooks = [name for callback in callbacks for name in vars(callback) if hasattr(Callback, name)]
+        return [name for part, name in parts if name in vars(part)] + hooks
 
 
 class Watch(Callback):
@@ -78,14 +119,69 @@ class Watch(Callback):
             self.epochs.append(self._zeus.trial.epoch)
 
 
-class Interrupt(Callback):
-    """Raises at the second training step."""
+class Bench(FrameworkBench):
+    """One for Lightning."""
 
-    def __init__(self, error: BaseException, before: Callable[[], None] = lambda: None) -> None:
-        self._error = error
-        self._before = before
+    BatchSize = ZeusBSOCallback
+    Energy = ZeusEnergyCallback
+    PowerLimit = ZeusPowerLimitCallback
+    Watch = Watch
+    SANITY_CHECKS = 1
+    CTRL_C = SystemExit(1)
+    HAS_LOGGER = True
+    EPOCHS_OPTION = "max_epochs"
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step == 2:
-            self._before()
-            raise self._error
+    def training(
+        self,
+        *callbacks: Any,
+        work: Work | None = None,
+        scores: tuple[float, ...] = (),
+        epochs: int = 1,
+        size: int = 16,
+        samples: int = TRAIN_IMAGES,
+        accumulation: int = 1,
+        validate_every: int | None = None,
+        save_every: int | None = None,
+        data: Any = None,
+        **options: Any,
+    ) -> Training:
+        model = Classifier(*scores)
+        model.work = work or model.work
+        savers = []
+        if save_every is not None and not any(isinstance(each, ModelCheckpoint) for each in callbacks):
+            savers = [ModelCheckpoint(self.folder, "{step}", every_n_train_steps=save_every or None, save_top_k=-1)]
+        return Fit(
+            model,
+            *callbacks,
+            *savers,
+            data=data or train_loader(size, samples),
+            max_epochs=epochs,
+            accumulate_grad_batches=accumulation,
+            val_check_interval=validate_every,
+            enable_checkpointing=save_every is not None,
+            **options,
+        )
+
+    def checkpoint(self, step: int) -> Path:
+        return self.folder / f"step={step}.ckpt"
+
+    def saved_trial(self, step: int) -> dict[str, Any]:
+        trial: dict[str, Any] = torch.load(self.checkpoint(step), weights_only=True)["callbacks"]["zeus_bso"]["trial"]
+        return trial
+
+    def forking(self, *, stay: bool) -> dict[str, Any]:
+        workers: Any = {"num_workers": 2, "multiprocessing_context": "fork", "persistent_workers": stay}
+        return {"data": DataLoader(digits()[0], batch_size=16, **workers)}
+
+    def slow_saver(self, work: Powered) -> Any:
+        class Slow(ModelCheckpoint):
+            def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+                super()._save_checkpoint(trainer, filepath)
+                work.be_slow()
+
+        return Slow(self.folder, every_n_train_steps=5)
+
+
+@pytest.fixture(name="bench")
+def make_bench(shared_server: ServerProcess, tmp_path: Path) -> Bench:
+    return Bench(shared_server, f"digits-{uuid.uuid4().hex}", tmp_path)

@@ -17,8 +17,9 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler, Subset, TensorDataset
 
+from tests.support.frameworks import TRAIN_IMAGES, Work
+
 USERS_SIZE = 16
-TRAIN_IMAGES = 168
 VAL_IMAGES = 40
 
 Batch = list[Tensor]
@@ -33,8 +34,8 @@ def digits() -> tuple[Subset[tuple[Tensor, ...]], Subset[tuple[Tensor, ...]]]:
     return Subset(dataset, range(TRAIN_IMAGES)), Subset(dataset, range(TRAIN_IMAGES, TRAIN_IMAGES + VAL_IMAGES))
 
 
-def train_loader(batch_size: int | None = USERS_SIZE) -> Loader:
-    return DataLoader(digits()[0], batch_size=batch_size)
+def train_loader(batch_size: int | None = USERS_SIZE, samples: int = TRAIN_IMAGES) -> Loader:
+    return DataLoader(Subset(digits()[0], range(samples)), batch_size=batch_size)
 
 
 def val_loader() -> Loader:
@@ -60,6 +61,9 @@ class TrainOnly(LightningModule):
     Args:
         learning_rate: Of plain gradient descent.
         scheduler: Makes a scheduler stepped at every optimizer step, from the optimizer and the number of steps.
+
+    Attributes:
+        work: What it does at each batch and validation.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class TrainOnly(LightningModule):
         scheduler: Callable[[torch.optim.Optimizer, int], Any] | None = None,
     ) -> None:
         super().__init__()
+        self.work = Work()
         self.network = nn.Linear(64, 10)
         self._learning_rate = learning_rate
         self._scheduler = scheduler
@@ -82,6 +87,7 @@ class TrainOnly(LightningModule):
         self.seen_sizes.extend(len(labels) for _, labels in batches)
         self.seen_rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
         self.seen_accumulation.add(self.trainer.accumulate_grad_batches)
+        self.work.batch()
         losses = [nn.functional.cross_entropy(self.network(images), labels) for images, labels in batches]
         self.log("train_epoch", float(self.current_epoch + 1), on_step=False, on_epoch=True, batch_size=1)
         return torch.stack(losses).mean()
@@ -109,6 +115,7 @@ class Classifier(TrainOnly):
         self._scores = scores or (0.0,)
 
     def validation_step(self, batch: Batch) -> None:
+        self.work.validation()
         images, labels = batch
         self.log("val_acc", (self.network(images).argmax(dim=1) == labels).float().mean())
         self.log("score", self._scores[min(self.current_epoch, len(self._scores) - 1)])
@@ -117,7 +124,7 @@ class Classifier(TrainOnly):
         self.validation_step(batch)
 
     def predict_step(self, batch: Batch) -> Tensor:
-        return self.network(batch[0]).argmax(dim=1)  # type: ignore[no-any-return]  # torch types modules' calls as Any
+        return self.network(batch[0]).argmax(dim=1)
 
     def val_dataloader(self) -> Loader:
         return val_loader()
@@ -291,7 +298,7 @@ def persistent_loader() -> Loader:
 
 
 def own_distributed_sampler_loader() -> Loader:
-    sampler = DistributedSampler(digits()[0], num_replicas=1, rank=0)
+    sampler: DistributedSampler[Any] = DistributedSampler(digits()[0], num_replicas=1, rank=0)
     return DataLoader(digits()[0], batch_size=USERS_SIZE, sampler=sampler)
 
 

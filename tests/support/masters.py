@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support import ROOT
 from tests.support.master_training import MAX_POWER_W
 from zeus_plugins.master import Job, MasterState, ZeusMaster
 from zeus_plugins.master.executors import Executor, Launch
 from zeus_plugins.protocol import GpuConfig
 
-ROOT = Path(__file__).parents[2]
 GPUS = GpuConfig(max_power=MAX_POWER_W, number_of_gpus=1, gpu_model="none")
 SIZES = [32, 64, 128]
 TRAINING = (
@@ -98,6 +100,24 @@ def adopted(executor: Executor, launch: Launch) -> str:
 
     assert executor.adopt(launch, show)
     return "".join(seen)
+
+
+def assert_adopts_what_a_killed_master_left(
+    executor: Callable[[], Executor], tmp_path: Path, meanwhile: Callable[[], None] = lambda: None
+) -> None:
+    """Adopt a run of a master that is gone, once: not after its end, and not a job that there never was."""
+    launch, shown = launch_of(tmp_path, WAITS), list[str]()
+    killed = threading.Thread(target=executor().run, args=(launch, shown.append))
+    killed.start()
+    while "waits\n" not in shown:
+        time.sleep(0.05)
+    kept = launch.marker.read_bytes()
+    meanwhile()
+    assert adopted(executor(), launch) == "waits\nends\n"
+    killed.join()
+    assert not executor().adopt(launch, shown.append)
+    launch.marker.write_bytes(kept)
+    assert not executor().adopt(launch, shown.append)
 
 
 def assert_runs_are_jobs(executor: Executor, tmp_path: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bso_server.core import registry
+from bso_server.core.policy import GROUP, _found
 
 
 class Packages:
@@ -24,7 +24,7 @@ class Packages:
         metadata = self._folder / f"{package}-1.0.dist-info"
         metadata.mkdir(exist_ok=True)
         (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (metadata / "entry_points.txt").write_text(f"[{registry.GROUP}]\n{policy} = {package}:{value}\n")
+        (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{policy} = {package}:{value}\n")
         self._start_anew(package)
 
     def uninstall(self, package: str) -> None:
@@ -42,4 +42,4 @@ class Packages:
         for file in cached.glob(f"{package}.*.pyc"):
             file.unlink()
         importlib.invalidate_caches()
-        registry.look_again()
+        _found.cache_clear()

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 
-from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitUnavailableError, ReplayMachine, ReplayPoint
+from zeus_plugins.energy import EnergyUnavailableError, Measurement
+from zeus_plugins.power_limit import (
+    OptimumSelector,
+    PowerLimitProfile,
+    PowerLimitProfiler,
+    PowerLimitUnavailableError,
+    ReplayMachine,
+    ReplayPoint,
+    ZeusCost,
+)
+from zeus_plugins.protocol import GpuConfig
 
 # Watts: seconds and watts of a step. Worked out by hand (maximum power 250 W):
 #          energy   cost at η = 0.5
@@ -30,6 +40,25 @@ FOUND_W = 250.0
 
 def machine(number_of_gpus: int = 1) -> ReplayMachine:
     return ReplayMachine(TABLE, number_of_gpus)
+
+
+def profiler(where: ReplayMachine, selector: OptimumSelector | None = None, **options: Any) -> PowerLimitProfiler:
+    """A profiler of three steps for each limit, unless the test says otherwise."""
+    defaults: dict[str, Any] = {"warmup_steps": 1, "profile_steps": 2, "monitor": where.monitor, "limits_w": LIMITS_W}
+    return PowerLimitProfiler(options.pop("devices", where.devices), selector or ZeusCost(0.5), **(defaults | options))
+
+
+def train(where: ReplayMachine, zeus: PowerLimitProfiler, steps: int = 12, epochs: int = 1) -> list[float]:
+    """The limit of each step."""
+    limits_w: list[float] = []
+    for _ in range(epochs):
+        zeus.on_epoch_begin()
+        for _ in range(steps):
+            limits_w.append(where.devices[0].limit_w())
+            where.train()
+            zeus.on_step_end()
+        zeus.on_epoch_end()
+    return limits_w
 
 
 def is_as_the_table(profile: PowerLimitProfile | None) -> bool:
@@ -71,14 +100,13 @@ class Forbidden:
         raise PowerLimitUnavailableError("Insufficient Permissions")
 
 
-class Recorder:
-    """A device of a `ReplayMachine` that notes what it is set to."""
+class Wrapped:
+    """A device over another one."""
 
     outlives_process = False
 
     def __init__(self, device: Any) -> None:
         self._device = device
-        self.set_w: list[float] = []
 
     def __str__(self) -> str:
         return str(self._device)
@@ -91,7 +119,66 @@ class Recorder:
 
     def set_limit_w(self, limit_w: float) -> None:
         self._device.set_limit_w(limit_w)
+
+
+class Recorder(Wrapped):
+    """A device that notes what it is set to."""
+
+    def __init__(self, device: Any) -> None:
+        super().__init__(device)
+        self.set_w: list[float] = []
+
+    def set_limit_w(self, limit_w: float) -> None:
+        super().set_limit_w(limit_w)
         self.set_w.append(limit_w)
+
+
+class Breaks(Wrapped):
+    """A device that takes so many limits, refuses so many after that, and then takes them again."""
+
+    def __init__(self, device: Any, takes: int, refuses: int = 1) -> None:
+        super().__init__(device)
+        self.takes, self._refuses = takes, refuses
+
+    def __str__(self) -> str:
+        return "GPU 0"
+
+    def set_limit_w(self, limit_w: float) -> None:
+        self.takes -= 1
+        if -self._refuses <= self.takes < 0:
+            raise PowerLimitUnavailableError("GPU is lost")
+        super().set_limit_w(limit_w)
+
+
+class Failing:
+    """A machine's monitor that fails at one kind of its calls: at all of them, or at the `only` n-th."""
+
+    source = "failing"
+    measures_exactly = True
+
+    def __init__(
+        self, where: ReplayMachine, fails_at: str, only: int | None = None, measurement: Measurement | None = None
+    ) -> None:
+        self._monitor, self._fails_at, self._only, self._measurement = where.monitor, fails_at, only, measurement
+        self._calls = 0
+
+    def _fail(self, call: str) -> None:
+        if call == self._fails_at:
+            self._calls += 1
+            if self._only in (None, self._calls):
+                raise EnergyUnavailableError("the counter is gone")
+
+    def gpus(self) -> GpuConfig:
+        self._fail("gpus")
+        return self._monitor.gpus()
+
+    def begin_window(self, name: str) -> None:
+        self._fail("begin")
+        self._monitor.begin_window(name)
+
+    def end_window(self, name: str) -> Measurement:
+        self._fail("end")
+        return self._measurement or self._monitor.end_window(name)
 
 
 class FileDevice:
@@ -118,25 +205,7 @@ class FileDevice:
         unfinished.replace(self.path)
 
 
-class Breaks:
-    """A device that takes so many limits, refuses so many after that, and then takes them again."""
+class KnownDevice(FileDevice):
+    """A GPU that is met again, so that its limit is kept on record while a training changes it."""
 
-    outlives_process = False
-
-    def __init__(self, device: Any, takes: int, refuses: int = 1) -> None:
-        self._device, self.takes, self._refuses = device, takes, refuses
-
-    def __str__(self) -> str:
-        return "GPU 0"
-
-    def range_w(self) -> tuple[float, float]:
-        return self._device.range_w()
-
-    def limit_w(self) -> float:
-        return self._device.limit_w()
-
-    def set_limit_w(self, limit_w: float) -> None:
-        self.takes -= 1
-        if -self._refuses <= self.takes < 0:
-            raise PowerLimitUnavailableError("GPU is lost")
-        self._device.set_limit_w(limit_w)
+    uuid = "GPU-file"

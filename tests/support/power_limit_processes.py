@@ -7,71 +7,45 @@ With a server both callbacks are there, and no file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from tests.support.frameworks import Powered
+from tests.support.job_bench import NEVER
 from tests.support.process_end import leave
-from zeus_plugins import JobSpec
 
 EPOCHS = 4  # of 6 batches for each process
 BATCH_SIZE = 32
 
 
-def job() -> JobSpec:
-    """One of a single size, which does not mind that no training reaches its target."""
-    return JobSpec(
-        job_id="limits-nightly",
-        job_id_prefix="limits",
-        batch_sizes=(BATCH_SIZE,),
-        default_batch_size=BATCH_SIZE,
-        target_metric=2.0,
-        max_epochs=EPOCHS,
-        num_pruning_rounds=0,
-    )
-
-
 def train(framework: str, folder: Path, server_url: str | None) -> dict[str, Any]:
-    """Train.
+    """Train a job of a single size, which does not mind that no training reaches its target.
 
     Returns:
         What this process saw.
     """
-    options = {} if server_url else {"profile_path": folder / "profile.json"}
-    others: list[Any] = []
-    powered: Any
-    if framework == "lightning":
-        from tests.support.lightning_models import HardCodedData, quiet_trainer
-        from tests.support.lightning_powered import Powered as LightningPowered
-        from zeus_plugins.lightning import ZeusBSOCallback
-
-        powered = LightningPowered()
-        callback: Any = powered.callback(**options)
-        if server_url:
-            monitor = powered.machine.monitor
-            others = [ZeusBSOCallback(job(), "score", server_url=server_url, energy_monitor=monitor, on_failure="stop")]
-        trainer = quiet_trainer(callback, *others, devices=2, strategy="ddp", max_epochs=EPOCHS)
-        trainer.fit(powered, HardCodedData())
-    else:
-        from tests.support.hf_powered import Powered as TrainerPowered
-        from zeus_plugins.huggingface import ZeusBSOTrainerCallback
-
-        powered = TrainerPowered()
-        callback = powered.callback(**options)
-        if server_url:
-            monitor = powered.machine.monitor
-            others = [
-                ZeusBSOTrainerCallback(job(), "score", server_url=server_url, energy_monitor=monitor, on_failure="stop")
-            ]
-        powered.trainer(folder, callback, *others, num_train_epochs=EPOCHS).train()
-    assert callback.profile is not None
+    work, is_lightning = Powered(), framework == "lightning"
+    module = import_module("tests.support.lightning_bench" if is_lightning else "tests.support.hf_bench")
+    bench = module.Bench(argparse.Namespace(url=server_url), "digits-limits", folder)
+    power = bench.PowerLimit(**work.options(**({} if server_url else {"profile_path": folder / "profile.json"})))
+    others = []
+    if server_url:
+        sizes = {"batch_sizes": (BATCH_SIZE,), "default_batch_size": BATCH_SIZE}
+        job = bench.job(NEVER, **sizes, max_epochs=EPOCHS, num_pruning_rounds=0)
+        others = [bench.callback(job, energy_monitor=work.monitor, on_failure="stop")]
+    options = {"devices": 2, "strategy": "ddp"} if is_lightning else {}
+    bench.training(power, *others, work=work, epochs=EPOCHS, **options).train()
+    assert power.profile is not None
     return {
-        "chosen_limit_w": callback.chosen_limit_w,
-        "profile": callback.profile.model_dump(mode="json"),
-        "set_w": powered.device_.set_w,
-        "limits_of_steps": powered.limits_of_steps,
+        "chosen_limit_w": power.chosen_limit_w,
+        "profile": power.profile.model_dump(mode="json"),
+        "set_w": work.device.set_w,
+        "limits_of_steps": work.limits_of_steps,
     }
 
 

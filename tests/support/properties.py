@@ -9,4 +9,4 @@ THOROUGH = 100
 
 def examples(number: int) -> int:
     """So many in a thorough run, and as much fewer in `make test` as its profile says; at least four."""
-    return max(4, number * settings.default.max_examples // THOROUGH)
+    return max(4, number * settings().max_examples // THOROUGH)

@@ -1,7 +1,7 @@
 """Runs of trainings, a network between them and a server, and what holds after each step: a hypothesis state machine.
 
-`tests/test_protocol_histories.py` says what it is for. A step is a rule; its requests end in `Histories.deliver`, which
-asks the service and the model (`trial_model.py`) alike and compares answers and rows.
+`tests/server/test_protocol_histories.py` says what it is for. A step is a rule; its requests end in
+`Histories.deliver`, which asks the service and the model (`trial_model.py`) alike and compares answers and rows.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from bso_server.core.access import UNRESTRICTED
 from bso_server.core.model import TrialRecord
-from bso_server.errors import BsoError, NoSurvivorError
+from bso_server.errors import STATUS_OF, BsoError, NoSurvivorError
 from bso_server.service.commands import Commands
+from bso_server.service.health import differences
 from bso_server.service.reports import ReportBatch
-from bso_server.service.statuses import STATUS_OF
-from bso_server.service.verification import differences
 from bso_server.storage.queries import epochs_between
-from bso_server.storage.store import SyncStore
+from bso_server.storage.sqlite import SyncStore
 from bso_server.storage.transaction import Transaction
 from tests.support import jobs
 from tests.support.trial_model import (
@@ -47,11 +46,11 @@ from tests.support.trial_model import (
 from zeus_plugins.client.delivery import taken_over
 from zeus_plugins.errors import ZeusBSORuntimeError, ZeusBSOServerUnreachableError
 from zeus_plugins.protocol import (
+    CreatedJob,
     Ending,
     Evaluation,
     Heartbeat,
     HeartbeatResponse,
-    JobRegistration,
     Origin,
     ReportResponse,
     TrainingResult,
@@ -169,7 +168,7 @@ class Histories(RuleBasedStateMachine):
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
         self.commands = self.commands_of(clock=lambda: self.now, crash_retries=CRASHES)
         self.job_id = f"job-{next(self._job_numbers)}"
-        self.job = JobRegistration.model_validate(
+        self.job = CreatedJob.model_validate(
             jobs.job(job_id=self.job_id, **{**jobs.THREE_SIZES, "max_epochs": MAX_EPOCHS})
         )
         self.runs: list[Run] = []
@@ -260,7 +259,7 @@ class Histories(RuleBasedStateMachine):
         known = run.trial
         if run.resumes:
             run.trial = known.model_copy(update={"lease_epoch": None})  # should the server be away
-            run.trial, heard = taken_over(line, known)  # type: ignore[arg-type]  # of a port it needs heartbeats alone
+            run.trial, heard = taken_over(line, known)
             run.resumes = False
         else:
             heard = line.heartbeat(without_ids(known), regular=False)
@@ -279,7 +278,7 @@ class Histories(RuleBasedStateMachine):
 
         def deliver() -> None:
             if run.resumes and run.waiting and run.trial is not None:
-                run.trial, _ = taken_over(line, run.trial)  # type: ignore[arg-type]  # as above
+                run.trial, _ = taken_over(line, run.trial)
                 run.resumes = False
             while run.waiting:
                 answer = line.send(run.worded(run.waiting[0]))
@@ -398,7 +397,7 @@ class Histories(RuleBasedStateMachine):
     def _served(self, transaction: Transaction, messages: Sequence[Sent]) -> list[Any]:
         match messages[0]:
             case Asking(key):
-                return [self.commands.suggest(transaction, self.job_id, key)]
+                return [self.commands.begin_trial(transaction, self.job_id, key)]
             case TrialEnd() as end:
                 return [self.commands.end_trial(transaction, end)]
             case Heartbeat() as beat:

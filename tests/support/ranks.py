@@ -62,14 +62,14 @@ def run_ranks(
         ranks.append(warm.start(*command, modules=modules, output=output, environ=own_environ))
     deadline = time.monotonic() + LIMIT_S
     try:
-        while None in (ended := [rank.poll() for rank in ranks]):
+        while None in (ended := [each.poll() for each in ranks]):
             if any(ended):
-                for rank in ranks:
-                    rank.terminate()
-                return [rank.wait(GRACE_S) for rank in ranks]
+                for process in ranks:
+                    process.terminate()
+                return [each.wait(GRACE_S) for each in ranks]
             assert time.monotonic() < deadline, f"the processes hang: {output.read_text()}"
             time.sleep(POLL_S)
-        return [rank.wait() for rank in ranks]
+        return [each.wait() for each in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for process in ranks:
+            process.kill()

@@ -61,7 +61,9 @@ class Flaky(ContractDouble):
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if not self.down and request.url.path == "/trials/heartbeat":
             self.heartbeats += 1
-            return httpx.Response(200, json={"state": self.state, "lease_s": 1, "interval_s": self.interval_s})
+            return httpx.Response(
+                200, json={"state": self.state, "lease_s": 1, "interval_s": self.interval_s, "lease_epoch": 1}
+            )
         answer = super().__call__(request)
         if request.url.path == "/jobs/batch_size":
             return httpx.Response(200, json={**answer.json(), "reason": "why not", "stop_rule": self.rule})

@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from tests.support.lightning_bench import StepMonitor
+from tests.support.job_bench import CountingMonitor
 from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
 from zeus_plugins import JobSpec
 from zeus_plugins.lightning import ZeusBSOCallback
@@ -61,10 +61,9 @@ def main(server_url: str, job_id: str, folder: str, number: str) -> None:
         target_metric=0.9,
         max_epochs=EPOCHS,
     )
-    monitor = StepMonitor()
-    callback = ZeusBSOCallback(job, "score", server_url=server_url, lr_scaling="linear", energy_monitor=monitor)
     module = Classifier(0.1, 0.2, 0.3, 0.9, learning_rate=RATE, scheduler=halved_each_epoch)
-    monitor.watch(module)
+    monitor = CountingMonitor(lambda: module.work.batches)
+    callback = ZeusBSOCallback(job, "score", server_url=server_url, lr_scaling="linear", energy_monitor=monitor)
     interruption = signal.Signals(int(number)) if int(number) else None
     savers = [ModelCheckpoint(folder, save_last=True)]
     if interruption is signal.SIGTERM:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.servers import Server
+from tests.support.servers import ServerProcess
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 # Each picture's name, the page's address (J: the job), its theme, and how much of it is seen.
@@ -33,7 +33,7 @@ def take(database: Path, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / database.name
         shutil.copy(database, copy)
-        server = Server(f"sqlite:///{copy}", Path(temporary) / "log")
+        server = ServerProcess(f"sqlite:///{copy}", Path(temporary) / "log")
         server.start()
         try:
             job = httpx.get(f"{server.url}/ui/jobs.json").json()["jobs"][0]["job"]

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -29,7 +30,7 @@ NEEDED = ("bso_server.app", "bso_server.cli", "uvicorn.protocols.http.httptools_
 
 
 @dataclass
-class Server:
+class ServerProcess:
     """A `bso-server serve` process that can be killed and started again at the same address."""
 
     database_url: str
@@ -91,8 +92,8 @@ def wait_until_up(process: warm.Process, url: str, log: Path) -> None:
             return
 
 
-def wait_for_workers(server: Server, number: int) -> None:
-    """Wait until so many processes of a server take requests; `Server.start` waits for the first."""
+def wait_for_workers(server: ServerProcess, number: int) -> None:
+    """Wait until so many processes of a server take requests; `ServerProcess.start` waits for the first."""
     deadline = time.monotonic() + SERVER_START_S
     while server.log.read_text().count("Application startup complete") < number:
         assert time.monotonic() < deadline, server.log.read_text()
@@ -110,7 +111,9 @@ def bso_server(*arguments: str) -> subprocess.CompletedProcess[str]:
     output, errors = io.StringIO(), io.StringIO()
     with redirect_stdout(output), redirect_stderr(errors):
         try:
-            status = main(arguments)
+            # The command has an event loop of its own, and one may be running in this thread.
+            with ThreadPoolExecutor(1) as pool:
+                status = pool.submit(main, arguments).result()
         except SystemExit as usage:
             status = int(usage.code or 0)
         except Exception:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from bso_server.errors import BsoError
-from bso_server.service import queries
-from bso_server.service.batch_size_service import BatchSizeService
-from bso_server.service.commands import Commands
-from bso_server.service.messages import JobExport
-from bso_server.service.queries import JobReader
+from bso_server.service import reading
+from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.service.reading import JobReader
 from bso_server.storage.database import open_database
 from bso_server.storage.store import Store
 from tests.support import jobs
 from zeus_plugins.protocol import (
+    CreatedJob,
     Heartbeat,
-    JobRegistration,
     JobView,
     OfflineTrial,
     ReportResponse,
@@ -35,22 +35,24 @@ from zeus_plugins.protocol import (
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HOUR_S = 3600.0
 
+T = TypeVar("T")
 
-class Server:
+
+class JobService:
     """The service on a database with a job of its own, and a clock that stands still until it is moved."""
 
     def __init__(self, store: Store, **job: object) -> None:
         self.store = store
         self.now = START
         self.service = BatchSizeService(store, Commands(clock=lambda: self.now))
-        self.job = JobRegistration.model_validate(jobs.job(**{**jobs.THREE_SIZES, **job}))
-        self.job_id = self.job.job_id or ""
+        self.job = CreatedJob.model_validate(jobs.job(**{**jobs.THREE_SIZES, **job}))
+        self.job_id = self.job.job_id
 
     def wait(self, seconds: float) -> None:
         self.now += timedelta(seconds=seconds)
 
     async def suggest(self, key: str | None = None) -> TrialDispatch:
-        return await self.service.run(self.service.commands.suggest, self.job_id, key)
+        return await self.service.transact(self.service.commands.begin_trial, self.job_id, key)
 
     async def report(
         self,
@@ -71,10 +73,10 @@ class Server:
             current_epoch=epoch,
             **({} if of_zeus else {"judged_by": judged_by}),
         )
-        return await self.service.report(result)
+        return await self.service.reports.record_report(result)
 
     async def offline(self, batch_size: int, key: str) -> TrialDispatch:
-        return await self.service.run(
+        return await self.service.transact(
             self.service.commands.record_offline, OfflineTrial(job_id=self.job_id, batch_size=batch_size), key
         )
 
@@ -84,28 +86,18 @@ class Server:
     Outcome = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED]
 
     async def end(self, trial: TrialId, outcome: Outcome = TrialState.FAILED) -> None:
-        await self.service.run(
+        await self.service.transact(
             self.service.commands.end_trial, TrialEnd(**trial_id(trial).model_dump(), outcome=outcome)
         )
 
     async def discard(self, trial: TrialId) -> TrialView:
-        return await self.service.run(self.service.commands.discard, self.job_id, trial.trial_number)
+        return await self.service.transact(self.service.commands.discard, self.job_id, trial.trial_number)
 
     async def show(self) -> JobView:
-        return await JobReader(self.store).read(queries.show_job, self.job_id)
+        return await JobReader(self.store).read(reading.show_job, self.job_id)
 
     async def states(self) -> list[TrialState]:
         return [trial.state for trial in (await self.show()).trials]
-
-
-async def exported(store: Store, job_id: str) -> JobExport:
-    """The job's export as a whole, as somebody who has received all of it reads it."""
-    return JobExport.model_validate_json(b"".join([piece async for piece in JobReader(store).export(job_id)]))
-
-
-async def pieces_of(export: JobExport) -> AsyncIterator[bytes]:
-    """The text of an export, as it may come."""
-    yield export.model_dump_json().encode()
 
 
 def trial_id(trial: TrialId) -> TrialId:
@@ -116,22 +108,41 @@ def beat_of(trial: TrialId, *, regular: bool = True) -> Heartbeat:
     return Heartbeat(**trial_id(trial).model_dump(), regular=regular)
 
 
-def serve(database_url: str, use: Callable[[Server], Awaitable[None]], **job: object) -> None:
+def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine function to its end in a thread of its own, as an event loop may be running in this one."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: asyncio.run(work())).result()
+
+
+@asynccontextmanager
+async def open_store(database_url: str, *, patience_s: float = 60.0) -> AsyncIterator[Store]:
+    """Open a migrated store; its patience is longer than by default, as tests that run side by side are slow."""
+    store = Store(open_database(database_url, patience_s=patience_s), patience_s=patience_s)
+    try:
+        await store.migrate()
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def job_service(database_url: str, **job: object) -> AsyncIterator[JobService]:
+    """Open a service on the database and register a job there; `job` overrides fields of `jobs.THREE_SIZES`."""
+    async with open_store(database_url) as store:
+        service = JobService(store, **job)
+        await service.service.register(service.job)
+        yield service
+
+
+def serve(database_url: str, use: Callable[[JobService], Awaitable[None]], **job: object) -> None:
     async def run() -> None:
-        # Longer than by default: see `tests.support.servers.Server`.
-        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
-        try:
-            await store.migrate()
-            server = Server(store, **job)
-            await server.service.register(server.job)
-            await use(server)
-        finally:
-            await store.close()
+        async with job_service(database_url, **job) as service:
+            await use(service)
 
     asyncio.run(run())
 
 
-async def live(server: Server, random_source: random.Random, steps: int) -> None:
+async def live(server: JobService, random_source: random.Random, steps: int) -> None:
     """Anything that may happen to a job, in any order."""
     open_trials: list[TrialDispatch] = []
     for _ in range(steps):
@@ -166,7 +177,7 @@ async def live(server: Server, random_source: random.Random, steps: int) -> None
             continue  # a refusal, which must change nothing
 
 
-async def act(server: Server, random_source: random.Random, action: str, trial: TrialDispatch) -> None:
+async def act(server: JobService, random_source: random.Random, action: str, trial: TrialDispatch) -> None:
     cost_j = float(random_source.randint(1, 50) * trial.batch_size)
     match action:
         case "epoch":
@@ -178,9 +189,9 @@ async def act(server: Server, random_source: random.Random, action: str, trial: 
         case "miss":
             await server.report(trial, cost_j=cost_j, epoch=10)
         case "beat":
-            await server.service.run(server.service.commands.heartbeat, beat_of(trial))
+            await server.service.transact(server.service.commands.heartbeat, beat_of(trial))
         case "discard":
             await server.discard(trial)
         case "end":
-            outcomes: tuple[Server.Outcome, ...] = (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED)
+            outcomes: tuple[JobService.Outcome, ...] = (TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED)
             await server.end(trial, random_source.choices(outcomes, (6, 1, 3))[0])

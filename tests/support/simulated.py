@@ -53,7 +53,7 @@ DIGITS_ARGUMENTS = [
 def only(batch_size: int, **changes: object) -> Workload:
     """The workload with that size alone."""
     sizes = tuple(size for size in WORKLOAD.sizes if size.batch_size == batch_size)
-    return replace(WORKLOAD, sizes=sizes, default_batch_size=batch_size, **changes)  # type: ignore[arg-type]
+    return replace(WORKLOAD, sizes=sizes, default_batch_size=batch_size, **changes)
 
 
 def trace_files(folder: Path) -> list[str]:

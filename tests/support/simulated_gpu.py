@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml
+from zeus_plugins.gpu_check import Load
 
 IDLE_W, BUSY_W = 80.0, 600.0
 BURST_S = 0.2
@@ -68,7 +69,7 @@ class SimulatedGpu(FakeNvml):
         return super().nvmlDeviceGetFieldValues(handle, fields)
 
 
-class SimulatedLoad:
+class SimulatedLoad(Load):
     """The load of a `SimulatedGpu`."""
 
     def __init__(self, gpu: SimulatedGpu, problem: str | None = None) -> None:

@@ -1,6 +1,15 @@
-"""Requests with tokens, and what they send."""
+"""Tokens, requests with them, and what they send."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.support.jobs import job
+from tests.support.servers import bso_server
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -8,3 +17,44 @@ def bearer(token: str) -> dict[str, str]:
 
 
 RESULT = {"time": 1, "energy": 1, "metric": 0.1, "current_epoch": 1}
+
+
+def make_token(database_url: str, *scopes: str, options: Sequence[str] = ()) -> str:
+    source = ["--database-url", database_url]
+    made = bso_server("token", "create", "--name", "test", "--scope", *scopes, *options, *source)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """One for each scope, and a second one that may report."""
+
+    read: str
+    report: str
+    other: str
+    admin: str
+
+
+@dataclass(frozen=True)
+class Http:
+    """Requests to a server, each with one of the tokens."""
+
+    url: str
+
+    def ask(self, method: str, path: str, token: str, **request: Any) -> httpx.Response:
+        headers = bearer(token) | request.pop("headers", {})
+        return httpx.request(method, self.url + path, headers=headers, **request)
+
+    def begin(self, token: str, job_id: str | None = None) -> dict[str, Any]:
+        """A trial, of a job of its own unless one is named."""
+        if job_id is None:
+            job_id = self.ask("POST", "/jobs", token, json=job()).json()["job_id"]
+        trial: dict[str, Any] = self.ask("GET", "/jobs/batch_size", token, params={"job_id": job_id}).json()
+        return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+    def share(self, token: str, job_id: str) -> None:
+        assert self.ask("PUT", f"/api/jobs/{job_id}/share", token).json()["shared"] is True
+
+    def report(self, token: str, trial: dict[str, Any]) -> httpx.Response:
+        return self.ask("POST", "/report", token, json={**trial, **RESULT})

@@ -30,7 +30,7 @@ OVER = {*MEASURED, FAILED, INFEASIBLE, WITHDRAWN}
 # What one message may make of a trial: a suspended or abandoned one is running before it is anything else.
 MOVES = {RUNNING: set(TrialState), SUSPENDED: set(TrialState), ABANDONED: set(TrialState) - {ABANDONED}}
 
-BEATING_S, SILENT_S, SUSPENDED_S, GAPS = 180.0, 3600.0, 86400.0, 5.0
+BEATING_S, SILENT_S, SUSPENDED_S, GAPS = 360.0, 3600.0, 86400.0, 5.0
 MAX_EPOCHS, TARGET, BETA, POWER_W, CRASHES = 4, 0.9, 2.0, 100.0, 3
 
 Message = TrainingResult | TrialEnd | Heartbeat

@@ -1,4 +1,4 @@
-"""One rank of a training over two nodes, each with one process; run by test_energy_cluster.
+"""One rank of a training over two nodes, each with one process; run by tests/energy/test_cluster.py.
 
 Plays all scenes, and writes what it saw into the folder that it is given. Rank and addresses come from the
 environment, as torchrun sets them.

@@ -32,7 +32,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn, Protocol, TextIO
 
-REPOSITORY = Path(__file__).parents[2]
 POLL_S = 0.005
 # A process that hangs shows as a test that fails by this limit.
 LIMIT_S = 120.0

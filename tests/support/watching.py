@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -11,25 +11,22 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from bso_server.app import create_app
-from bso_server.metrics import database
+from bso_server.metrics import prometheus
 from bso_server.settings import Settings
 from tests.support.jobs import job
 
 Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 
 
-def watched(folder: Path, use: Use, **settings: object) -> None:
-    """Use an application on a SQLite file of its own, as a client of its machine; its totals are waited for."""
+@asynccontextmanager
+async def watched(folder: Path, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
+    """Run an application on a SQLite file of its own; yield a local client, which waits for its totals."""
     app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
-
-    async def run() -> None:
-        transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
-        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            await use(http)
-
+    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(database, "_WAIT_S", 60.0)
-        asyncio.run(run())
+        patch.setattr(prometheus, "_WAIT_S", 60.0)
+        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            yield http
 
 
 Values = dict[tuple[str, frozenset[tuple[str, str]]], float]

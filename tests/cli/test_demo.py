@@ -1,0 +1,89 @@
+"""The main job as a newcomer runs it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import bso_server
+from zeus_plugins.demo.runner import _MAX_TRIES
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.skipif("forkserver" not in multiprocessing.get_all_start_methods(), reason="nothing forks here")
+@pytest.mark.parametrize(
+    ("case", "imported_beforehand"),
+    [("works", [True, True]), ("cannot start", [False, False]), ("is lost", [True, False])],
+)
+def test_each_training_is_a_fresh_process_with_and_without_a_fork_server(
+    case: str, imported_beforehand: list[bool], tmp_path: Path
+) -> None:
+    folder = tmp_path
+    if case == "cannot start":
+        # Too long for the name of its socket.
+        folder = tmp_path / ("long" * 30)
+        folder.mkdir()
+    log = tmp_path / "log"
+    launched = subprocess.run(
+        [sys.executable, "-m", "tests.support.launching", str(log), *(["lose"] if case == "is lost" else [])],
+        env={**os.environ, "TMPDIR": str(folder)} if case == "cannot start" else None,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (launched.stdout, launched.returncode) == ("1\n2\n", 0), launched.stderr
+    lines = [f"imported beforehand: {beforehand}" for beforehand in imported_beforehand]
+    assert log.read_text().splitlines() == [
+        *(f"{lines[0]} one", "to standard error"),
+        *(f"{lines[1]} one two", "to standard error"),
+    ]
+
+
+@pytest.mark.slow
+def test_the_demo_says_which_batch_size_is_cheapest(tmp_path: Path) -> None:
+    demo = subprocess.run(
+        [sys.executable, "-m", "zeus_plugins", "demo", "--quick", "--directory", str(tmp_path / "demo")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert demo.returncode == 0, demo.stdout + demo.stderr
+    assert demo.stderr == ""
+    assert "Watch it meanwhile: http://127.0.0.1:" in demo.stdout
+    assert demo.stdout.splitlines()[-1].startswith("Look at it: ")
+    assert demo.stdout.endswith("open http://127.0.0.1:8000/ui/jobs/digits\n")
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert set(summary) == {
+        "policy",
+        "recurrences",
+        "trials",
+        "best_batch_size",
+        "default_batch_size",
+        "cost_ratio_best_to_default",
+        "database",
+        "wall_s",
+    }
+    trials = summary["trials"]
+    assert summary["recurrences"] == 4
+    # One that gets no run through, as where the machine is busy with something else, has had all its tries.
+    missed = 4 - sum(trial["state"] == "completed" for trial in trials)
+    assert 0 <= missed < 4
+    assert len(trials) >= 4 + missed * (_MAX_TRIES - 1)
+    assert len({trial["batch_size"] for trial in trials}) >= 2
+    assert all(trial["energy_source"] == "estimate: 65 W assumed" for trial in trials)
+    # Four recurrences on a busy machine may find that nothing is cheaper.
+    assert summary["cost_ratio_best_to_default"] <= 1
+    assert (summary["cost_ratio_best_to_default"] == 1) == (summary["best_batch_size"] == 256)
+    assert summary["default_batch_size"] == 256
+    assert f"Best batch size: {summary['best_batch_size']}" in demo.stdout
+    assert (tmp_path / "demo" / "costs.png").read_bytes().startswith(PNG_SIGNATURE)
+
+    shown = json.loads(bso_server("jobs", "show", "digits", "--json", "--database-url", summary["database"]).stdout)
+    assert shown["trials"] == trials

@@ -1,0 +1,262 @@
+"""``zeus-plugins doctor`` against real servers and pretended devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
+from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
+from tests.support.servers import ServerProcess, bso_server, free_port
+from zeus_plugins.cli import main
+from zeus_plugins.energy.linux import POWERCAP
+from zeus_plugins.environment import VARIABLES
+
+CHECKS = ["versions", "environment", "nvidia", "rapl", "energy", "server", "outbox"]
+
+measures_nothing = pytest.mark.skipif(has_nvidia_driver() or POWERCAP.exists(), reason="this machine measures energy")
+
+
+@dataclass
+class Report:
+    """What the doctor has said."""
+
+    status: int
+    findings: list[dict[str, Any]] = field(default_factory=list)
+
+    def of(self, check: str) -> list[tuple[str, str]]:
+        return [(each["level"], each["text"]) for each in self.findings if each["check"] == check]
+
+    def only(self, check: str) -> tuple[str, str]:
+        (finding,) = self.of(check)
+        return finding
+
+
+@pytest.fixture(name="ask")
+def make_ask(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """Ask the doctor, with variables set and a pretended NVIDIA driver if one is given."""
+    # Without a server URL the user's own file would be made.
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    for name in ("ZEUS_SERVER_URL", "ZEUS_BSO_TOKEN", "ZEUS_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+    def ask(*, nvml: FakeNvml | None = None, **environment: str) -> Report:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        if nvml is not None:
+            monkeypatch.setitem(sys.modules, "pynvml", nvml)
+        status = main(["doctor", "--json"])
+        told = json.loads(capsys.readouterr().out)
+        assert told["usable"] is (status == 0)
+        return Report(status, told["findings"])
+
+    return ask
+
+
+@measures_nothing
+def test_a_machine_with_a_server_is_usable(ask: Any, shared_server: ServerProcess, state_directory: Path) -> None:
+    report = ask(ZEUS_SERVER_URL=shared_server.url, ZEUS_JOB_ID="nightly")
+
+    assert [finding["check"] for finding in report.findings] == CHECKS
+    assert report.only("server") == ("ok", f"{shared_server.url} answers, and lets this client run trials")
+    level, text = report.only("energy")
+    assert (level, text.split(". ")[0]) == ("warning", "estimate: 65 W assumed")
+    assert report.only("outbox") == ("ok", f"{state_directory}/outbox: 0 waiting, 0 refused by a server")
+    assert "ZEUS_JOB_ID=nightly" in report.only("environment")[1]
+    versions = next(finding["details"] for finding in report.findings if finding["check"] == "versions")
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert {"zeus-plugins", "torch", "lightning", "transformers", "nvidia-ml-py"} <= set(versions)
+    assert report.status == 0
+
+
+def test_the_doctor_changes_nothing_on_the_server(ask: Any, server: ServerProcess) -> None:
+    ask(ZEUS_SERVER_URL=server.url)
+    listed = bso_server("jobs", "list", "--json", "--server-url", server.url)
+    assert json.loads(listed.stdout)["jobs"] == []
+
+
+def test_the_same_is_told_in_lines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_SERVER_URL", f"http://127.0.0.1:{free_port()}")
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == CHECKS
+    assert [line.split()[0] for line in lines if line.split()[1] == "server"] == ["problem"]
+
+
+# ---- The server ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_url_the_server_in_the_training_is_asked(ask: Any, tmp_path: Path) -> None:
+    report = ask()
+    url = f"embedded://{tmp_path / 'bso.sqlite3'}"
+    assert report.only("server") == ("ok", f"{url} answers, and lets this client run trials")
+    assert report.status == 0
+
+
+def test_a_server_that_does_not_answer_is_a_problem_and_no_password_is_shown(ask: Any) -> None:
+    report = ask(ZEUS_SERVER_URL=f"http://trainings:hush@127.0.0.1:{free_port()}")
+    level, text = report.only("server")
+    assert level == "problem"
+    assert "no answer from the batch size optimization server at http://127.0.0.1" in text
+    assert "hush" not in json.dumps(report.findings)
+
+
+def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
+    tokens = {"": ""}
+    for scope in ("read", "report"):
+        arguments = ("--name", "a", "--scope", scope, "--database-url", server.database_url)
+        tokens[scope] = bso_server("token", "create", *arguments).stdout.strip().splitlines()[-1]
+    for scope, level, says in [
+        ("", "problem", "does not accept the token (401"),
+        ("read", "problem", "has no scope report"),
+        ("report", "ok", "lets this client run trials"),
+    ]:
+        report = ask(ZEUS_SERVER_URL=server.url, ZEUS_BSO_TOKEN=tokens[scope])
+        assert report.only("server")[0] == level
+        assert says in report.only("server")[1]
+        assert not scope or tokens[scope] not in json.dumps(report.findings)
+
+
+@contextmanager
+def another_server(status: int) -> Iterator[str]:
+    """A web server that answers everything with the same error, as FastAPI, which is below Zeus's server, words it."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_PATCH(self) -> None:
+            body = b'{"detail": "Not Found"}'
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Quietly."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "says"),
+    [(404, "warning", "a Zeus 0.16 server does so, too"), (500, "problem", "failed (500): Not Found")],
+)
+def test_another_server_is_told_of(ask: Any, answer: int, level: str, says: str) -> None:
+    with another_server(answer) as url:
+        found = ask(ZEUS_SERVER_URL=url).only("server")
+    assert found[0] == level
+    assert says in found[1]
+
+
+# ---- Energy --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LiveNvml(FakeNvml):
+    """GPUs that draw so many watts, whose counters count so many."""
+
+    drawn_w: float = 100.0
+    counted_w: float = 100.0
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle) + int(1000 * self.counted_w * time.monotonic())
+
+    def nvmlDeviceGetPowerUsage(self, handle: FakeGpu) -> int:  # noqa: N802
+        super().nvmlDeviceGetPowerUsage(handle)
+        return int(1000 * self.drawn_w)
+
+
+def test_counters_are_compared_with_power_readings(ask: Any) -> None:
+    report = ask(nvml=LiveNvml([FakeGpu(power_mw=1)]))
+    gpu, compared = report.of("nvidia")
+    assert gpu == ("ok", "GPU 0 (NVIDIA H200): energy counter, power reading")
+    assert compared[0] == "ok"
+    assert compared[1].endswith("they agree")
+    assert report.only("energy") == ("ok", "nvml")
+
+
+def test_counters_that_count_otherwise_are_told_of(ask: Any) -> None:
+    report = ask(nvml=LiveNvml([FakeGpu(power_mw=1)], counted_w=50.0))
+    level, text = report.of("nvidia")[1]
+    assert level == "warning"
+    assert text.endswith("they differ by more than 20%")
+
+
+def test_a_gpu_without_a_counter_is_told_of(ask: Any) -> None:
+    report = ask(nvml=FakeNvml([FakeGpu(name="Tesla P100", counter_mj=None, power_mw=90_000)]))
+    assert report.only("nvidia") == ("ok", "GPU 0 (Tesla P100): no energy counter, power reading")
+    level, text = report.only("energy")
+    assert level == "warning"
+    assert text.startswith("nvml power, integrated every 0.1 s. GPU 0 (Tesla P100) gives no energy counter")
+
+
+def test_gpus_that_cannot_be_measured_together_are_a_problem(ask: Any, shared_server: ServerProcess) -> None:
+    nvml = FakeNvml([FakeGpu(), FakeGpu(name="Tesla P100", uuid="GPU-1")])
+    report = ask(nvml=nvml, ZEUS_SERVER_URL=shared_server.url)
+    assert report.only("nvidia")[0] == report.only("energy")[0] == "problem"
+    assert "several models" in report.only("energy")[1]
+    assert report.status == 1
+
+
+def test_watts_that_make_no_sense_are_a_problem(ask: Any) -> None:
+    level, text = ask(nvml=FakeNvml([]), ZEUS_ESTIMATED_POWER_W="lots").only("energy")
+    assert level == "problem"
+    assert "ZEUS_ESTIMATED_POWER_W is 'lots'" in text
+
+
+# ---- The outbox ----------------------------------------------------------------------------------------------------
+
+
+def test_what_waits_for_the_server_is_counted(ask: Any, state_directory: Path) -> None:
+    (state_directory / "outbox").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl", "c.refused"):
+        (state_directory / "outbox" / name).touch()
+
+    report = ask()
+    assert report.only("outbox") == (
+        "warning",
+        f"{state_directory}/outbox: 2 waiting, 1 refused by a server; `zeus-plugins sync` delivers what waits",
+    )
+    details = next(finding["details"] for finding in report.findings if finding["check"] == "outbox")
+    assert sorted(Path(path).name for path in details["waiting"]) == ["a.jsonl", "b.jsonl"]
+
+
+def test_a_place_where_nothing_can_wait_is_told_of(ask: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    level, text = ask(ZEUS_STATE_DIR=str(tmp_path / "file")).only("outbox")
+    assert level == "warning"
+    assert "cannot be written" in text
+    assert "set ZEUS_STATE_DIR" in text
+
+
+# ---- The environment -----------------------------------------------------------------------------------------------
+
+
+def test_every_variable_is_listed_set_or_not_and_secrets_are_masked(ask: Any, shared_server: ServerProcess) -> None:
+    report = ask(ZEUS_SERVER_URL=shared_server.url, ZEUS_BSO_TOKEN="hush", ZEUS_BSO_TIMEOUT_S="2.5")  # noqa: S106 - no real token
+
+    (details,) = (each["details"] for each in report.findings if each["check"] == "environment")
+    assert list(details) == [variable.name for variable in VARIABLES]
+    told = {name: (each["is_set"], each["value"], each["unit"]) for name, each in details.items()}
+    assert told["ZEUS_SERVER_URL"] == told["ZEUS_BSO_TOKEN"] == (True, "(set)", "")
+    assert told["ZEUS_BSO_TIMEOUT_S"] == (True, "2.5", "seconds")
+    assert told["ZEUS_JOB_ID"] == (False, "made of the training or by the server; rec01+try01", "")
+    level, text = report.only("environment")
+    assert level == "ok"
+    assert text.startswith("set: ZEUS_SERVER_URL=(set), ZEUS_BSO_TOKEN=(set), ZEUS_BSO_TIMEOUT_S=2.5")
+    assert "; not set: " in text
+    assert "ZEUS_JOB_ID (made of the training or by the server" in text

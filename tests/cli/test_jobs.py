@@ -1,0 +1,512 @@
+"""`bso-server jobs export|import|delete` and `db prune`, on a database and through a server with and without tokens."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from bso_server.cli import main
+from bso_server.cli.common import SERVER_URL_VARIABLE, TOKEN_VARIABLE
+from tests.support import service
+from tests.support.exports import Lines, decoded, encoded, renamed
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.wire import begin, reached, report
+
+Output = tuple[int, str, str]
+"""Exit status, standard output, standard error."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server that asks for no token; what the tests leave on it harms no other test."""
+    directory = tmp_path_factory.mktemp("open")
+    server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, dict[str, str]]]:
+    """A server that asks for a token, and a token of each of two scopes."""
+    directory = tmp_path_factory.mktemp("guarded")
+    server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
+    tokens = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for scope in ("admin", "read"):
+            printed = io.StringIO()
+            patch.setattr("sys.stdout", printed)
+            create = ["token", "create", "--name", scope, "--scope", scope, "--database-url", server.database_url]
+            assert main(create) == 0
+            tokens[scope] = printed.getvalue().strip()
+    server.start()
+    yield server, tokens
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def _no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    monkeypatch.delenv(SERVER_URL_VARIABLE, raising=False)
+
+
+@pytest.fixture(params=["--database-url", "--server-url"])
+def source(request: pytest.FixtureRequest, server: ServerProcess) -> list[str]:
+    """Where a command works."""
+    return [request.param, server.database_url if request.param == "--database-url" else server.url]
+
+
+@pytest.fixture
+def run() -> Any:
+    def run(*arguments: str | Path) -> Output:
+        done = bso_server(*map(str, arguments))
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def new_id() -> str:
+    return f"cli-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def job_id(server: ServerProcess) -> str:
+    """A job with one completed and one running trial, and an epoch of each."""
+    job_id = new_id()
+    with httpx.Client(base_url=server.url) as http:
+        http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
+        trial = begin(http, job_id)
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1).raise_for_status()
+        reached(http, trial, cost_j=500)
+        report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=1).raise_for_status()
+    return job_id
+
+
+def shown(server: ServerProcess, job_id: str) -> dict[str, Any]:
+    """What the server says of a job, but for its id."""
+    job: dict[str, Any] = httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
+    assert job["job"].pop("job_id") == job_id
+    return job
+
+
+def assert_failed(output: Output, *words: str) -> None:
+    """One line on standard error that holds these words, and nothing else."""
+    status, out, err = output
+    assert (status, out) == (1, "")
+    (line,) = err.splitlines()
+    assert line.startswith("bso-server: ")
+    for word in words:
+        assert word in line
+
+
+class TestShow:
+    def test_a_terminal_gets_the_latest_trials_and_scripts_get_all(
+        self, run: Any, server: ServerProcess, job_id: str, source: list[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("bso_server.cli.jobs.MAX_PAGE", 10)  # so that a server is asked for several pages
+        with httpx.Client(base_url=server.url) as http:
+            for _ in range(22):
+                begin(http, job_id)
+        every = [*range(1, 25)]
+        status, out, err = run("jobs", "show", job_id, *source)
+        assert (status, err) == (0, "")
+        assert numbers_in(out) == every[-20:]
+        assert "24 trials (23 running, 1 completed)" in out
+        assert "The latest 20 of 24 trials; --all shows them all." in out
+        _, out, _ = run("jobs", "show", job_id, "--all", *source)
+        assert numbers_in(out) == every
+        assert "The latest" not in out
+        _, out, _ = run("jobs", "show", job_id, "--json", *source)
+        shown = json.loads(out)
+        assert [trial["trial_number"] for trial in shown["trials"]] == every
+        assert shown == httpx.get(f"{server.url}/api/jobs/{job_id}").raise_for_status().json()
+
+
+class TestWhereToLook:
+    def test_in_the_environments_server_unless_told_otherwise(
+        self, run: Any, server: ServerProcess, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'other.sqlite3'}")
+        for url in (f" {server.url}\n", f"embedded://{server.database_url.removeprefix('sqlite:///')}"):
+            monkeypatch.setenv(SERVER_URL_VARIABLE, url)
+            assert job_id in run("jobs", "list")[1]
+            assert job_id in run("jobs", "show", job_id)[1]
+        monkeypatch.setenv(SERVER_URL_VARIABLE, f"http://127.0.0.1:{free_port()}")
+        assert_failed(run("jobs", "list"), "no answer from")
+        assert job_id in run("jobs", "list", "--server-url", server.url)[1]
+        assert job_id in run("jobs", "list", "--database-url", server.database_url)[1]
+
+    def test_simulate_too(self, run: Any, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(SERVER_URL_VARIABLE, server.url)
+        status, out, _ = run("simulate", "--job", job_id, "--seeds", "1", "--recurrences", "2")
+        assert (status, "took" in out) == (0, True), out
+
+
+def numbers_in(table: str) -> list[int]:
+    """The trials in what `jobs show` prints."""
+    lines = table.partition("\nTRIAL ")[2].splitlines()[1:]
+    return [int(line.split()[0]) for line in lines if line[:1].isdigit()]
+
+
+class TestExport:
+    def test_lines(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+        status, out, err = run("jobs", "export", job_id, *source)
+        assert (status, err) == (0, "")
+        assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/export").text
+        head, *trials = decoded(out)
+        assert (head["job"]["job_id"], head["trials"], len(trials)) == (job_id, 2, 2)
+
+    def test_csv(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+        status, out, err = run("jobs", "export", job_id, "--format", "csv", *source)
+        assert (status, err) == (0, "")
+        assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/trials.csv").text
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert [(row["trial_number"], row["state"], row["cost_j"]) for row in rows] == [
+            ("1", "completed", "500.0"),
+            ("2", "running", "100.0"),
+        ]
+
+    @pytest.mark.parametrize("kind", ["jsonl", "csv"])
+    def test_into_a_file(self, run: Any, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
+        file = tmp_path / "job"
+        _, printed, _ = run("jobs", "export", job_id, "--format", kind, *source)
+        assert run("jobs", "export", job_id, "--format", kind, "--output", file, *source) == (0, "", "")
+        # Bytes: reading as text would hide other ends of lines.
+        assert file.read_bytes() == printed.encode()
+
+    def test_into_a_directory_that_is_not_there(self, run: Any, job_id: str, source: list[str], tmp_path: Path) -> None:
+        file = tmp_path / "absent" / "job.jsonl"
+        assert_failed(run("jobs", "export", job_id, "--output", file, *source), str(file))
+
+    @pytest.mark.parametrize("kind", ["jsonl", "csv"])
+    def test_an_unknown_job_leaves_no_file(self, run: Any, source: list[str], kind: str, tmp_path: Path) -> None:
+        file = tmp_path / "job"
+        output = run("jobs", "export", "nobodys", "--format", kind, "--output", file, *source)
+        assert_failed(output, "unknown job")
+        assert not file.exists()
+
+
+@pytest.fixture
+def exported(run: Any, server: ServerProcess, job_id: str, tmp_path: Path) -> Path:
+    """Such a job in a file."""
+    file = tmp_path / "job.jsonl"
+    assert run("jobs", "export", job_id, "--output", file, "--server-url", server.url)[0] == 0
+    return file
+
+
+class TestImport:
+    def test_under_another_id(
+        self, run: Any, server: ServerProcess, job_id: str, exported: Path, source: list[str]
+    ) -> None:
+        other = new_id()
+        assert run("jobs", "import", exported, "--job-id", other, *source) == (
+            0,
+            f"job {other} is imported with 2 trials\n",
+            "",
+        )
+        assert shown(server, other) == shown(server, job_id)
+
+    def test_into_another_database(self, run: Any, job_id: str, exported: Path, tmp_path: Path) -> None:
+        other = ["--database-url", f"sqlite:///{tmp_path / 'other.sqlite3'}"]
+        assert_failed(run("jobs", "import", exported, *other), "bso-server db upgrade")
+        run("db", "upgrade", *other)
+        assert run("jobs", "import", exported, *other)[0] == 0
+        assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
+
+    def test_a_job_that_exists(
+        self, run: Any, server: ServerProcess, job_id: str, exported: Path, source: list[str]
+    ) -> None:
+        before = shown(server, job_id)
+        assert_failed(run("jobs", "import", exported, *source), job_id, "exists", "import under another job_id")
+        assert shown(server, job_id) == before
+
+    def test_an_id_without_the_prefix(self, run: Any, exported: Path, source: list[str]) -> None:
+        output = run("jobs", "import", exported, "--job-id", "other", *source)
+        assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
+
+    def test_no_such_file(self, run: Any, tmp_path: Path, source: list[str]) -> None:
+        assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *source), "absent.jsonl", "No such file")
+
+    @pytest.mark.parametrize("text", ["", "{", '{"format": ', "trial_number,batch_size\r\n1,16\r\n", "[]", "\0", "é"])
+    def test_no_job_at_all(self, run: Any, tmp_path: Path, source: list[str], text: str) -> None:
+        file = tmp_path / "broken.jsonl"
+        file.write_text(text, encoding="latin-1")
+        assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
+
+    def test_a_broken_job_names_its_line_and_field(self, run: Any, exported: Path, source: list[str]) -> None:
+        job = renamed(decoded(exported.read_text()))
+        job[2]["batch_size"] = "many"
+        exported.write_bytes(encoded(job))
+        assert_failed(run("jobs", "import", exported, *source), "line 3, batch_size: ")
+
+    def test_contradictions_are_refused(
+        self, run: Any, server: ServerProcess, exported: Path, source: list[str]
+    ) -> None:
+        job = renamed(decoded(exported.read_text()))
+        job[1]["batch_size"] = 32
+        exported.write_bytes(encoded(job))
+        assert_failed(run("jobs", "import", exported, *source), "line 2, batch_size: 32 is not one of the job's")
+        assert httpx.get(f"{server.url}/api/jobs/{job[0]['job']['job_id']}").status_code == 404
+
+
+def jobs_in(text: str) -> list[Lines]:
+    """The exports in a text, ordered by the jobs' ids."""
+    jobs: list[Lines] = []
+    for line in decoded(text):
+        if "format" in line:
+            jobs.append([])
+        jobs[-1].append(line)
+    return sorted(jobs, key=lambda lines: str(lines[0]["job"]["job_id"]))
+
+
+class TestAllJobs:
+    """Exports of all jobs, one after another in one text, and imports of it."""
+
+    def test_one_export_after_another(
+        self, run: Any, server: ServerProcess, job_id: str, source: list[str], tmp_path: Path
+    ) -> None:
+        file = tmp_path / "all.jsonl"
+        assert run("jobs", "export", "--all", "--output", file, *source) == (0, "", "")
+        with httpx.Client(base_url=server.url) as http:
+            ids = [each["job_id"] for each in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"]]
+            assert job_id in ids
+            assert file.read_text() == "".join(http.get(f"/api/jobs/{each}/export").text for each in ids)
+
+    @pytest.mark.storage
+    @pytest.mark.usefixtures("job_id")
+    def test_into_each_kind_of_database(
+        self, run: Any, server: ServerProcess, database_url: str, tmp_path: Path
+    ) -> None:
+        first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+        here, there = (["--database-url", url] for url in (server.database_url, database_url))
+        run("jobs", "export", "--all", "--output", first, *here)
+        run("db", "upgrade", *there)
+        number = len(jobs_in(first.read_text()))
+        status, out, err = run("jobs", "import", first, *there)
+        assert (status, out.count("is imported with"), err) == (0, number, "")
+        assert run("jobs", "export", "--all", "--output", second, *there) == (0, "", "")
+        assert jobs_in(second.read_text()) == jobs_in(first.read_text())
+        status, out, err = run("jobs", "import", first, *there)
+        assert (status, out, err.count("exists")) == (1, "", number)
+        assert f"{number} of {number} jobs of {first} are not imported" in err
+
+    def test_one_that_is_refused_keeps_no_other_out(
+        self, run: Any, exported: Path, source: list[str], tmp_path: Path
+    ) -> None:
+        first = decoded(exported.read_text())
+        jobs = [first, *(renamed(first) for _ in range(3))]
+        jobs[2][1]["batch_size"] = 32
+        file = tmp_path / "some.jsonl"
+        # Another program may have left blank lines.
+        file.write_bytes(b"\n".join([*map(encoded, jobs), b'{"format": 1}']))
+        status, out, err = run("jobs", "import", file, *source)
+        imported = [jobs[1][0]["job"]["job_id"], jobs[3][0]["job"]["job_id"]]
+        assert (status, out) == (1, "".join(f"job {each} is imported with 2 trials\n" for each in imported))
+        exists, contradicts, no_export, all_in_all = err.splitlines()
+        assert "exists" in exists
+        assert "line 10, batch_size: " in contradicts
+        assert "line 17, format: " in no_export
+        assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
+
+    def test_one_id_is_for_one_job(self, run: Any, exported: Path, source: list[str]) -> None:
+        exported.write_text(2 * exported.read_text())
+        status, out, err = run("jobs", "import", exported, "--job-id", new_id(), *source)
+        assert (status, out.count("is imported with 2 trials")) == (1, 1)
+        assert "--job-id is for one" in err
+
+    def test_a_token_that_may_not_ends_it_all(
+        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        exported.write_text(3 * exported.read_text())
+        monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
+        assert_failed(run("jobs", "import", exported, "--server-url", server.url), "answered 403")
+        assert run("jobs", "export", "--all", "--server-url", server.url)[0] == 0
+
+    @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
+    def test_no_job_is_left_out_but_one_that_is_gone(
+        self, run: Any, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
+    ) -> None:
+        stream = httpx.stream
+
+        @contextmanager
+        def answered(method: str, url: str, **options: Any) -> Iterator[httpx.Response]:
+            with stream(method, url, **options) as answer:
+                answer.status_code = status if url.endswith(f"/{job_id}/export") else answer.status_code
+                yield answer
+
+        monkeypatch.setattr("httpx.stream", answered)
+        ended, out, err = run("jobs", "export", "--all", "--server-url", server.url)
+        assert (ended, f"answered {status}" in err) == (fails, bool(fails))
+        assert f'"{job_id}"' not in out
+
+    def test_no_table_of_all(self, run: Any, source: list[str]) -> None:
+        assert_failed(run("jobs", "export", "--all", "--format", "csv", *source), "name it")
+
+    def test_a_job_or_all_of_them(self, run: Any, source: list[str]) -> None:
+        for wrong in ([], ["some", "--all"]):
+            status, _, err = run("jobs", "export", *wrong, *source)
+            assert (status, "usage:" in err) == (2, True)
+
+
+class TestDelete:
+    def test_a_job(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+        assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
+        assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
+        assert_failed(run("jobs", "delete", job_id, *source), f"unknown job '{job_id}'")
+
+
+def test_a_trial_is_set_aside(run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    assert run("jobs", "discard", job_id, 1, *source) == (0, f"trial 1 of job {job_id} is set aside\n", "")
+    job = shown(server, job_id)
+    assert [(trial["state"], trial["end_reason"]) for trial in job["trials"]] == [
+        ("withdrawn", "discarded"),
+        ("running", None),
+    ]
+    assert "it was completed (target reached" in job["trials"][0]["message"]
+    assert (job["min_cost_j"], [arm["n"] for arm in job["arms"]]) == (None, [0] * len(job["arms"]))
+    assert_failed(run("jobs", "discard", job_id, 2, *source), "trial 2 is running, and only one that has ended")
+    assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
+
+
+def test_a_job_is_shared_and_no_more(run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    for _ in range(2):
+        shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"
+        assert run("jobs", "share", job_id, *source) == (0, shared, "")
+        assert shown(server, job_id)["shared"]
+    status, out, err = run("jobs", "share", job_id, "--stop", *source)
+    assert (status, err) == (0, "")
+    assert "belongs to no token and so stays open to all" in out  # the server asks for none
+    assert not shown(server, job_id)["shared"]
+    assert_failed(run("jobs", "share", "none", *source), "unknown job 'none'")
+
+
+async def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    async with service.job_service(database) as job:
+        await job.reach(await job.suggest(), 500.0)
+        await job.suggest()
+    at = ["--database-url", database]
+    assert run("db", "verify", *at) == (0, "1 jobs are remembered as their trials say\n", "")
+    assert json.loads(run("db", "verify", "--json", *at)[1]) == {"jobs": 1, "differences": {}, "unchecked": {}}
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
+        file.execute("UPDATE arms SET arm = json_set(arm, '$.trials', 7) WHERE batch_size = 16")
+        file.execute("UPDATE jobs SET min_cost_j = 1e-9")
+        file.commit()
+    status, out, err = run("db", "verify", *at)
+    assert (status, "arm 16 is Arm(batch_size=16, trials=7" in out, "cheapest trial" in out) == (1, True, True)
+    assert err.startswith("bso-server: 1 of 1 jobs are remembered otherwise")
+    status, out, _ = run("db", "verify", "--json", *at)
+    assert (status, [len(said) for said in json.loads(out)["differences"].values()]) == (1, [2])
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as file:
+        file.execute("""UPDATE jobs SET spec = replace(spec, '"zeus"', '"nobodys"')""")
+        file.commit()
+    status, out, _ = run("db", "verify", *at)
+    assert (status, "cannot be checked: policy 'nobodys' is not installed" in out) == (0, True)
+
+
+class TestTokens:
+    def test_a_server_that_asks_for_a_token(
+        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        source, job_id = ["--server-url", server.url], new_id()
+        commands: list[list[Any]] = [
+            ["jobs", "import", exported, "--job-id", job_id, *source],
+            ["jobs", "export", job_id, *source],
+            ["jobs", "export", job_id, "--format", "csv", *source],
+            ["jobs", "delete", job_id, *source],
+        ]
+        for command in commands:
+            assert_failed(run(*command), server.url, "401", "needs a token")
+        monkeypatch.setenv(TOKEN_VARIABLE, f" {tokens['admin']}\n")
+        for command in commands:
+            status, out, err = run(*command)
+            assert (status, err) == (0, ""), command
+            assert job_id in out or "trial_number" in out
+
+    def test_a_token_that_allows_less(
+        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, tokens = guarded
+        monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
+        for command in (["jobs", "import", exported], ["jobs", "delete", "any"]):
+            assert_failed(run(*command, "--server-url", server.url), "403", "has no scope admin")
+
+    def test_a_token_in_the_url_is_taken_and_not_shown(
+        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]]
+    ) -> None:
+        server, tokens = guarded
+        for url, words in (
+            (server.url.replace("//", f"//me:{tokens['admin']}@"), "404"),
+            (f"http://me:{tokens['admin']}@127.0.0.1:{free_port()}", "no answer from http://127.0.0.1"),
+        ):
+            output = run("jobs", "export", "none", "--server-url", url)
+            assert_failed(output, words)
+            assert tokens["admin"] not in output[2]
+
+
+class TestPrune:
+    def test_old_reports_are_forgotten(self, run: Any, tmp_path: Path, exported: Path, job_id: str) -> None:
+        job, *trials = decoded(exported.read_text())
+        # One report of a trial that has ended, one that is the last of a running trial.
+        assert [len(trial["epochs"]) for trial in trials] == [1, 1]
+        for trial in trials:
+            trial["epochs"][0]["reported_at"] = "2020-01-01T00:00:00Z"
+        exported.write_bytes(encoded([job, *trials]))
+        source = ["--database-url", f"sqlite:///{tmp_path / 'old.sqlite3'}"]
+        run("db", "upgrade", *source)
+        run("jobs", "import", exported, *source)
+        before = run("jobs", "show", job_id, *source)
+
+        assert run("db", "prune", "--older-than", "1500w", *source) == (
+            0,
+            "0 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
+        assert run("db", "prune", "--older-than", "30d", *source) == (
+            0,
+            "2 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
+        assert run("db", "prune", "--older-than", "0h", *source) == (
+            0,
+            "0 reports and 0 power-limit profiles are forgotten\n",
+            "",
+        )
+        assert run("jobs", "show", job_id, *source) == before
+
+    def test_reports_of_the_last_hours_stay(self, run: Any, tmp_path: Path, exported: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'young.sqlite3'}"]
+        run("db", "upgrade", *source)
+        run("jobs", "import", exported, *source)
+        assert (
+            run("db", "prune", "--older-than", "12h", *source)[1]
+            == "0 reports and 0 power-limit profiles are forgotten\n"
+        )
+        assert (
+            run("db", "prune", "--older-than", "0h", *source)[1]
+            == "2 reports and 0 power-limit profiles are forgotten\n"
+        )
+
+    def test_a_database_without_tables(self, run: Any, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'empty.sqlite3'}"]
+        assert_failed(run("db", "prune", "--older-than", "1d", *source), "bso-server db upgrade")
+
+    @pytest.mark.parametrize("age", ["", "30", "d", "1.5d", "-1d", "30m", "30D", "99999d", "1d ", "１d", "1d2h"])
+    def test_ages_that_are_none(self, capsys: pytest.CaptureFixture[str], age: str) -> None:
+        with pytest.raises(SystemExit) as caught:
+            main(["db", "prune", f"--older-than={age}"])
+        assert caught.value.code == 2
+        assert f"{age!r} is no time: write hours, days or weeks as 12h, 30d or 8w" in capsys.readouterr().err

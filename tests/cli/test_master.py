@@ -1,0 +1,514 @@
+"""A master with real scripts in real processes, and what it keeps of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.master_training import MAX_POWER_W
+from tests.support.masters import GPUS, REACHES, SIZES, WRITES_A_RESULT, Listed, job_of, master_of, python_job
+from tests.support.servers import ServerProcess
+from zeus_plugins.cli import main
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOTrainFailError
+from zeus_plugins.master import FailedTryError, HistoryEntry, MasterState, PolicyOptimizer, Run, ServerOptimizer
+from zeus_plugins.master.display import conclusion
+from zeus_plugins.master.history import MAX_TRIES, NextRun, cheapest_size, run_of_cost
+from zeus_plugins.master.runner import oom_kills, why_failed
+from zeus_plugins.protocol import TrialState
+
+
+def run_once(tmp_path: Path, program: str, **options: Any) -> tuple[float, float, bool]:
+    """Launch a script once, without a bound on its cost."""
+    return master_of(tmp_path, **options).run_job(python_job(program), 64, 0.5, 1, str(tmp_path), 1, 1, 0.5, math.inf)
+
+
+# What a job is.
+
+
+def test_a_command_is_filled_in() -> None:
+    job = job_of("{python} train.py --bs={batch_size} '{{braces}} {width}' {seed} {learning_rate}", fields={"width": 7})
+    assert job.command_line(128, 0.25, 3) == [sys.executable, "train.py", "--bs=128", "{braces} 7", "3", "0.25"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"command": "train {batch_size} {width}"}, r"\{width\}, which has no value"),
+        ({"command": "train {batch_size} {a.b} {c}"}, r"\{a\}, \{c\}, which has no value"),
+        ({"command": "train {seed}"}, r"lacks \{batch_size\}"),
+        ({"command": "train {batch_size"}, "cannot be filled in"),
+        ({"fields": {"seed": 1}}, r"\['seed'\] have their values already"),
+        ({"name": "a/b"}, "becomes a part of file names"),
+        ({"default_lr": 0.0}, "default_lr is 0.0"),
+        ({"lr_scaling": "cubic"}, "cubic"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=says):
+        job_of(**fields)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("linear", 1.0), ("sqrt", 0.5 * math.sqrt(2)), ("none", 0.5)])
+def test_the_learning_rate_follows_the_batch_size(rule: str, rate: float) -> None:
+    assert job_of(lr_scaling=rule).learning_rate(128) == pytest.approx(rate)
+
+
+# One run.
+
+
+def test_the_log_directory_names_the_job_the_knobs_and_the_time(tmp_path: Path) -> None:
+    master = master_of(tmp_path, now=lambda: datetime(2026, 3, 1, 12, 5, 9))
+    made = master.build_logdir(job_of(), 12, 0.5, 2.0)
+    assert made == str(tmp_path / "logs" / "tiny+x12+eta0.5+beta2.0+20260301-120509")
+    assert Path(made).is_dir()
+    assert master.build_logdir(job_of(), 12, 0.5, 2.0) == made
+    with pytest.raises(FileExistsError):
+        master.build_logdir(job_of(), 12, 0.5, 2.0, exist_ok=False)
+
+
+@pytest.mark.parametrize("observer_mode", [False, True])
+def test_a_script_finds_what_it_needs_in_its_environment(tmp_path: Path, observer_mode: bool) -> None:
+    program = REACHES + "; print(json.dumps([dict(os.environ), sys.argv[1:]]))"
+    (tmp_path / "monitor").touch()
+    options = {"monitor_path": tmp_path / "monitor", "profile_warmup_iters": 3, "profile_measure_iters": 7}
+    master = master_of(tmp_path, observer_mode=observer_mode, **options)
+    answer = master.run_job(python_job(program), 128, 0.25, 9, str(tmp_path), 2, 11, 0.5, 1234.5)
+    assert answer == (30.0, 0.5, True)
+    environ, arguments = json.loads((tmp_path / "rec02+try11.train.log").read_text())
+    assert arguments == ["128", "0.25", "9"]
+    assert {
+        name: value for name, value in environ.items() if name.startswith("ZEUS_") and name != "ZEUS_STATE_DIR"
+    } == {
+        "ZEUS_LOG_DIR": str(tmp_path),
+        "ZEUS_JOB_ID": "rec02+try11",
+        "ZEUS_COST_THRESH": "1234.5",
+        "ZEUS_ETA_KNOB": "0.5",
+        "ZEUS_TARGET_METRIC": "0.8",
+        "ZEUS_MONITOR_PATH": str(tmp_path / "monitor"),
+        "ZEUS_PROFILE_PARAMS": "3,7",
+        "ZEUS_USE_OPTIMAL_PL": str(not observer_mode),
+    }
+
+
+def test_without_a_bound_the_threshold_is_infinite(tmp_path: Path) -> None:
+    program = REACHES + "; print(os.environ['ZEUS_COST_THRESH'], os.environ.get('ZEUS_MONITOR_PATH'))"
+    run_once(tmp_path, program)
+    assert (tmp_path / "rec01+try01.train.log").read_text() == "inf None\n"
+
+
+def test_what_a_script_prints_is_shown_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    shown: list[str] = []
+    go = tmp_path / "go"
+
+    class Listening:
+        def began(self, state: MasterState) -> None: ...
+        def launched(self, run: Any) -> None: ...
+        def ended(self, run: Run) -> None: ...
+
+        def printed(self, text: str) -> None:
+            shown.append(text)
+            go.touch()  # The script ends once it has been heard.
+
+    program = REACHES + (
+        "\nimport time\nprint('hear me')\nfor _ in range(300):\n"
+        f" if os.path.exists({str(go)!r}): break\n time.sleep(0.1)\n"
+        "print('end' if _ < 299 else 'unheard', end='')"
+    )
+    run_once(tmp_path, program, listener=Listening())
+    assert shown == ["hear me\n", "end"]
+
+
+def test_an_old_result_is_not_taken_for_a_new_one(tmp_path: Path) -> None:
+    run_once(tmp_path, REACHES)
+    with pytest.raises(FailedTryError, match="wrote no result"):
+        run_once(tmp_path, "0")
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "says"),
+    [
+        ("raise RuntimeError('the data are gone')", "failed", "exit status 1; its last words: RuntimeError: the data"),
+        ("raise MemoryError", "infeasible", "out of memory: MemoryError"),
+        ("raise RuntimeError('CUDA out of memory. Tried')", "infeasible", "out of memory: RuntimeError: CUDA out"),
+        ("import os; os.kill(os.getpid(), 9)", "failed", "killed by SIGKILL, as by someone or by a memory limit"),
+        ("import os; os.kill(os.getpid(), 15)", "failed", "ended by SIGTERM"),
+        ("print('MemoryError')", "failed", "wrote no result"),
+        (WRITES_A_RESULT + "open(where, 'w').write('{\"energy\": 1')", "failed", "holds no result of a training"),
+        (WRITES_A_RESULT + "result['time'] = -1; open(where, 'w').write(json.dumps(result))", "failed", "time: Input"),
+    ],
+)
+def test_a_script_that_leaves_no_result_has_failed(tmp_path: Path, program: str, outcome: str, says: str) -> None:
+    with pytest.raises(FailedTryError, match=says.replace(".", r"\.")) as raised:
+        run_once(tmp_path, program)
+    assert raised.value.outcome == outcome
+    assert raised.value.time_s > 0
+
+
+def test_the_kernel_says_when_it_was_memory_that_a_process_was_killed_for(tmp_path: Path) -> None:
+    (tmp_path / "vmstat").write_text("pgfault 7\noom_kill 3\nzone 1\n")
+    assert oom_kills(tmp_path / "vmstat") == 3
+    assert oom_kills(tmp_path / "none") is None
+    log = tmp_path / "log"
+    assert why_failed(-9, log, oom_kills=1)[0] == "infeasible"
+    assert why_failed(137, log, oom_kills=1)[0] == "infeasible"
+    assert why_failed(-9, log, oom_kills=0)[0] == "failed"
+    assert why_failed(-15, log, oom_kills=1)[0] == "failed"
+
+
+def test_a_command_that_does_not_exist_is_no_failed_try(tmp_path: Path) -> None:
+    master = master_of(tmp_path)
+    with pytest.raises(ZeusBSOConfigError, match="nonesuch cannot be started in"):
+        master.run(job_of("nonesuch {batch_size}"), 1, SIZES, 2.0, 0.5)
+
+
+# Recurrences.
+
+
+def test_a_recurrence_tries_until_the_target_is_reached(tmp_path: Path) -> None:
+    # The first run of the second recurrence is stopped early, the next one crashes.
+    program = WRITES_A_RESULT + (
+        "seed = int(sys.argv[3])\n"
+        "if seed == 12: result.update(reached=False, energy=5.0, time=0.1, end_epoch=1)\n"
+        "if seed == 13: sys.exit(3)\n"
+        "print(os.environ['ZEUS_JOB_ID'], sys.argv[1:], os.environ['ZEUS_COST_THRESH'])\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    optimizer = Listed(64, 32, 64, 128, 64)
+    master = master_of(tmp_path, optimizer, seed=11)
+    logdir = tmp_path / "here"
+    entries = master.run(python_job(program), 3, SIZES, 2.0, 0.5, logdir=logdir)
+
+    crashed = entries[2]
+    cost = 0.5 * 30 + 0.5 * MAX_POWER_W * 0.5
+    assert entries[:2] == [HistoryEntry(64, None, 30.0, True, 0.5), HistoryEntry(32, None, 5.0, False, 0.1)]
+    assert (crashed.bs, crashed.reached) == (64, False)
+    assert crashed.energy == MAX_POWER_W * crashed.time
+    assert entries[3:] == [HistoryEntry(128, None, 30.0, True, 0.5), HistoryEntry(64, None, 30.0, True, 0.5)]
+    assert optimizer.seen == [
+        (64, cost, True),
+        (32, 7.5, False),
+        (64, crashed.energy, False),
+        (128, cost, True),
+        (64, cost, True),
+    ]
+    printed = "".join(path.read_text() for path in sorted(logdir.glob("*.log")))
+    assert printed.splitlines() == [
+        "rec01+try01 ['64', '0.5', '11'] inf",
+        f"rec02+try01 ['32', '0.25', '12'] {2 * cost}",
+        f"rec02+try03 ['128', '1.0', '14'] {2 * cost}",
+        f"rec03+try01 ['64', '0.5', '15'] {2 * cost}",
+    ]
+    kept = json.loads((logdir / "history.json").read_text())
+    assert [(run["job_id"], run["outcome"]) for run in kept["history"]] == [
+        ("rec01+try01", "completed"),
+        ("rec02+try01", "early_stopped"),
+        ("rec02+try02", "failed"),
+        ("rec02+try03", "completed"),
+        ("rec03+try01", "completed"),
+    ]
+    assert kept["history"][2]["reason"].startswith("exit status 3")
+    assert (kept["history"][0]["cost_ub"], kept["running"], kept["observed"]) == ("Infinity", None, 5)
+
+
+def test_a_default_that_does_not_reach_the_target_is_an_error(tmp_path: Path) -> None:
+    program = WRITES_A_RESULT + "result.update(reached=False, end_epoch=20); open(where, 'w').write(json.dumps(result))"
+    master = master_of(tmp_path, Listed(64, 32))
+    for resume in ({"logdir": tmp_path / "here"}, {"resume_from": tmp_path / "here"}):
+        with pytest.raises(
+            ZeusBSOTrainFailError, match=r"default batch size 64 did not reach the target metric 0\.8 in 20"
+        ):
+            master.run(python_job(program), 2, SIZES, 2.0, 0.5, **resume)
+    assert len(MasterState.read(tmp_path / "here").history) == 1
+
+
+def test_a_recurrence_is_given_up_after_twenty_tries_and_a_resume_goes_on_after_it(tmp_path: Path) -> None:
+    job = python_job(f"import os; assert os.path.exists({str(tmp_path / 'mended')!r})\n" + REACHES)
+    with pytest.raises(ZeusBSOTrainFailError, match="recurrence 1 is given up, as none of its 20 tries"):
+        master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
+    (tmp_path / "mended").touch()
+    entries = master_of(tmp_path).run(job, 2, SIZES, 2.0, 0.5, resume_from=tmp_path / "here")
+    assert [entry.reached for entry in entries] == [False] * MAX_TRIES + [True]
+    assert MasterState.read(tmp_path / "here").history[-1].job_id == "rec02+try01"
+
+
+def test_a_directory_is_resumed_only_as_it_was_begun_and_by_one_master(tmp_path: Path) -> None:
+    import fcntl
+
+    job, here = python_job(REACHES), tmp_path / "here"
+    master = master_of(tmp_path)
+    master.run(job, 1, SIZES, 2.0, 0.5, logdir=here)
+    with pytest.raises(ZeusBSOConfigError, match="holds another master's history"):
+        master.run(job, 1, SIZES, 2.0, 0.5, logdir=here)
+    with pytest.raises(ZeusBSOConfigError, match=r"was begun with eta_knob 0.5, not 0.25"):
+        master.run(job, 1, SIZES, 2.0, 0.25, resume_from=here)
+    with pytest.raises(ZeusBSOConfigError, match="there is nothing to resume"):
+        master.run(job, 1, SIZES, 2.0, 0.5, resume_from=tmp_path / "nowhere")
+    with (here / ".master.lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ZeusBSOConfigError, match="another master works in"):
+            master.run(job, 2, SIZES, 2.0, 0.5, resume_from=here)
+
+
+def test_an_optimizer_without_a_state_is_led_through_the_history_again(tmp_path: Path) -> None:
+    job, here = python_job(REACHES), tmp_path / "here"
+    master_of(tmp_path, Listed(64, 32)).run(job, 2, SIZES, 2.0, 0.5, logdir=here)
+    again = Listed(64, 32, 128)
+    entries = master_of(tmp_path, again).run(job, 3, SIZES, 2.0, 0.5, resume_from=here)
+    assert [entry.bs for entry in entries] == [64, 32, 128]
+    assert [bs for bs, _, _ in again.seen] == [64, 32, 128]
+
+
+def runs_of(costs: list[tuple[float, bool]]) -> list[Run]:
+    runs = [run_of_cost(job_of(), 64, cost, time_s=1.0, reached=reached) for cost, reached in costs]
+    return [run.model_copy(update={"energy_source": None}) for run in runs]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1000).map(float), st.booleans()), max_size=120),
+    st.one_of(st.none(), st.floats(1.0, 10.0)),
+    st.integers(0, 1000),
+)
+def test_recurrence_try_seed_and_bound_follow_from_the_runs(
+    costs: list[tuple[float, bool]], beta: float | None, seed: int
+) -> None:
+    # Cut into recurrences: each ends with the first run that reaches, or with its twentieth.
+    recurrences: list[list[tuple[float, bool]]] = [[]]
+    for run in costs:
+        recurrences[-1].append(run)
+        if run[1] or len(recurrences[-1]) == 20:
+            recurrences.append([])
+    totals = [sum(cost for cost, _ in tries) for tries in recurrences[:-1] if tries[-1][1]]
+
+    upcoming = NextRun.after(runs_of(costs), seed=seed, beta_knob=beta)
+
+    assert (upcoming.recurrence, upcoming.tries) == (len(recurrences), len(recurrences[-1]) + 1)
+    assert upcoming.seed == seed + len(costs)
+    assert upcoming.cost_ub == (beta * min(totals) if totals and beta else math.inf)
+
+
+# Optimizers.
+
+
+def test_the_policy_in_this_process_goes_on_where_its_state_was_kept() -> None:
+    job, prices = job_of(), {32: 5.0, 64: 3.0, 128: 4.0}
+
+    def played(optimizer: PolicyOptimizer, times: int) -> list[int]:
+        sizes = []
+        for _ in range(times):
+            sizes.append(optimizer.predict(job))
+            optimizer.observe(job, sizes[-1], prices[sizes[-1]] + 0.1 * len(sizes), converged=True)
+        return sizes
+
+    whole = PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3)
+    whole.register_job(job, SIZES)
+    expected = played(whole, 8)
+    first, second = (PolicyOptimizer(policy="zeus", num_pruning_rounds=1, seed=3) for _ in range(2))
+    first.register_job(job, SIZES)
+    begun = played(first, 4)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.register_job(job, SIZES)
+    assert begun == expected[:4]
+    assert begun[:3] == [64, 32, 128]
+    next_size = second.predict(job)
+    assert next_size == expected[4]
+
+
+def test_the_policy_in_this_process_excludes_sizes_that_do_not_fit_or_crash_again_and_again(tmp_path: Path) -> None:
+    program = (
+        "import sys\nif sys.argv[1] == '128': raise MemoryError\nif sys.argv[1] == '32': raise KeyError('bad')\n"
+        + REACHES
+    )
+    optimizer = PolicyOptimizer(policy="zeus", num_pruning_rounds=1)
+    entries = master_of(tmp_path, optimizer).run(python_job(program), 6, SIZES, None, 0.5)
+    assert [(entry.bs, entry.reached) for entry in entries] == [
+        (64, True),
+        *[(32, False)] * 3,
+        (128, False),
+        *[(64, True)] * 5,
+    ]
+
+
+def test_when_no_size_works_the_policy_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ZeusBSORuntimeError, match="even batch size 32 ran out of memory"):
+        master_of(tmp_path, PolicyOptimizer(policy="zeus")).run(python_job("raise MemoryError"), 1, SIZES, 2.0, 0.5)
+
+
+def test_the_policy_in_this_process_plays_gp_voi_and_learns_epochs(tmp_path: Path) -> None:
+    # 32 takes 4 epochs of 10 J, 64 6 of 10 J, and 128 reaches nothing within the 20 that it may have.
+    program = WRITES_A_RESULT + (
+        "bs = int(sys.argv[1])\n"
+        "epochs = {32: 4, 64: 6, 128: 20}[bs]\n"
+        "result.update(energy=10.0 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=bs < 128)\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    first, second = PolicyOptimizer(), PolicyOptimizer(policy="gp_voi")
+    entries = master_of(tmp_path, first).run(python_job(program), 8, SIZES, None, 1.0, logdir=tmp_path / "here")
+    assert entries[0].bs == 64
+    assert {entry.bs for entry in entries[-3:]} == {32}
+    resumed = master_of(tmp_path, second).run(python_job(program), 9, SIZES, None, 1.0, resume_from=tmp_path / "here")
+    assert resumed[-1].bs == first.predict(python_job(program)) == 32
+    trials = [(trial["epoch"], trial["energy_j"], trial["state"]) for trial in second.state_dict()["trials"][:1]]
+    assert trials == [(6.0, 60.0, TrialState.COMPLETED)]
+
+
+def test_the_policy_in_this_process_decides_as_the_server_does(tmp_path: Path, client: LocalServer) -> None:
+    program = WRITES_A_RESULT + (
+        "bs, seed = int(sys.argv[1]), int(sys.argv[3])\n"
+        "if seed % 7 == 3: sys.exit(2)\n"
+        "if bs == 128: raise MemoryError\n"
+        "epochs = 20 if seed % 5 == 4 else 3 + seed % 3\n"
+        "result.update(energy=bs / 8 * epochs, time=0.1 * epochs, end_epoch=epochs, reached=epochs < 20)\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    # In this process a job has no β, and the policy weighs tries by where they may be stopped: neither has one here.
+    server = ServerOptimizer(client, GPUS, eta_knob=1.0, beta_knob=None, options={"policy": "gp_voi"})
+    sizes = [16, 32, 64, 128]
+    entries = [
+        [
+            (entry.bs, entry.reached)
+            for entry in master_of(tmp_path / name, optimizer).run(
+                python_job(program), 10, sizes, None, 1.0, logdir=tmp_path / name / "here"
+            )
+        ]
+        for name, optimizer in (("server", server), ("here", PolicyOptimizer()))
+    ]
+    assert entries[0] == entries[1]
+    assert len({batch_size for batch_size, _ in entries[0]}) > 2
+
+
+def test_a_state_is_resumed_with_its_policy() -> None:
+    begun = PolicyOptimizer(policy="zeus")
+    begun.register_job(job_of(), SIZES)
+    begun.predict(job_of())
+    resumed = PolicyOptimizer()
+    resumed.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    assert resumed.state_dict() == begun.state_dict()
+    with pytest.raises(ZeusBSOConfigError, match="was begun with policy zeus, not gp_voi"):
+        PolicyOptimizer(policy="gp_voi").load_state_dict(begun.state_dict())
+    with pytest.raises(ZeusBSOConfigError, match="which has gp_voi and zeus"):
+        PolicyOptimizer(policy="bandit")
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[BsoClient | LocalServer]:
+    """Of a server in this process."""
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        yield client
+
+
+def server_optimizer(client: LocalServer, **options: Any) -> ServerOptimizer:
+    return ServerOptimizer(client, GPUS, options={"policy": "zeus", "num_pruning_rounds": 1, "mab_seed": 1, **options})
+
+
+def test_each_run_ends_its_trial_on_the_server_as_it_ended(tmp_path: Path, client: LocalServer) -> None:
+    program = WRITES_A_RESULT + (
+        "bs = int(sys.argv[1])\n"
+        "if bs == 32 and sys.argv[3] == '123457': sys.exit(2)\n"
+        "if bs == 32: result.update(reached=False, end_epoch=2, energy=1.0, time=0.1)\n"
+        "if bs == 128: raise MemoryError\n"
+        "open(where, 'w').write(json.dumps(result))"
+    )
+    master = master_of(tmp_path, server_optimizer(client))
+    entries = master.run(python_job(program), 3, SIZES, 2.0, 0.5, logdir=tmp_path / "here")
+
+    shown = client.show_job("tiny")
+    assert [(trial.batch_size, trial.state) for trial in shown.trials] == [
+        (64, TrialState.COMPLETED),
+        (32, TrialState.FAILED),
+        (32, TrialState.EARLY_STOPPED),
+        (128, TrialState.INFEASIBLE),
+        (64, TrialState.COMPLETED),
+        (64, TrialState.COMPLETED),
+    ]
+    assert [trial.batch_size for trial in shown.trials] == [entry.bs for entry in entries]
+    assert "exit status 2" in (shown.trials[1].message or "")
+    assert "out of memory: MemoryError" in (shown.trials[3].message or "")
+    kept = MasterState.read(tmp_path / "here").history
+    assert [trial.cost_j for trial in shown.trials if trial.metric is not None] == [
+        pytest.approx(run.cost) for run in kept if run.was_measured
+    ]
+    assert shown.best_batch_size == cheapest_size(kept) == 64
+
+
+def test_the_server_can_be_driven_by_costs_alone(client: LocalServer) -> None:
+    optimizer, job = server_optimizer(client), job_of()
+    optimizer.register_job(job, SIZES)
+    assert optimizer.predict(job) == 64
+    optimizer.observe(job, 64, 50.0, converged=True)
+    assert optimizer.predict(job) == 32
+    optimizer.observe(job, 32, 70.0, converged=False)
+    first, second = client.show_job("tiny").trials
+    assert (first.state, first.cost_j) == (TrialState.COMPLETED, pytest.approx(50.0))
+    assert (second.state, second.cost_j) == (TrialState.EXHAUSTED, pytest.approx(70.0))
+
+
+def test_a_run_that_ends_while_the_server_is_away_is_judged_later_as_it_judged_itself(
+    server: ServerProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = job_of()
+    with BsoClient(server.url, retries=NO_RETRIES) as client:
+        optimizer = server_optimizer(client)
+        optimizer.register_job(job, SIZES)
+        optimizer.predict(job)
+        optimizer.observe_run(job, runs_of([(100.0, True)])[0])
+        size = optimizer.predict(job)
+        server.kill()
+        # Stopped before its second epoch, which would have crossed the bound of 200 J; it has spent 120 J.
+        stopped = runs_of([(120.0, False)])[0].model_copy(
+            update={"bs": size, "cost_ub": 200.0, "outcome": "early_stopped", "end_epoch": 1}
+        )
+        optimizer.observe_run(job, stopped)
+        server.start()
+        assert main(["sync"]) == 0
+        assert "1 delivered" in capsys.readouterr().out
+        last = client.show_job("tiny").trials[-1]
+    assert (last.state, last.epochs) == (TrialState.EARLY_STOPPED, 1)
+
+
+def test_the_knobs_of_master_and_optimizer_must_agree(tmp_path: Path, client: LocalServer) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"eta_knob is 1.0 here and 0.5 in the optimizer"):
+        master_of(tmp_path, server_optimizer(client)).run(python_job(REACHES), 1, SIZES, 2.0, 1.0)
+
+
+def test_a_trial_whose_dispatch_was_not_kept_is_found_again(client: LocalServer) -> None:
+    job = job_of()
+    before = server_optimizer(client)
+    before.register_job(job, SIZES)
+    kept = json.loads(json.dumps(before.state_dict()))
+    assert before.predict(job) == 64
+    after = server_optimizer(client)
+    after.load_state_dict(kept)
+    after.register_job(job, SIZES)
+    assert after.predict(job) == 64
+    assert len(client.show_job("tiny").trials) == 1
+    before.interrupt()
+    after.interrupt()
+
+
+# The conclusion.
+
+
+def test_the_conclusion_compares_with_the_default() -> None:
+    runs = runs_of([(100.0, True), (50.0, True), (7.0, False)])
+    runs[1] = runs[1].model_copy(update={"bs": 32})
+    assert conclusion(runs, 64).splitlines() == [
+        "Cheapest batch size: 32, 50 J a run, the mean of 1. The default, 64, costs 100 J: 50% saved with every run "
+        "from now on.",
+        "2 of 3 runs reached the target, in 2.0 s and 150 J; all runs took 3.0 s and 157 J.",
+        "Energy: as the script says.",
+    ]
+    assert conclusion([], 64).startswith("No run has reached the target yet.")

@@ -1,0 +1,300 @@
+"""``zeus-plugins master run``, killed, interrupted and resumed."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm
+from tests.support.masters import ROOT, TRAINING
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.master import MasterState
+from zeus_plugins.master.history import cheapest_size
+from zeus_plugins.protocol import TrialState
+
+LONG_S = 120.0
+# What a master imports.
+MASTER = (
+    "zeus_plugins.cli",
+    "zeus_plugins.master.optimizers",
+    "zeus_plugins.client.local",
+    "alembic.command",
+    "rich.live",
+)
+
+TOML = """
+[job]
+name = "tiny"
+dataset = "digits"
+network = "softmax"
+optimizer = "sgd"
+target_metric = 0.8
+max_epochs = 20
+default_bs = 64
+default_lr = 0.5
+command = "{command} --ends {ends}"
+workdir = "{workdir}"
+
+[master]
+batch_sizes = [32, 64, 128]
+beta_knob = 4.0
+
+[optimizer]
+kind = "{kind}"
+options = {{ num_pruning_rounds = 1, {options} }}
+
+[gpus]
+max_power = 100
+number_of_gpus = 1
+gpu_model = "none"
+"""
+
+
+# Both play the same sizes, in an order that tests know.
+OPTIONS = {"server": 'policy = "zeus", mab_seed = 1', "policy": 'policy = "zeus", seed = 1'}
+
+
+class Bench:
+    """The command in a directory of its own."""
+
+    def __init__(self, directory: Path, kind: str, *ends: str) -> None:
+        self.directory = directory
+        self.logs = directory / "logs"
+        ends_file = directory / "ends"
+        ends_file.write_text("\n".join(ends or ("train",)))
+        toml = TOML.format(command=TRAINING, ends=ends_file, workdir=ROOT, kind=kind, options=OPTIONS[kind])
+        (directory / "job.toml").write_text(toml)
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "ZEUS_BSO_DATABASE_URL": f"sqlite:///{directory / 'bso.sqlite3'}",
+        }
+        self.environ.pop("ZEUS_SERVER_URL", None)
+
+    def start(self, recurrences: int, *arguments: str, output: Path | None = None) -> warm.Process:
+        if output is None:
+            output = self.directory / "output"
+            output.unlink(missing_ok=True)
+        self.output = output
+        command = ["zeus_plugins", "master", "run", "job.toml", "--log-base", str(self.logs)]
+        command += ["--recurrences", str(recurrences), *arguments]
+        return warm.start(*command, modules=MASTER, output=self.output, environ=self.environ, folder=self.directory)
+
+    def end_of(self, process: warm.Process) -> tuple[int, str]:
+        """Its exit status, and what it said."""
+        return process.wait(LONG_S), self.output.read_text()
+
+    def run(self, recurrences: int, *arguments: str) -> str:
+        status, output = self.end_of(self.start(recurrences, *arguments))
+        assert status == 0, output
+        return output
+
+    def wait_for_script(self, process: warm.Process) -> int:
+        """Until a script waits for `go`; its pid."""
+        waits = self.logs / "go.waits"
+        while not (waits.exists() and waits.read_text()):
+            assert process.poll() is None, self.output.read_text()
+            time.sleep(0.02)
+        pid = int(waits.read_text())
+        waits.unlink()
+        return pid
+
+    @property
+    def state(self) -> MasterState:
+        # A master that was killed before it had begun anything leaves an empty directory.
+        (directory,) = {path.parent for path in self.logs.glob("*/history.json")}
+        return MasterState.read(directory)
+
+    @property
+    def begun(self) -> list[str]:
+        """The runs that scripts have begun: job ids."""
+        begun = self.logs / "begun.txt"
+        return [line.split()[0] for line in begun.read_text().splitlines()] if begun.exists() else []
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+@pytest.mark.slow
+def test_the_command_finds_the_size_that_the_server_shows(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "server")
+    output = bench.run(4)
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        shown = client.show_job("tiny")
+    state = bench.state
+    assert len(state.history) == 4
+    assert shown.best_batch_size == cheapest_size(state.history)
+    assert f"Cheapest batch size: {shown.best_batch_size}" in output.replace("the default, ", "")
+    assert "rec04+try01: batch size" in output
+    assert "accuracy 0." in output
+
+
+@pytest.mark.parametrize("kind", ["server", pytest.param("policy", marks=pytest.mark.slow)])
+def test_a_killed_master_takes_the_result_that_its_script_has_left(tmp_path: Path, kind: str) -> None:
+    bench = Bench(tmp_path, kind, "train", "wait", "train")
+    process = bench.start(3)
+    bench.wait_for_script(process)
+    process.kill()
+    process.wait()
+    (bench.logs / "go").touch()
+    output = bench.run(3, "--resume")
+    assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01", "rec03+try01"]
+    assert bench.begun == ["rec01+try01", "rec02+try01", "rec03+try01"]
+    assert "resumed after 1 runs" in output
+    assert [run.seed for run in bench.state.history] == [123456, 123457, 123458]
+
+
+def test_a_script_that_was_killed_with_its_master_is_launched_again(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "server", "wait", "train")
+    process = bench.start(2)
+    script = bench.wait_for_script(process)
+    process.kill()
+    process.wait()
+    os.kill(script, signal.SIGKILL)
+    (bench.logs / "go").touch()
+    bench.run(2, "--resume")
+    assert [(run.job_id, run.seed) for run in bench.state.history] == [("rec01+try01", 123456), ("rec02+try01", 123457)]
+    assert bench.begun == ["rec01+try01", "rec01+try01", "rec02+try01"]
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["server", "policy"])
+def test_a_master_that_is_killed_again_and_again_repeats_no_run_and_loses_none(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Bench(tmp_path / "undisturbed", kind, *["train", "kill", "train", "memory", "train"])
+    undisturbed.run(3)
+    (tmp_path / "killed").mkdir()
+    bench = Bench(tmp_path / "killed", kind, *["train", "kill", "train", "memory", "train"])
+    statuses = []
+    for seconds_into_run in (0, 0.03, 0.1, 0.3):
+        begun = len(bench.begun)
+        process = bench.start(3, *(["--resume"] if list(bench.logs.glob("*/history.json")) else []))
+        while len(bench.begun) == begun and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(seconds_into_run)
+        process.kill()
+        statuses.append(process.wait())
+    assert -signal.SIGKILL in statuses
+    bench.run(3, "--resume")
+    history = [(run.job_id, run.bs, run.seed, run.reached) for run in bench.state.history]
+    assert history == [(run.job_id, run.bs, run.seed, run.reached) for run in undisturbed.state.history]
+    # Only a run whose failure no master has seen is begun again.
+    assert list(dict.fromkeys(bench.begun)) == undisturbed.begun
+    measured = [run.job_id for run in bench.state.history if run.was_measured]
+    assert all(bench.begun.count(job_id) == 1 for job_id in measured)
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [
+        pytest.param(signal.SIGINT, 130, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow, id="SIGTERM"),
+    ],
+)
+def test_an_interrupted_master_ends_its_script_first_and_can_be_resumed(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    bench = Bench(tmp_path, "server", "train", "wait", "train")
+    process = bench.start(2)
+    script = bench.wait_for_script(process)
+    process.send_signal(number)
+    assert bench.end_of(process)[0] == status, bench.output.read_text()
+    assert is_gone(script)
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert client.show_job("tiny").trials[-1].state is TrialState.SUSPENDED
+    assert "KeyboardInterrupt" in (next(bench.logs.glob("*/rec02+try01.train.log"))).read_text()
+    (bench.logs / "go").touch()
+    bench.run(2, "--resume")
+    assert [run.job_id for run in bench.state.history] == ["rec01+try01", "rec02+try01"]
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        assert [trial.state for trial in client.show_job("tiny").trials] == [TrialState.COMPLETED] * 2
+
+
+def test_a_second_ctrl_c_ends_a_script_that_does_not_listen(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy", "stubborn")
+    process = bench.start(1)
+    script = bench.wait_for_script(process)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)  # The master has time to ask the script, which does not listen.
+    assert not is_gone(script)
+    process.send_signal(signal.SIGINT)
+    assert bench.end_of(process)[0] == 130, bench.output.read_text()
+    assert is_gone(script)
+
+
+@pytest.mark.slow
+def test_a_resumed_master_waits_for_the_script_and_ctrl_c_ends_that_too(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy", "wait", "train")
+    process = bench.start(1)
+    script = bench.wait_for_script(process)
+    process.kill()
+    process.wait()
+    resumed = bench.start(1, "--resume")
+    while not (bench.output.exists() and "rec01+try01" in bench.output.read_text()):
+        assert resumed.poll() is None
+        time.sleep(0.02)
+    time.sleep(0.5)  # It does not end by itself.
+    assert resumed.poll() is None
+    assert not is_gone(script)
+    resumed.send_signal(signal.SIGINT)
+    resumed.wait(LONG_S)
+    assert is_gone(script)
+    (bench.logs / "go").touch()
+    bench.run(1, "--resume")
+    assert bench.begun == ["rec01+try01"] * 2
+
+
+def test_a_terminal_gets_a_table(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "policy")
+    bench.environ.update(TERM="xterm", COLUMNS="120", LINES="40")
+    terminal, end = pty.openpty()
+    process = bench.start(1, output=Path(os.ttyname(end)))
+    shown = b""
+    while (status := process.poll()) is None or select.select([terminal], [], [], 0)[0]:
+        if select.select([terminal], [], [], 0.02)[0]:
+            shown += os.read(terminal, 65536)
+    os.close(end)
+    os.close(terminal)
+    assert status == 0
+    text = shown.decode()
+    assert "learning rate" in text
+    assert "┃" in text
+    assert "training …" in text
+    assert "target reached after" in text
+    assert "epoch 1: accuracy" in text
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("max_epochs = 20", "max_epochs = 0", "job.max_epochs"),
+        ("[gpus]", "[gups]", "gups: Extra inputs"),
+        ("default_lr = 0.5", "", "job.default_lr: Field required"),
+        ("[job]", "[job", "is no TOML"),
+        ("default_bs = 64", "default_bs = 65", "default_bs 65 is not one of the batch sizes"),
+        ("--lr", "{width}", "{width}, which has no value"),
+        ("num_pruning_rounds", "pruning", "pruning"),
+    ],
+)
+def test_a_wrong_file_is_told_in_a_line(tmp_path: Path, before: str, after: str, says: str) -> None:
+    bench = Bench(tmp_path, "policy")
+    path = tmp_path / "job.toml"
+    path.write_text(path.read_text().replace(before, after))
+    status, output = bench.end_of(bench.start(1))
+    assert status == 1
+    (line,) = [line for line in output.splitlines() if not line.startswith("logs: ")]
+    assert says in line

@@ -1,0 +1,595 @@
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import NO_RETRIES, Retries
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import (
+    ZEUS,
+    CreatedJob,
+    Ending,
+    GpuConfig,
+    JobSpec,
+    OfflineTrial,
+    Origin,
+    PowerLimitChoice,
+    PowerLimitSample,
+    ReportResponse,
+    TrainingResult,
+    TrialDispatch,
+    TrialId,
+    TrialState,
+)
+
+JOB = CreatedJob.of(
+    JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(64, 32), default_batch_size=32, beta_knob=None),
+    GpuConfig(max_power=300.0, number_of_gpus=2, gpu_model="A40"),
+)
+TRIAL = TrialId(job_id="mnist-1", batch_size=32, trial_number=3)
+RESULT = TrainingResult(**TRIAL.model_dump(), time=1.5, energy=20.0, metric=0.9, current_epoch=2, energy_source="nvml")
+CHOICE = PowerLimitChoice(
+    gpus=GpuConfig(max_power=300.0, number_of_gpus=2, gpu_model="A40"),
+    samples=(PowerLimitSample(limit_w=125.0, steps=40, time_s=8.0, energy_j=1500.0, source="nvml"),),
+    chosen_limit_w=125.0,
+)
+TOKEN = "s3cret"  # noqa: S105 - of no server
+DISPATCH = {"job_id": "mnist-1", "batch_size": 32, "trial_number": 3}
+NAMED = DISPATCH | {"registration_id": None, "lease_epoch": None}
+VERDICT = {"stop_train": False, "converged": False, "message": "on"}
+
+
+class Recorder:
+    """Gives one answer to every request and keeps the last request."""
+
+    def __init__(self, status: int = 200, **answer: object) -> None:
+        self.status, self.answer = status, answer
+        self.request: httpx.Request | None = None
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.request = request
+        return httpx.Response(self.status, **self.answer)
+
+
+def client_of(
+    handler: Callable[[httpx.Request], httpx.Response], url: str = "http://bso:8000", **options: Any
+) -> BsoClient:
+    return BsoClient(url, transport=httpx.MockTransport(handler), retries=NO_RETRIES, **options)
+
+
+REQUESTS: dict[str, Any] = {
+    "register": (
+        lambda client: client.register(JOB),
+        JOB.model_dump(mode="json"),
+        "POST /jobs",
+        {
+            "job_id": "mnist-1",
+            "job_id_prefix": "mnist",
+            "batch_sizes": [32, 64],
+            "default_batch_size": 32,
+            "eta_knob": 0.5,
+            "beta_knob": None,
+            "target_metric": 0.5,
+            "higher_is_better_metric": True,
+            "max_epochs": 100,
+            "num_pruning_rounds": 2,
+            "window_size": 0,
+            "mab_prior_mean": 0.0,
+            "mab_prior_precision": 0.0,
+            "mab_num_explorations": 2,
+            "mab_seed": None,
+            "policy": "gp_voi",
+            "max_power": 300.0,
+            "number_of_gpus": 2,
+            "gpu_model": "A40",
+            "fingerprint": None,
+            "registration_id": None,
+        },
+    ),
+    "request_trial": (
+        lambda client: client.request_trial("a&b c"),
+        DISPATCH,
+        "GET /jobs/batch_size?job_id=a%26b+c",
+        None,
+    ),
+    "send_report": (
+        lambda client: client.send_report(RESULT),
+        VERDICT,
+        "POST /report",
+        {
+            **NAMED,
+            "time": 1.5,
+            "energy": 20.0,
+            "metric": 0.9,
+            "current_epoch": 2,
+            "energy_source": "nvml",
+            "judged_by": None,
+        },
+    ),
+    "end_trial": (
+        lambda client: client.end_trial(TrialDispatch(**DISPATCH, origin=Origin.BANDIT, reason="why not")),
+        None,
+        "PATCH /trials",
+        NAMED | {"outcome": "failed", "ended_early": False, "detail": None},
+    ),
+    "end_trial otherwise": (
+        lambda client: client.end_trial(TRIAL, Ending(outcome=TrialState.SUSPENDED, detail="the node was needed")),
+        None,
+        "PATCH /trials",
+        NAMED | {"outcome": "suspended", "ended_early": False, "detail": "the node was needed"},
+    ),
+    "heartbeat": (
+        lambda client: client.heartbeat(TRIAL),
+        {"state": "running", "lease_s": 180, "interval_s": 30, "lease_epoch": 1},
+        "PATCH /trials/heartbeat",
+        NAMED | {"regular": True, "resumes": False},
+    ),
+    "store_power_profile": (
+        lambda client: client.store_power_profile(TRIAL, CHOICE),
+        None,
+        "PUT /trials/power_profile",
+        NAMED | CHOICE.model_dump(mode="json"),
+    ),
+    "record_offline": (
+        lambda client: client.record_offline(OfflineTrial(job_id="mnist-1", batch_size=32), "key"),
+        DISPATCH,
+        "POST /trials",
+        {"job_id": "mnist-1", "batch_size": 32},
+    ),
+    "delete_job": (lambda client: client.delete_job("mnist-1"), None, "DELETE /jobs?job_id=mnist-1", None),
+    "list_jobs": (lambda client: client.list_jobs(), {"jobs": []}, "GET /api/jobs", None),
+    "show_job": (
+        lambda client: client.show_job("a/b"),
+        {
+            "job": JOB.model_dump(mode="json"),
+            "stage": "pruning",
+            "min_cost_j": None,
+            "best_batch_size": None,
+            "arms": [],
+            "trial_count": 0,
+            "trials": [],
+        },
+        "GET /api/jobs/a%2Fb",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("prefix", ["", "/tools/bso"])
+def test_a_method_sends_exactly_its_request(name: str, prefix: str) -> None:
+    call, answer, request_line, body = REQUESTS[name]
+    server = Recorder(json=answer)
+    with client_of(server, f"http://bso:8000{prefix}/") as client:
+        call(client)
+    method, target = request_line.split(" ")
+    assert server.request is not None
+    assert (server.request.method, server.request.url.raw_path.decode()) == (method, prefix + target)
+    assert server.request.url.host == "bso"
+    assert (json.loads(server.request.content) if server.request.content else None) == body
+
+
+def test_answers_of_a_zeus_server_need_no_fields_of_ours() -> None:
+    with client_of(Recorder(json=DISPATCH)) as client:
+        assert client.request_trial("mnist-1") == TrialDispatch(**DISPATCH, origin=None, reason=None)
+    with client_of(Recorder(json=VERDICT)) as client:
+        assert client.send_report(RESULT) == ReportResponse(
+            stop_train=False, converged=False, message="on", reason=None
+        )
+    theirs = {key: value for key, value in JOB.model_dump(mode="json").items() if key != "policy"}
+    with client_of(Recorder(201, json=theirs)) as client:
+        assert client.register(JOB) == JOB.model_copy(update={"policy": ZEUS})
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b'{"anything": 1}'])
+def test_ending_a_trial_needs_no_particular_answer(content: bytes) -> None:
+    with client_of(Recorder(content=content)) as client:
+        client.end_trial(TRIAL)
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"json": {"message": "no such job", "detail": "longer text"}}, "(404): no such job"),
+        ({"json": {"detail": "no such job"}}, "(404): no such job"),
+        ({"json": {"detail": [{"loc": ["body", "time"], "msg": "too small"}]}}, "(404): time: too small"),
+        ({"text": "Internal   Server\nError " + "x" * 500}, "Not Found: Internal Server Error " + "x" * 178 + ". Is"),
+        ({"json": ["no", "object"]}, '["no","object"]. Is this a batch size optimization server?'),
+        ({"json": {"other": 1}}, "Is this a batch size optimization server?"),
+        ({"content": b""}, "no text"),
+    ],
+)
+def test_a_refusal_says_what_the_server_said_and_to_which_request(answer: dict[str, Any], said: str) -> None:
+    with client_of(Recorder(404, **answer)) as client, pytest.raises(ZeusBSORuntimeError) as caught:
+        client.request_trial("mnist-1")
+    assert said in str(caught.value)
+    assert "GET http://bso:8000/jobs/batch_size?job_id=mnist-1" in str(caught.value)
+    assert caught.value.status == 404
+
+
+def test_a_server_error_keeps_its_status() -> None:
+    with client_of(Recorder(500, text="oops")) as client, pytest.raises(ZeusBSORuntimeError, match="oops") as caught:
+        client.send_report(RESULT)
+    assert caught.value.status == 500
+    assert not isinstance(caught.value, ZeusBSOServerUnreachableError)
+
+
+def test_a_refused_job_is_a_configuration_error_that_names_the_fields() -> None:
+    body = {
+        "message": "the job is invalid",
+        "errors": [{"field": "eta_knob", "message": "too large"}, {"field": "beta_knob", "message": "too small"}],
+    }
+    with client_of(Recorder(422, json=body)) as client, pytest.raises(ZeusBSOConfigError) as caught:
+        client.register(JOB)
+    assert "the job is invalid; eta_knob: too large; beta_knob: too small" in str(caught.value)
+
+
+def test_fields_that_the_message_names_already_are_not_said_twice() -> None:
+    body = {"message": "invalid: eta_knob: too large", "errors": [{"field": "eta_knob", "message": "too large"}]}
+    with client_of(Recorder(422, json=body)) as client, pytest.raises(ZeusBSOConfigError) as caught:
+        client.register(JOB)
+    assert str(caught.value).count("eta_knob") == 1
+
+
+def test_a_conflict_is_a_configuration_error_only_when_registering() -> None:
+    with client_of(Recorder(409, json={"message": "other configuration"})) as client:
+        with pytest.raises(ZeusBSOConfigError, match="other configuration"):
+            client.register(JOB)
+        with pytest.raises(ZeusBSORuntimeError, match="other configuration") as caught:
+            client.send_report(RESULT)
+    assert caught.value.status == 409
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_refused_token_says_which_variable_to_set(status: int) -> None:
+    with (
+        client_of(Recorder(status, json={"message": "token expired"})) as client,
+        pytest.raises(ZeusBSOConfigError, match=r"token expired.*ZEUS_BSO_TOKEN"),
+    ):
+        client.register(JOB)
+
+
+def test_a_redirect_names_the_address_to_use_instead() -> None:
+    server = Recorder(308, headers={"location": "https://me:secret@bso/jobs?key=secret"})
+    with client_of(server) as client, pytest.raises(ZeusBSORuntimeError) as caught:
+        client.register(JOB)
+    assert "redirected to https://***@bso/jobs?***; set server_url" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_the_page_of_another_web_server_is_recognised(name: str) -> None:
+    with (
+        client_of(Recorder(text="<html>Welcome</html>")) as client,
+        pytest.raises(
+            ZeusBSORuntimeError, match=r"http://bso:8000/.*does not look like a batch size optimization server"
+        ),
+    ):
+        REQUESTS[name][0](client)
+
+
+def test_an_answer_that_lacks_a_field_names_it() -> None:
+    with client_of(Recorder(json={"job_id": "a"})) as client, pytest.raises(ZeusBSORuntimeError, match="batch_size: "):
+        client.request_trial("a")
+
+
+# --- requests that are repeated ---------------------------------------------------------------------------------------
+
+
+class Troubled:
+    """Gives these answers in turn, and fails the test beyond them; an exception is raised."""
+
+    def __init__(self, *answers: int | type[httpx.TransportError]) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+
+    def client(self, **retries: Any) -> BsoClient:
+        retries = {"attempts": 4, "backoff_s": 0.0} | retries
+        return BsoClient("http://bso", transport=httpx.MockTransport(self), retries=Retries(**retries))
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if not isinstance(answer, int):
+            raise answer("as the test asked", request=request)
+        return httpx.Response(answer, json=DISPATCH)
+
+
+PASSING = [408, 425, 429, 500, 502, 503, 504, httpx.ConnectError, httpx.ReadTimeout, httpx.RemoteProtocolError]
+LASTING = [400, 401, 403, 404, 409, 422, 302]
+
+
+@pytest.mark.parametrize("trouble", PASSING)
+def test_what_may_pass_is_tried_again(trouble: int | type[httpx.TransportError]) -> None:
+    server = Troubled(trouble, trouble, 200)
+    assert server.client().request_trial("mnist-1").trial_number == 3
+    keys = {request.headers["Idempotency-Key"] for request in server.requests}
+    assert (len(server.requests), len(keys)) == (3, 1)  # one trial, however often it is asked for
+
+
+def test_another_dispatch_has_another_key() -> None:
+    server = Troubled(200, 200, 200)
+    client = server.client()
+    client.request_trial("mnist-1")
+    client.request_trial("mnist-1")
+    client.request_trial("mnist-1", "a key of one's own")
+    first, second, third = (request.headers["Idempotency-Key"] for request in server.requests)
+    assert first != second
+    assert third == "a key of one's own"
+
+
+@pytest.mark.parametrize("trouble", LASTING)
+def test_what_will_not_pass_is_not_tried_again(trouble: int) -> None:
+    server = Troubled(trouble)
+    with pytest.raises((ZeusBSORuntimeError, ZeusBSOConfigError)):
+        server.client().request_trial("mnist-1")
+
+
+def test_attempts_have_a_limit() -> None:
+    server = Troubled(*[503] * 4)
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
+        server.client(attempts=4).request_trial("mnist-1")
+    assert server.answers == []
+
+
+def test_patience_has_a_limit() -> None:
+    server = Troubled(503)
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
+        server.client(attempts=4, patience_s=-1.0).request_trial("mnist-1")
+
+
+def test_a_job_is_deleted_once() -> None:
+    server = Troubled(503)
+    with pytest.raises(ZeusBSORuntimeError, match="503"):
+        server.client().delete_job("mnist-1")
+
+
+@given(attempt=st.integers(min_value=1, max_value=6), backoff_s=st.floats(min_value=0, max_value=10))
+def test_waits_are_random_and_bounded(attempt: int, backoff_s: float) -> None:
+    assert 0 <= Retries(backoff_s=backoff_s).wait_s(attempt) <= backoff_s * 2 ** (attempt - 1)
+
+
+def test_no_two_trainings_wait_alike() -> None:
+    assert len({Retries().wait_s(3) for _ in range(20)}) == 20
+
+
+def test_a_forked_process_opens_its_own_connection() -> None:
+    client = Troubled().client()
+    connection = client._connection()
+    assert client._connection() is connection
+    client._http_pid += 1  # as a child would see it
+    assert client._connection() is not connection
+    connection.close()
+    client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "is_outage"),
+    [
+        (None, True),
+        (500, True),
+        (503, True),
+        (429, True),
+        (408, True),
+        (404, False),
+        (409, False),
+        (302, False),
+        (200, False),
+    ],
+)
+def test_an_outage_may_pass(status: int | None, is_outage: bool) -> None:
+    assert ZeusBSORuntimeError("", status=status).is_outage is is_outage
+
+
+# --- no answer: real sockets ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def url_of(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_nobody_listens(listener: socket.socket) -> None:
+    url = url_of(listener)
+    listener.close()
+    with BsoClient(url, retries=NO_RETRIES) as client, pytest.raises(ZeusBSOServerUnreachableError) as caught:
+        client.request_trial("mnist-1")
+    text = str(caught.value)
+    assert url in text
+    assert "refused" in text
+    assert "bso-server serve" in text
+    assert "ZEUS_SERVER_URL" in text
+    assert "\n" not in text
+    assert caught.value.status is None
+
+
+def test_a_server_that_never_answers(listener: socket.socket) -> None:
+    with (
+        BsoClient(url_of(listener), timeout_s=0.1, retries=NO_RETRIES) as client,
+        pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.1 s"),
+    ):
+        client.request_trial("mnist-1")
+
+
+def test_a_server_that_speaks_something_else(listener: socket.socket) -> None:
+    def greet() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(65536)
+            connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    thread = threading.Thread(target=greet)
+    thread.start()
+    with (
+        BsoClient(url_of(listener), retries=NO_RETRIES) as client,
+        pytest.raises(ZeusBSOServerUnreachableError, match=url_of(listener)),
+    ):
+        client.request_trial("mnist-1")
+    thread.join()
+
+
+# --- configuration and secrets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("127.0.0.1:8000", "127.0.0.1:8000"),
+        ("ftp://bso", "ftp://bso"),
+        ("http://", "http://"),
+        ("", "''"),
+        ("http://bso:port", "http://bso:port"),
+        ("http://bso:99999", "http://bso:99999"),
+        ("http://bso\x00", "bso"),
+        ("http://bso/?key=secret", "http://bso/?***"),
+        ("http://bso/#secret", "http://bso/?***"),
+        ("ftp://me:secret@bso", "ftp://***@bso"),
+        ("me:secret@bso:80", "***@bso:80"),
+        ("http://me:secret@bso:port", "http://***@bso:port"),
+        ("http://me:sec/ret@bso:port", "http://***@bso:port"),
+        ("http://me:sec?ret@bso", "http://***@bso"),
+        ("http://me:sec\nret@bso", "http://***@bso"),
+    ],
+)
+def test_a_server_url_that_cannot_work_is_named(url: str, named: str) -> None:
+    with pytest.raises(ZeusBSOConfigError) as caught:
+        BsoClient(url)
+    assert named in str(caught.value)
+    assert "sec" not in str(caught.value)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan")])
+def test_a_timeout_is_above_zero(timeout_s: float) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="timeout_s"):
+        BsoClient("http://bso", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "sécret"])
+def test_a_token_that_no_header_can_carry_is_refused_without_showing_it(token: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_BSO_TOKEN") as caught:
+        BsoClient("http://bso", token=token)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "token", "authorization"),
+    [
+        ("http://bso", None, None),
+        (" http://bso\n", "", None),
+        ("http://bso", "t0ken\n", "Bearer t0ken"),
+        ("http://me:p%40ss@bso", None, "Basic bWU6cEBzcw=="),
+    ],
+)
+def test_authorization(url: str, token: str | None, authorization: str | None) -> None:
+    server = Recorder(json=DISPATCH)
+    with client_of(server, url, token=token) as client:
+        client.request_trial("mnist-1")
+    assert server.request is not None
+    assert server.request.headers.get("authorization") == authorization
+
+
+def test_a_user_in_the_url_and_a_token_exclude_each_other() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="only one") as caught:
+        BsoClient("http://me:passw0rd@bso", token=TOKEN)
+    assert "passw0rd" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(("url", "token"), [("http://bso", TOKEN), ("http://me:s3cret@bso", None)])
+def test_secrets_appear_nowhere(url: str, token: str | None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+
+    def unreachable(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("cannot connect", request=request)
+
+    shown = []
+    for server in (Recorder(500, text="oops"), Recorder(403, text="forbidden"), Recorder(text="<p>"), unreachable):
+        with client_of(server, url, token=token) as client:
+            shown.append(repr(client))
+            with pytest.raises((ZeusBSORuntimeError, ZeusBSOConfigError)) as caught:
+                client.request_trial("mnist-1")
+            shown.append(str(caught.value))
+    assert "500 Internal Server Error" in caplog.text
+    assert TOKEN not in caplog.text + "".join(shown)
+
+
+def test_a_token_that_the_server_echoes_is_hidden() -> None:
+    server = Recorder(401, json={"message": "unknown token s3cret"})
+    with (
+        client_of(server, token=TOKEN) as client,
+        pytest.raises(ZeusBSOConfigError, match=r"unknown token \*\*\*"),
+    ):
+        client.request_trial("mnist-1")
+
+
+def test_a_client_can_be_pickled_before_and_after_its_first_call(listener: socket.socket) -> None:
+    url = url_of(listener)
+    listener.close()
+    with BsoClient(url, token=TOKEN, retries=NO_RETRIES) as client:
+        for _ in range(2):
+            with pickle.loads(pickle.dumps(client)) as copy, pytest.raises(ZeusBSOServerUnreachableError, match=url):  # noqa: S301
+                copy.request_trial("mnist-1")
+            with pytest.raises(ZeusBSOServerUnreachableError):
+                client.request_trial("mnist-1")
+
+
+def test_a_closed_client_can_be_used_again() -> None:
+    client = client_of(Recorder(json=DISPATCH))
+    client.close()
+    client.request_trial("mnist-1")
+    client.close()
+    assert client.request_trial("mnist-1").trial_number == 3
+    client.close()
+
+
+# --- a server that fails, and one that is away ------------------------------------------------------------------------
+
+
+def faults_told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_three_errors_of_the_server_itself_are_told_once_and_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    client = client_of(Recorder(500, json={"message": "OverflowError in gp_voi"})).with_retries(NO_RETRIES)
+    for told in (0, 0, 1, 1, 1):
+        # Heartbeats are sent by copies of the training's client.
+        with client.with_retries(NO_RETRIES) as copy, pytest.raises(ZeusBSORuntimeError):
+            copy.request_trial("mnist-1")
+        assert len(faults_told(caplog)) == told
+    (warning,) = faults_told(caplog)
+    assert "http://bso:8000 FAILS" in warning
+    assert "3 requests" in warning
+    assert "500" in warning
+    assert "OverflowError in gp_voi" in warning
+
+
+@pytest.mark.parametrize("trouble", [502, 503, 504, 429, httpx.ConnectError])
+def test_a_server_that_is_away_is_not_said_to_fail(
+    trouble: int | type[httpx.TransportError], caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeusBSORuntimeError):
+        Troubled(*[trouble] * 4).client().request_trial("mnist-1")
+    assert faults_told(caplog) == []
+
+
+def test_the_repetitions_of_one_request_count(caplog: pytest.LogCaptureFixture) -> None:
+    assert Troubled(500, 500, 500, 200).client().request_trial("mnist-1").trial_number == 3
+    assert len(faults_told(caplog)) == 1

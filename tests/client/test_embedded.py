@@ -1,0 +1,545 @@
+"""The server in the training's own process, on a SQLite file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.embedded import GPUS, JOB, final_report, is_open, monitor, session_of, trial_to_its_end
+from tests.support.servers import ServerProcess, bso_server
+from zeus_plugins import BatchSizeOptimizer
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import JobSpecFromClient, TrialDispatch, TrialState
+
+pytestmark = pytest.mark.usefixtures("file")
+
+
+def url_of(file: Path) -> str:
+    return f"sqlite:///{file}"
+
+
+def run(program: str, *arguments: str, check: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; any warning in it is an error."""
+    command = [sys.executable, *LOUD, "-c", program, *arguments]
+    return subprocess.run(command, env=environment(**environ), capture_output=True, text=True, check=check, timeout=120)
+
+
+LOUD = ["-W", "error"]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **more}
+
+
+def shown(file: Path) -> list[dict[str, object]]:
+    """The job's trials, as the command shows them."""
+    done = bso_server("jobs", "show", "digits-1", "--json", "--database-url", url_of(file))
+    assert done.returncode == 0, done.stderr
+    trials: list[dict[str, object]] = json.loads(done.stdout)["trials"]
+    return trials
+
+
+# --- one process ----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_server_url_a_training_runs_and_its_job_can_be_looked_at(file: Path) -> None:
+    with BatchSizeOptimizer(monitor(), None, JOB) as optimizer:
+        assert optimizer.get_batch_size() == 32
+        optimizer.on_train_begin()
+        optimizer.on_evaluate(0.1)
+        optimizer.on_evaluate(0.9)
+        assert optimizer.training_finished
+    (trial,) = shown(file)
+    # η · energy + (1 − η) · max_power · time: half of 20 J, and half of 100 W · 2 s.
+    assert (trial["trial_number"], trial["state"], trial["cost_j"]) == (1, "completed", 110.0)
+
+
+def test_the_file_is_open_from_the_first_request_to_the_close_and_no_thread_is_started(file: Path) -> None:
+    threads = threading.active_count()
+    client = client_from_environment()
+    assert client.server_url == f"embedded://{file}"
+    assert repr(client) == f"LocalServer('embedded://{file}')"
+    assert not file.exists()
+    for _ in range(2):
+        assert client.list_jobs().jobs == ()
+        assert is_open(file)
+        assert threading.active_count() == threads
+        client.close()
+        assert not is_open(file)
+        # A connection that is closed writes its log into the file.
+        assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_whoever_shares_a_file_does_not_mind_that_another_closes_it() -> None:
+    with client_from_environment() as client:
+        client.register(JobSpecFromClient.of(JOB, GPUS))
+        with client.with_retries(NO_RETRIES) as other, client_from_environment() as third:
+            trial = client.request_trial("digits-1")
+            other.heartbeat(trial)
+            third.end_trial(trial)
+        assert client.show_job("digits-1").trials[0].state is TrialState.FAILED
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_client_can_be_pickled_before_and_after_its_first_request(is_used: bool) -> None:
+    with client_from_environment() as client:
+        if is_used:
+            trial_to_its_end(client)
+        twin = pickle.loads(pickle.dumps(client))  # noqa: S301 - made here
+        assert twin.server_url == client.server_url
+    with twin:
+        assert trial_to_its_end(twin) == 1 + is_used
+
+
+def test_the_file_stays_the_same_whatever_the_working_directory(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(file.parent.parent)
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", "sqlite:///data/bso.sqlite3")
+    client = client_from_environment()
+    assert client.server_url == f"embedded://{file}"
+    monkeypatch.chdir(tmp_path / "there")
+    with client:
+        trial_to_its_end(client)
+    assert len(shown(file)) == 1
+
+
+def test_a_file_can_be_named_by_the_server_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    other = tmp_path / "an other.sqlite3"
+    monkeypatch.setenv("ZEUS_SERVER_URL", f"embedded://{other}")
+    with client_from_environment() as client:
+        assert client.server_url == f"embedded://{other}"
+        trial_to_its_end(client)
+    assert len(shown(other)) == 1
+    assert not file.exists()
+
+
+def test_the_file_comes_from_a_dotenv_file_as_the_servers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZEUS_BSO_DATABASE_URL")
+    monkeypatch.chdir(tmp_path)
+    Path(".env").write_text("ZEUS_BSO_DATABASE_URL=sqlite:///of-dotenv.sqlite3\n")
+    assert client_from_environment().server_url == f"embedded://{tmp_path / 'of-dotenv.sqlite3'}"
+
+
+def test_the_log_says_once_where_the_file_is_and_nothing_of_the_servers_everyday_life(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        with client_from_environment() as client:
+            trial_to_its_end(client)
+    (line,) = [record for record in caplog.records if str(file) in record.getMessage()]
+    assert line.levelno == logging.INFO
+    assert line.getMessage().endswith("look at it with: bso-server jobs list")
+    assert {record.name for record in caplog.records} == {"zeus_plugins"}
+    assert logging.getLogger("bso_server").level == logging.NOTSET
+
+
+def test_a_command_for_a_file_that_is_not_the_default_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with client_from_environment(f"embedded://{tmp_path / 'mine.sqlite3'}") as client:
+        client.list_jobs()
+    assert f"bso-server jobs list --database-url 'sqlite:///{tmp_path / 'mine.sqlite3'}'" in caplog.text
+
+
+def test_no_token_is_needed_on_a_file_whose_server_asks_for_one(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for command in (["db", "upgrade"], ["token", "create", "--name", "others"]):
+        assert bso_server(*command, "--database-url", url_of(file)).returncode == 0
+    with client_from_environment(token="of-elsewhere") as client:  # noqa: S106 - of no server
+        assert "there is a token" in caplog.text
+        trial_to_its_end(client)
+    with client_from_environment(f"embedded://{file}", token="of-elsewhere") as client:  # noqa: S106 - of no server
+        trial_to_its_end(client)
+
+
+def test_limits_for_callers_from_outside_do_not_hold_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_RATE_LIMIT_PER_MINUTE", "1")
+    monkeypatch.setenv("ZEUS_BSO_ALLOWED_HOSTS", "bso.example")
+    with client_from_environment() as client:
+        assert [trial_to_its_end(client) for _ in range(3)] == [1, 2, 3]
+
+
+def test_what_a_server_logs_is_logged_for_a_user_who_asks_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "bso_server"), client_from_environment() as client:
+        trial_to_its_end(client)
+    assert "job digits-1 trial 1: target reached" in caplog.text
+
+
+def test_threads_that_report_at_a_time_each_get_their_verdict_though_the_file_is_closed_meanwhile(file: Path) -> None:
+    client = client_from_environment().with_retries(NO_RETRIES)
+    client.register(JobSpecFromClient.of(JOB, GPUS))
+    trials = [client.request_trial("digits-1") for _ in range(4)]
+    verdicts: list[bool] = []
+
+    def report(trial: TrialDispatch) -> None:
+        verdicts.append(client.send_report(final_report(trial)).converged)
+
+    reporting = [threading.Thread(target=report, args=[trial]) for trial in trials]
+    with closing(sqlite3.connect(file, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        for thread in reporting:
+            thread.start()
+        time.sleep(0.5)
+        client.close()
+        assert verdicts == []
+        other.execute("ROLLBACK")
+    for thread in reporting:
+        thread.join()
+    client.close()
+    assert verdicts == [True] * 4
+
+
+# --- what cannot work -----------------------------------------------------------------------------------------------
+
+
+def made_by_a_newer_version(file: Path) -> None:
+    assert bso_server("db", "upgrade", "--database-url", url_of(file)).returncode == 0
+    with closing(sqlite3.connect(file)) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+
+
+def test_a_file_that_a_newer_version_made_is_refused_before_the_training(file: Path) -> None:
+    made_by_a_newer_version(file)
+    with (
+        BatchSizeOptimizer(monitor(), None, JOB) as optimizer,
+        pytest.raises(ZeusBSOConfigError, match="made by a newer version"),
+    ):
+        optimizer.get_batch_size()
+
+
+def test_a_file_that_is_no_database_is_an_outage_that_a_training_survives(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file.parent.mkdir()
+    file.write_text("no database " * 100)
+    with client_from_environment() as client, pytest.raises(ZeusBSOServerUnreachableError, match="not a database"):
+        client.with_retries(NO_RETRIES).list_jobs()
+    with client_from_environment() as client:
+        session = session_of(client.with_retries(NO_RETRIES))
+        assert session.ask() == 32
+        session.begin_measurement()
+        assert session.report_evaluation(1.0).converged
+        file.unlink()
+        session.end()
+    assert "in this process" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("postgresql://postgres@127.0.0.1/bso", "works on a SQLite file"),
+        ("sqlite://", "in memory"),
+        ("sqlite:////proc/bso/bso.sqlite3", "cannot keep its data"),
+    ],
+)
+def test_a_place_where_no_file_can_be_is_refused_at_once(url: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", url)
+    with pytest.raises(ZeusBSOConfigError, match=f"{says}(.|\n)*ZEUS_SERVER_URL"):
+        client_from_environment()
+
+
+def test_a_wrong_setting_of_the_server_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_CRASH_RETRIES", "none")
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_BSO_CRASH_RETRIES"):
+        client_from_environment()
+
+
+def test_a_request_waits_no_longer_than_its_timeout(file: Path) -> None:
+    impatient = client_from_environment(timeout_s=0.2).with_retries(NO_RETRIES)
+    with client_from_environment() as client, impatient:
+        trial_to_its_end(client)
+        with closing(sqlite3.connect(file, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.2 s"):
+                impatient.request_trial("digits-1")
+            other.execute("ROLLBACK")
+        assert trial_to_its_end(client) > 1
+
+
+WITHOUT_THE_EXTRA = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("litestar", "sqlalchemy", "alembic", "pydantic_settings", "platformdirs"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.errors import ZeusBSOConfigError
+
+job = JobSpec(job_id="digits-1", job_id_prefix="digits", batch_sizes=(32, 64), default_batch_size=32)
+try:
+    BatchSizeOptimizer(None, None, job)
+except ZeusBSOConfigError as error:
+    print(error)
+with BatchSizeOptimizer(None, "http://127.0.0.1:9", job):
+    print("a server elsewhere is fine")
+"""
+
+
+def test_without_the_extra_the_error_names_the_installation_and_the_alternative() -> None:
+    error, fine = run(WITHOUT_THE_EXTRA, ZEUS_ESTIMATED_POWER_W="65").stdout.splitlines()
+    assert "pip install 'zeus-plugins[server]'" in error
+    assert "ZEUS_SERVER_URL=http" in error
+    assert fine == "a server elsewhere is fine"
+
+
+# --- several processes ----------------------------------------------------------------------------------------------
+
+FIFTY_TRIALS = """
+import sys
+from itertools import repeat
+from zeus_plugins.client import client_from_environment
+from tests.support.embedded import trial_to_its_end
+
+print("ready", flush=True)
+sys.stdin.readline()
+with client_from_environment() as client:
+    print(*[trial_to_its_end(client) for _ in range(50)])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_play_fifty_trials_each_while_others_look(file: Path, tmp_path: Path) -> None:
+    trainings = [
+        subprocess.Popen(
+            [sys.executable, *LOUD, "-c", FIFTY_TRIALS],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for training in trainings:
+        assert training.stdout is not None
+        assert training.stdout.readline() == "ready\n"
+    for training in trainings:
+        assert training.stdin is not None
+        training.stdin.write("go\n")
+        training.stdin.flush()
+    viewer = ServerProcess(url_of(file), tmp_path / "server.log")
+    viewer.start()
+    try:
+        ended = [training.communicate(timeout=120) for training in trainings]
+        assert [error for _, error in ended] == ["", ""]
+        assert [training.returncode for training in trainings] == [0, 0]
+        with BsoClient(viewer.url) as client:
+            seen = client.show_job("digits-1").trials
+    finally:
+        viewer.stop()
+    numbers = [int(number) for output, _ in ended for number in output.split()]
+    assert sorted(numbers) == list(range(1, 101))
+    assert sorted(trial.trial_number for trial in seen) == list(range(1, 101))
+    assert {trial["state"] for trial in shown(file)} == {"completed"}
+    with closing(sqlite3.connect(file)) as database:
+        assert database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+NEVER_CLOSED = """
+from zeus_plugins.client import client_from_environment
+client = client_from_environment()
+client.list_jobs()
+"""
+UNFINISHED = """
+import os, signal, sys
+from tests.support.embedded import JOB, monitor
+from zeus_plugins import BatchSizeOptimizer
+
+optimizer = BatchSizeOptimizer(monitor(), None, JOB)
+optimizer.get_batch_size()
+optimizer.on_train_begin()
+optimizer.on_evaluate(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "states"),
+    [
+        (UNFINISHED, ["failed"]),
+        (UNFINISHED + "raise ValueError('out of luck')", ["failed"]),
+        (UNFINISHED + "sys.exit(3)", ["failed"]),
+        (NEVER_CLOSED, None),
+    ],
+    ids=["runs-off-the-end", "dies-of-an-exception", "exits", "never-closes-its-client"],
+)
+def test_a_process_that_ends_fails_its_unfinished_trial_and_leaves_no_noise(
+    file: Path, program: str, states: list[str] | None
+) -> None:
+    done = run(program, check=False)
+    assert states is None or [trial["state"] for trial in shown(file)] == states
+    noise = [line for line in done.stderr.splitlines() if "ValueError" not in line]
+    assert [line for line in noise if not line.startswith(("Traceback", "  File"))] == []
+    # A server that was ended has written its log into the file.
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+BEAT_AND_DIE = """
+session = optimizer._session
+session._client.heartbeat(session.trial.trial_id)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_after_a_kill_the_next_process_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "0.5")
+    done = run(UNFINISHED + BEAT_AND_DIE, check=False)
+    assert done.returncode == -signal.SIGKILL
+    time.sleep(0.6)
+    with client_from_environment() as client:
+        assert trial_to_its_end(client) == 2
+        states = {trial.trial_number: trial.state for trial in client.show_job("digits-1").trials}
+    assert states == {1: TrialState.ABANDONED, 2: TrialState.COMPLETED}
+
+
+FORK = """
+child = os.fork()
+if child == 0:
+    with optimizer._session._client as client:
+        view = client.show_job(JOB.job_id)
+        print("child", len(view.trials), len(__import__("threading").enumerate()), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+optimizer.on_evaluate(0.9)
+optimizer.close()
+print("parent", optimizer.training_finished, flush=True)
+"""
+
+
+def test_parent_and_forked_child_each_have_a_connection_of_their_own(file: Path) -> None:
+    done = run(UNFINISHED + FORK)
+    # The child has no thread but its main one.
+    assert done.stdout == "child 1 1\nparent True\n"
+    assert done.stderr == ""
+    assert [trial["state"] for trial in shown(file)] == ["completed"]
+
+
+# What is registered first is called last, just before the fork.
+TIME_BEFORE_A_FORK = """
+import logging, os, time
+os.register_at_fork(before=lambda: time.sleep(1))
+"""
+FORK_DURING_REQUESTS = """
+import threading
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.port import NO_RETRIES
+
+is_over = threading.Event()
+asked = []
+
+def ask_on():
+    with client_from_environment().with_retries(NO_RETRIES) as client:
+        while not is_over.is_set():
+            asked.append(len(client.show_job(JOB.job_id).trials))
+
+asking = threading.Thread(target=ask_on, daemon=True)
+asking.start()
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        open_files = [os.readlink(f"/proc/self/fd/{number}") for number in range(3, 40)
+                      if os.path.islink(f"/proc/self/fd/{number}")]
+        os._exit(any("bso.sqlite3" in name for name in open_files))
+    assert os.waitpid(child, 0)[1] == 0
+is_over.set()
+asking.join()
+assert set(asked) == {1}
+optimizer.close()
+"""
+
+
+def test_no_forked_child_holds_the_file_though_other_threads_ask_on() -> None:
+    done = run(TIME_BEFORE_A_FORK + UNFINISHED + FORK_DURING_REQUESTS)
+    assert done.stderr == ""
+
+
+RANK_1 = """
+import pickle, sys
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.training.outcomes import end_trial_from_another_rank
+
+with client_from_environment() as client:
+    end_trial_from_another_rank(client, pickle.loads(bytes.fromhex(sys.argv[1])), MemoryError("rank 1"))
+"""
+
+
+def test_another_rank_ends_the_trial_through_the_same_file() -> None:
+    with client_from_environment() as client:
+        session = session_of(client)
+        session.ask()
+        done = run(RANK_1, pickle.dumps(session.trial).hex())
+        assert done.stderr == ""
+        (trial,) = client.show_job("digits-1").trials
+        session.end()
+    assert trial.state is TrialState.INFEASIBLE
+
+
+def left_waiting(file: Path) -> str:
+    """A training has ended that could not reach the file; the URL of its server."""
+    with client_from_environment() as client:
+        session = session_of(client.with_retries(NO_RETRIES))
+        file.mkdir(parents=True)  # Where the file should be.
+        assert session.ask() == 32
+        session.begin_measurement()
+        assert session.report_evaluation(1.0).converged
+        session.end()
+        file.rmdir()
+        return client.server_url
+
+
+def test_results_that_waited_for_the_file_are_delivered_by_the_next_training(file: Path) -> None:
+    left_waiting(file)
+    with client_from_environment() as client:
+        trial_to_its_end(client)
+    offline, other = shown(file)
+    assert [offline["origin"], offline["state"], other["state"]] == ["offline", "completed", "completed"]
+
+
+SYNC = "from zeus_plugins.cli import main; raise SystemExit(main(['sync']))"
+
+
+def test_results_that_waited_for_the_file_are_delivered_by_sync(
+    file: Path, tmp_path: Path, state_directory: Path
+) -> None:
+    url = left_waiting(file)
+    # Whatever file is the default one where the command runs, and whichever token is for a server elsewhere.
+    elsewhere = {"ZEUS_BSO_DATABASE_URL": url_of(tmp_path / "other.sqlite3"), "ZEUS_BSO_TOKEN": "of-another-server"}
+    done = run(SYNC, **elsewhere)
+    assert (done.stdout, done.stderr) == (f"job digits-1 for {url}: 1 delivered\n", "")
+    (trial,) = shown(file)
+    assert [trial["origin"], trial["state"]] == ["offline", "completed"]
+    assert not (tmp_path / "other.sqlite3").exists()
+    again = run(SYNC, **elsewhere)
+    assert again.stdout == f"nothing waits in {state_directory / 'outbox'}\n"
+
+
+def test_results_for_a_file_that_a_newer_version_made_go_on_waiting(file: Path, state_directory: Path) -> None:
+    left_waiting(file)
+    made_by_a_newer_version(file)
+    done = run(SYNC, check=False)
+    assert done.returncode == 1
+    assert "1 waiting (" in done.stdout
+    assert "made by a newer version" in done.stdout
+    assert [path.suffix for path in (state_directory / "outbox").iterdir()] == [".jsonl"]

@@ -1,0 +1,78 @@
+"""A job's report from its client, as notebooks show it: from a server elsewhere, and from the one in this process."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from html.parser import HTMLParser
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bso_server.ui import html
+from tests.support.dashboard_pages import Page
+from tests.support.servers import ServerProcess
+from zeus_plugins.client import BsoClient, client_from_environment
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError
+from zeus_plugins.protocol import GpuConfig, JobSpec, JobSpecFromClient
+
+GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="NVIDIA <b>A100</b>")
+
+
+class Frame(HTMLParser):
+    """The attributes of the one element that a notebook is given."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+@pytest.fixture(params=["http", "embedded"])
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> BsoClient | LocalServer:
+    if request.param == "http":
+        server: ServerProcess = request.getfixturevalue("shared_server")
+        return BsoClient(server.url)
+    return LocalServer(f"embedded://{tmp_path / 'bso.sqlite3'}")
+
+
+def test_a_notebook_shows_a_job_in_a_frame_of_its_own(client: BsoClient | LocalServer, tmp_path: Path) -> None:
+    spec = JobSpec(
+        job_id=f"job-{uuid.uuid4().hex}", job_id_prefix="job", batch_sizes=(8, 16), default_batch_size=8, max_epochs=3
+    )
+    with client:
+        job_id = client.register(JobSpecFromClient.of(spec, GPUS)).job_id
+        report = client.job_report(job_id)
+        ((tag, shown),) = Frame(report._repr_html_()).tags
+        assert (tag, shown["sandbox"], shown["srcdoc"]) == ("iframe", "", report.html)
+        page = Page(report.html)
+        assert job_id in page.text
+        assert "NVIDIA <b>A100</b>" in page.text
+        assert repr(report) == f"JobReport(job_id='{job_id}')"
+        assert report.save(tmp_path / "report.html").read_text("utf-8") == report.html
+        with pytest.raises(ZeusBSORuntimeError) as refused:
+            client.job_report("unknown")
+        assert refused.value.status == 404
+
+
+def test_another_server_makes_no_reports() -> None:
+    zeus = httpx.MockTransport(lambda _: httpx.Response(200, json={}))
+    with BsoClient("http://zeus.example", transport=zeus) as client, pytest.raises(ZeusBSORuntimeError) as refused:
+        client.job_report("job")
+    assert refused.value.is_foreign
+
+
+def test_it_says_what_is_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    html.templates.cache_clear()
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        spec = JobSpec(job_id="job", job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, max_epochs=3)
+        client.register(JobSpecFromClient.of(spec, GPUS))
+        assert isinstance(client, LocalServer)
+        with pytest.raises(ZeusBSOConfigError, match=r"needs jinja2, which .*pip install 'zeus-plugins\[server\]'"):
+            client.job_report("job")

@@ -1,0 +1,238 @@
+"""Trainings whose server goes away at any point end by their own rule, and in the end the server knows all of them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy.engine import make_url
+
+from tests.support.databases import POSTGRES_URL, administer, empty_database
+from tests.support.disks import fill, small_disk
+from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, TRAININGS, train
+from tests.support.servers import ServerProcess
+from zeus_plugins.cli import main
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Outbox
+from zeus_plugins.protocol import Origin, TrialState
+
+# A training that hangs shows as a test that fails by this limit.
+LIMIT_S = 120
+# A server that hangs costs a training twice as long, and some seconds at its end. Any other one has more time, as the
+# machine may have much else to do.
+TIMEOUT_S = 1.0
+PATIENCE_S = 30.0
+SMALL_DISK = "sqlite on a small disk"
+
+
+class Failing(BaseHTTPRequestHandler):
+    """Answers everything with 500."""
+
+    def do_any(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.send_response(500)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
+        """Keep the test's output clean."""
+
+
+@dataclass
+class Site:
+    """A server, and what may happen to it."""
+
+    server: ServerProcess
+    outbox: Outbox
+    impostor: ThreadingHTTPServer | None = None
+
+    def is_killed(self) -> None:
+        self.server.kill()
+
+    def is_started(self) -> None:
+        self.server.start()
+
+    def hangs(self) -> None:
+        assert self.server.process is not None
+        self.server.process.send_signal(signal.SIGSTOP)
+
+    def goes_on(self) -> None:
+        assert self.server.process is not None
+        self.server.process.send_signal(signal.SIGCONT)
+
+    def answers_500(self) -> None:
+        self.server.kill()
+        self.impostor = ThreadingHTTPServer(("127.0.0.1", self.server.port), Failing)
+        threading.Thread(target=self.impostor.serve_forever).start()
+
+    def is_mended(self) -> None:
+        assert self.impostor is not None
+        self.impostor.shutdown()
+        self.impostor.server_close()
+        self.server.start()
+
+    def loses_database(self) -> None:
+        name = self._database
+        administer(POSTGRES_URL, f'ALTER DATABASE "{name}" ALLOW_CONNECTIONS false')
+        sessions = f"FROM pg_stat_activity WHERE datname = '{name}'"
+        administer(POSTGRES_URL, f"SELECT pg_terminate_backend(pid) {sessions}")
+
+    def finds_database(self) -> None:
+        administer(POSTGRES_URL, f'ALTER DATABASE "{self._database}" ALLOW_CONNECTIONS true')
+
+    def has_no_room(self) -> None:
+        fill(self._file.parent)
+
+    def has_room(self) -> None:
+        (self._file.parent / "ballast").unlink()
+
+    def loses_file(self) -> None:
+        self._file.rename(self._file.with_name("moved"))
+
+    def finds_file(self) -> None:
+        self._file.with_name("moved").rename(self._file)
+
+    @property
+    def _file(self) -> Path:
+        return Path(self._database)
+
+    def has_everything(self) -> None:
+        """Not a disaster: the training itself delivers what waits, now that the server is back."""
+        deadline = time.monotonic() + LIMIT_S
+        while self.outbox.waiting():
+            assert time.monotonic() < deadline, "the training does not deliver what waits"
+            time.sleep(0.05)
+
+    @property
+    def _database(self) -> str:
+        return make_url(self.server.database_url).database or ""
+
+
+Strike = Callable[[Site], None]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What happens to the server, and when.
+
+    Attributes:
+        strikes: By the points of `tests.support.outage_training`.
+        recovery: What mends it all after the training.
+        is_delivered_by_training: Whether nothing is left to ``zeus-plugins sync``.
+        origin: Of the trial.
+        state: In which the trial ends.
+    """
+
+    strikes: Mapping[str, Strike]
+    recovery: Strike | None
+    is_delivered_by_training: bool = False
+    origin: Origin = Origin.EXPLORATION
+    state: TrialState = TrialState.COMPLETED
+
+
+SCENARIOS = {
+    "away-before-the-start": Scenario({"start": Site.is_killed}, Site.is_started, origin=Origin.OFFLINE),
+    "hangs-before-the-start": Scenario({"start": Site.hangs}, Site.goes_on, origin=Origin.OFFLINE),
+    "500-before-the-start": Scenario({"start": Site.answers_500}, Site.is_mended, origin=Origin.OFFLINE),
+    "away-and-back-before-the-end": Scenario(
+        {"start": Site.is_killed, "epoch 2": Site.is_started, "epoch 3": Site.has_everything},
+        recovery=None,
+        is_delivered_by_training=True,
+        origin=Origin.OFFLINE,
+    ),
+    "away-after-the-dispatch": Scenario({"dispatched": Site.is_killed}, Site.is_started),
+    "away-in-the-middle-and-back": Scenario(
+        {"epoch 2": Site.is_killed, "epoch 3": Site.is_started, "epoch 4": Site.has_everything},
+        recovery=None,
+        is_delivered_by_training=True,
+    ),
+    "away-in-the-middle": Scenario({"epoch 2": Site.is_killed}, Site.is_started),
+    "away-and-never-at-the-target": Scenario({"epoch 2": Site.is_killed}, Site.is_started, state=TrialState.EXHAUSTED),
+    "away-at-the-last-report": Scenario({f"epoch {EPOCHS}": Site.is_killed}, Site.is_started),
+    "hangs": Scenario({"epoch 2": Site.hangs}, Site.goes_on),
+    "500": Scenario({"epoch 2": Site.answers_500}, Site.is_mended),
+    "database-gone": Scenario({"epoch 2": Site.loses_database}, Site.finds_database),
+    "file-gone": Scenario({"epoch 2": Site.loses_file}, Site.finds_file),
+    "disk-full": Scenario({"epoch 2": Site.has_no_room}, Site.has_room),
+}
+
+
+# With a plain loop and with the frameworks; other scenarios are slow.
+QUICK = {
+    "plain": {name for name in SCENARIOS if not name.startswith("500")} - {"away-after-the-dispatch"},
+    "lightning": {"away-in-the-middle-and-back"},
+    "huggingface": {"away-in-the-middle-and-back"},
+}
+
+
+def cases() -> Iterator[Any]:
+    for framework in TRAININGS:
+        for name, scenario in SCENARIOS.items():
+            kind, marks = "sqlite", []
+            if Site.loses_database in scenario.strikes.values():
+                kind, marks = "postgresql", [pytest.mark.postgresql]
+            if Site.has_no_room in scenario.strikes.values():
+                kind = SMALL_DISK
+            if name not in QUICK[framework]:
+                marks.append(pytest.mark.slow)
+            yield pytest.param(framework, name, kind, marks=marks, id=f"{framework}-{name}")
+
+
+@pytest.fixture
+def site(kind: str, state_directory: Path, tmp_path: Path) -> Iterator[Site]:
+    with ExitStack() as stack:
+        folder = stack.enter_context(small_disk(tmp_path / "disk", size="1m")) if kind == SMALL_DISK else tmp_path
+        database_url = stack.enter_context(empty_database(kind.partition(" ")[0], folder))
+        server = ServerProcess(database_url, tmp_path / "server.log", database_timeout_s=3.0)
+        server.start("--migrate")
+        yield Site(server, Outbox(state_directory / "outbox"))
+        server.kill()
+
+
+@pytest.mark.parametrize(("framework", "name", "kind"), list(cases()))
+def test_a_training_ends_by_its_own_rule_and_the_server_has_everything_once_in_the_end(
+    site: Site,
+    framework: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    scenario = SCENARIOS[name]
+    monkeypatch.chdir(tmp_path)
+    hangs = {Site.hangs, Site.loses_database} & set(scenario.strikes.values())
+    monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", str(TIMEOUT_S if hangs else PATIENCE_S))
+
+    def meet(point: str) -> None:
+        if point in scenario.strikes:
+            scenario.strikes[point](site)
+
+    seen = train(framework, site.server.url, name, meet)
+    if scenario.state is TrialState.COMPLETED:
+        assert seen == {"size": DEFAULT_SIZE, "epochs": EPOCHS}
+    else:
+        assert seen["error"] == "ZeusBSOTrainFailError"
+        assert f"after {EPOCHS} epochs, all that max_epochs allows" in seen["message"]
+        assert "judged without the server" in seen["message"]
+
+    assert len(site.outbox.waiting()) == (0 if scenario.is_delivered_by_training else 1)
+    if scenario.recovery is not None:
+        scenario.recovery(site)
+    monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", str(PATIENCE_S))
+    status = main(["sync"])
+    assert (status, site.outbox.waiting()) == (0, []), capsys.readouterr()
+    with BsoClient(site.server.url) as client:
+        (trial,) = client.show_job(name).trials
+    assert (trial.state, trial.origin, trial.batch_size) == (scenario.state, scenario.origin, DEFAULT_SIZE)
+    assert (trial.epochs, trial.metric) == (EPOCHS, 1.0)
+    assert (trial.time_s, trial.energy_j) == (EPOCHS, 10 * EPOCHS)

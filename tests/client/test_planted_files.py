@@ -1,0 +1,247 @@
+"""Files of others, and of accidents, where results wait: none of them is followed, changed or blocks."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender
+from zeus_plugins.cli import main
+from zeus_plugins.client.delivery import deliver_waiting
+from zeus_plugins.client.outbox import Item, Outbox, OutboxFileError
+from zeus_plugins.files import state_directory
+from zeus_plugins.protocol import Ending, TrialState
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has neither links nor modes like these")
+
+FIVE: tuple[Item, ...] = (*(evaluation(epoch) for epoch in (1, 2, 3, 4)), Ending(outcome=TrialState.SUSPENDED))
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"half a li"])
+def test_a_file_of_another_rank_without_its_last_word_changes_no_ending(outbox: Outbox, content: bytes) -> None:
+    box = outbox.box(sender())
+    box.put(evaluation(1))
+    box.path.with_name(sender().file_name(1)).write_bytes(content)
+    failed = Ending(outcome=TrialState.FAILED)
+    assert box.true_ending(failed) == failed
+    box.close()
+
+
+# --- files that are not ours ------------------------------------------------------------------------------------------
+
+
+FOREIGN = b'{"somebody": "else"}\nand half a line'
+
+
+@pytest.mark.parametrize("content", [FOREIGN, FOREIGN * 2, b"\n" * 3, b"no line"])
+def test_a_foreign_file_stays_as_it_is(outbox: Outbox, content: bytes) -> None:
+    left_by(outbox, sender(), *FIVE)
+    path = outbox.directory / "notes.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(OutboxFileError):
+        outbox.open(path)
+    assert path.read_bytes() == content
+
+
+def test_a_link_is_not_followed(outbox: Outbox, tmp_path: Path) -> None:
+    path = left_by(outbox, sender(), *FIVE)
+    target = tmp_path / "thesis.jsonl"
+    path.rename(target)
+    content = target.read_bytes() + b"half a line"
+    target.write_bytes(content)
+    path.symlink_to(target)
+    with pytest.raises(OutboxFileError, match="is not a regular file"):
+        outbox.open(path)
+    assert outbox.latest(sender()) is None
+    left_by(outbox, sender(), evaluation(9))  # in a file of its own, in place of the link
+    assert target.read_bytes() == content
+    assert not path.is_symlink()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["a FIFO", "a directory"])
+def test_what_is_no_file_holds_nobody_up(outbox: Outbox, make: object) -> None:
+    left_by(outbox, sender(), evaluation(1))
+    path = outbox.directory / "trap.jsonl"
+    make(path)  # type: ignore[operator]  # one of two functions
+    told = {file.path: file.problem for file in deliver_waiting(outbox, lambda _: None)}
+    assert "is not a regular file" in (told[path] or "")
+    assert path.exists()
+
+
+def test_a_file_of_another_user_is_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = left_by(outbox, sender(), evaluation(1))
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(OutboxFileError, match="is not a regular file of this user"):
+        outbox.open(path)
+
+
+def test_a_directory_of_another_user_is_not_written_to(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox.directory.mkdir(parents=True)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(PermissionError, match="belongs to another user: set ZEUS_STATE_DIR"):
+        outbox.box(sender())
+    assert list(outbox.directory.iterdir()) == []
+
+
+def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
+    outbox.directory.mkdir(parents=True, mode=0o755)
+    outbox.directory.chmod(0o755)
+    path = left_by(outbox, sender(), evaluation(1))
+    assert stat.S_IMODE(outbox.directory.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_users_without_a_home_do_not_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user id that a container made up
+    places = []
+    for user in (2**31 - 7, 2**31 - 8):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        places.append(state_directory({}))
+    assert len(set(places)) == 2
+
+
+def test_a_file_without_end_is_not_read(outbox: Outbox) -> None:
+    path = left_by(outbox, sender(), evaluation(1))
+    os.truncate(path, 2**40)  # of which next to nothing is on the disk
+    with pytest.raises(OutboxFileError, match="too large"):
+        outbox.open(path)
+
+
+# --- damage -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rubbish", [b"\x00\xff rubbish", b"{}", b'{"evaluation": {"time": "soon"}}', b'{"new": 1}'])
+@pytest.mark.parametrize("line", range(1, 6))
+def test_a_damaged_line_holds_up_no_other(outbox: Outbox, line: int, rubbish: bytes) -> None:
+    path = left_by(outbox, sender(), *FIVE)
+    lines = path.read_bytes().split(b"\n")
+    lines[line] = rubbish
+    path.write_bytes(b"\n".join(lines))
+    box = outbox.open(path)
+    assert box.damaged_lines == 1
+    assert items_of(box) == [item for number, item in enumerate(FIVE, 1) if number != line]
+    aside = box.close()
+    assert outbox.damaged() == [aside]
+    assert rubbish in outbox.damaged()[0].read_bytes()
+    assert outbox.waiting() == []
+
+
+@pytest.mark.parametrize("delivered", range(1, 4))
+@pytest.mark.parametrize("line", range(1, 6))
+def test_after_damage_nothing_is_taken_for_delivered_that_was_not(outbox: Outbox, line: int, delivered: int) -> None:
+    path = left_by(outbox, sender(), *FIVE)
+    box = outbox.open(path)
+    for _ in range(delivered):
+        box.drop_first()
+    box.close()
+    lines = path.read_bytes().split(b"\n")
+    lines[line] = b"rubbish"
+    path.write_bytes(b"\n".join(lines))
+    box = outbox.open(path)
+    waits = [item for number, item in enumerate(FIVE, 1) if number not in (line, *range(1, delivered + 1))]
+    box.put(evaluation(6))
+    box.drop_first()
+    box.close()
+    again = outbox.open(path)
+    assert items_of(again) == [*waits, evaluation(6)][1:]
+    again.close()
+
+
+# --- whom the token is shown to ---------------------------------------------------------------------------------------
+
+
+class Listening(ThreadingHTTPServer):
+    """Answers everything with 404, and keeps the tokens that it was shown."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.shown: list[str | None] = []
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Listening
+
+    def do_any(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.shown.append(self.headers.get("Authorization"))
+        self.send_response(404)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
+        """Keep the test's output clean."""
+
+
+@contextmanager
+def listening() -> Iterator[Listening]:
+    with Listening() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("by_environment", [True, False])
+def test_sync_shows_the_token_to_its_server_alone(
+    outbox: Outbox, by_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening() as ours, listening() as other:
+        for number, server in enumerate((ours, other), 1):
+            left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": number}), url=server.url), evaluation(1))
+        monkeypatch.setenv("ZEUS_SERVER_URL", f"{ours.url}/")
+        if by_environment:
+            monkeypatch.setenv("ZEUS_BSO_TOKEN", "s3cret")
+        main(["sync", *([] if by_environment else ["--token", "s3cret"])])
+        assert ours.shown == ["Bearer s3cret"]
+        assert other.shown == [None]
+        complaint = capsys.readouterr().err
+        assert f"{other.url} is sent no token, as the token belongs to {ours.url};" in complaint
+        assert "s3cret" not in complaint
+        assert f"{ours.url} is sent no token" not in complaint
+
+
+def test_a_token_without_a_server_goes_to_none(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    with listening() as other:
+        left_by(outbox, sender(url=other.url), evaluation(1))
+        main(["sync", "--token", "s3cret"])
+        assert other.shown == [None]
+        assert f"ZEUS_SERVER_URL={other.url} zeus-plugins sync" in capsys.readouterr().err
+
+
+def test_a_token_goes_where_the_user_says(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+    with listening() as ours:
+        left_by(outbox, sender(url="http://old.invalid"), evaluation(1))
+        main(["sync", "--token", "s3cret", "--server-url", ours.url])
+        assert ours.shown == ["Bearer s3cret"]
+        assert "is sent no token" not in capsys.readouterr().err
+
+
+def test_sync_tells_of_damage(outbox: Outbox, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = left_by(outbox, sender(), evaluation(1))
+    path.write_bytes(path.read_bytes().replace(b'"metric"', b'"met\xff'))
+    assert main(["sync", "--server-url", f"embedded://{tmp_path / 'bso.sqlite3'}"]) == 1
+    told, complaint = capsys.readouterr()
+    (aside,) = outbox.damaged()
+    assert "nothing waits; 1 lines cannot be read" in told
+    assert f"{aside}: set aside, as lines of it cannot be read" in told
+    assert "some lines cannot be read" in complaint

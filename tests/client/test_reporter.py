@@ -1,0 +1,437 @@
+"""A trial's line to a server that comes and goes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.model import Report, TrialRecord
+from bso_server.core.policy import judge
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.job_bench import seconds_and_joules
+from tests.support.outboxes import no_more_room
+from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
+from zeus_plugins.client.outbox import Outbox, OutboxFileBusyError
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.client.reporter import judged_without_server
+from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrainingResult, TrialId, TrialState
+from zeus_plugins.training.session import TrialSession
+
+# --- judging without the server ---------------------------------------------------------------------------------------
+
+
+@given(
+    metric=st.floats(min_value=0, max_value=1),
+    cost_j=st.floats(min_value=0.1, max_value=200),
+    epoch=st.integers(min_value=1, max_value=12),
+    bound=st.none() | st.floats(min_value=0, max_value=200),
+    max_epochs=st.integers(min_value=1, max_value=10),
+    higher=st.booleans(),
+    eta=st.floats(min_value=0, max_value=1),
+)
+def test_both_sides_come_to_the_same_verdict(
+    metric: float, cost_j: float, epoch: int, bound: float | None, max_epochs: int, higher: bool, eta: float
+) -> None:
+    registration = CreatedJob.model_validate(
+        {
+            **JOB.model_dump(),
+            "max_epochs": 10,
+            "higher_is_better_metric": higher,
+            "eta_knob": eta,
+            "max_power": 100,
+            "number_of_gpus": 1,
+            "gpu_model": "A40",
+        }
+    )
+    rule = StopRule(max_cost_j=bound, max_epochs=max_epochs)
+    evaluation = Evaluation(time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch)
+    spent_j = registration.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
+    here = judged_without_server(registration, rule, metric=metric, epochs=epoch, cost_j=spent_j)
+    trial = TrialRecord(trial_number=1, batch_size=64, state=TrialState.RUNNING, origin=Origin.BANDIT)
+    report = Report(evaluation.time, evaluation.energy, epoch, metric)
+    there = judge(registration, trial, report, None, judged_by=rule)
+    assert (here.stop_train, here.converged, here.reason) == (there.stop, there.converged, there.reason)
+    assert here.message == f"{there.message} (judged without the server)"
+
+
+def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None:
+    stricter = {**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}}
+    server = Flaky(stricter)
+    session = training(server)  # an epoch costs 55 J and more: the time's part is for 100 W
+    assert not session.report_evaluation(0.5).stop_train
+    server.down = True
+    assert not session.report_evaluation(0.5).stop_train
+    verdict = session.report_evaluation(0.95)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert "more than 150 J" in verdict.message
+    session.end()
+    (path,) = outbox.waiting()
+    assert path.read_text().count('"max_cost_j":150') == 2  # for the server to judge by
+
+
+# --- away and back ----------------------------------------------------------------------------------------------------
+
+
+def test_results_wait_and_arrive_in_order_when_the_server_is_back(
+    outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    session.report_evaluation(0.1)
+    server.down = True
+    for metric in (0.2, 0.3):
+        assert not session.report_evaluation(metric).stop_train
+    assert len(warnings_in(caplog)) == 1
+    assert "Connection refused" in warnings_in(caplog)[0]
+    assert str(outbox.directory) in warnings_in(caplog)[0]
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    sent = server.sent("POST", "/report")
+    assert [(body["metric"], body["current_epoch"], body["time"]) for body in sent] == [
+        (0.1, 1, 1),
+        (0.2, 2, 2),
+        (0.3, 3, 3),
+        (0.95, 4, 4),
+    ]
+    assert [body["judged_by"] is not None for body in sent] == [False, True, True, False]
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
+    server = Flaky(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    session.report_evaluation(0.2)
+    server.down = False  # and nobody knows yet
+    session.report_evaluation(0.95)
+    session.end()
+    assert outbox.waiting() == []
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1, 2, 3]
+
+
+def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    session = TrialSession(JOB, server.client().with_retries(NO_RETRIES), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    session.begin_measurement()
+    server.down = True
+    session.report_evaluation(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert "/trials/heartbeat" not in {path for _, path, _ in server.requests}
+
+
+def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
+    server = Flaky(KEEP_TRAINING, CONVERGED)
+    server.interval_s = 1e5
+    session = TrialSession(JOB, server.client(timeout_s=1e5), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    session.begin_measurement()
+    until(lambda: server.heartbeats)
+    server.down = True
+    session.report_evaluation(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.report_evaluation(0.95).converged
+    ending = threading.Thread(target=session.end, daemon=True)
+    ending.start()
+    until(lambda: not ending.is_alive())
+
+
+def test_a_rule_that_comes_late_is_judged_by(outbox: Outbox) -> None:
+    server = Flaky({**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}})
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert session.trial.stop_rule == StopRule(max_cost_j=150, max_epochs=4)
+    session.end()
+
+
+def test_the_end_is_tried_once(outbox: Outbox) -> None:
+    attempts: list[httpx.Request] = []
+
+    class Away(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/trials":
+                attempts.append(request)
+                raise httpx.ConnectError("Connection refused", request=request)
+            return super().__call__(request)
+
+    session = training(Away())
+    session.end(KeyboardInterrupt())
+    assert len(attempts) == 1  # the client's own requests are sent twice
+    assert len(outbox.waiting()) == 1
+
+
+def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:
+    server = Flaky(404)
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    server.down = False
+    until(outbox.refused)
+    assert outbox.waiting() == []
+    assert not session.report_evaluation(0.2).stop_train
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_a_trial_that_has_ended_elsewhere_gets_no_more_heartbeats() -> None:
+    server = Flaky(KEEP_TRAINING)
+    session = training(server)
+    until(lambda: server.heartbeats > 1)
+    server.state = "failed"
+    before = server.heartbeats
+    until(lambda: server.heartbeats > before)
+    heard = server.heartbeats
+    session.report_evaluation(0.1)
+    time.sleep(0.5)  # ten of them
+    assert server.heartbeats == heard
+    session.end()
+
+
+def test_a_verdict_that_comes_late_stops_the_training(outbox: Outbox) -> None:
+    server = Flaky(COST_BOUND)
+    session = training(server)
+    server.down = True
+    assert not session.report_evaluation(0.1).stop_train
+    server.down = False
+    until(lambda: not outbox.waiting())
+    verdict = session.report_evaluation(0.2)
+    assert (verdict.stop_train, verdict.message) == (True, COST_BOUND["message"])
+    assert len(server.sent("POST", "/report")) == 1
+    session.end()
+
+
+def test_each_kind_of_trouble_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    server = Flaky(503, 503, 500, 500, KEEP_TRAINING)
+    session = training(server)
+    session.report_evaluation(0.1)
+    until(lambda: len(warnings_in(caplog)) == 2)
+    first, second = warnings_in(caplog)
+    assert "failed (503)" in first
+    assert "failed (500)" in second
+    server.down = True
+    session.report_evaluation(0.2)
+    until(lambda: len(warnings_in(caplog)) == 3)
+    assert "Connection refused" in warnings_in(caplog)[2]
+    server.down = False
+    server.verdicts[:] = [KEEP_TRAINING, KEEP_TRAINING]
+    session.end()
+    assert len(warnings_in(caplog)) == 3
+
+
+def test_waiting_for_the_server_is_no_part_of_the_training() -> None:
+    measured: list[bool] = []
+
+    class Watching(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == "/report":
+                measured.append(session._measuring)
+            return super().__call__(request)
+
+    server = Watching(500, KEEP_TRAINING, KEEP_TRAINING)
+    session = training(server)
+    session.report_evaluation(0.1)
+    session.report_evaluation(0.2)
+    assert measured == [False] * 3
+    assert session._measuring
+    session.end()
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 422])
+def test_a_refusal_ends_the_reports_and_not_the_training(
+    status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky(status)
+    session = training(server)
+    assert not session.report_evaluation(0.5).stop_train
+    (warning,) = warnings_in(caplog)
+    assert "the server refuses this trial" in warning
+    assert "as the test asked" in warning
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+    assert outbox.waiting() == []
+    assert len(warnings_in(caplog)) == 1
+
+
+def test_a_token_that_was_revoked_loses_nothing(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    server = Flaky(*[401] * 50)
+    session = training(server)
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert len(outbox.waiting()) == 1
+    assert "does not accept the token" in warnings_in(caplog)[0]
+    assert f"wait in {outbox.waiting()[0]}" in warnings_in(caplog)[1]
+
+
+def test_without_a_place_to_write_results_are_kept_in_memory(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky(KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    assert any("are lost if this process ends before it is back" in warning for warning in warnings_in(caplog))
+    server.down = False
+    until(lambda: server.sent("POST", "/report"))
+    until(lambda: session.report_evaluation(0.95).converged)
+    session.end()
+
+
+def test_results_in_memory_can_be_refused(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky(404)
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    server.down = False
+    until(lambda: any("the server refuses this trial" in warning for warning in warnings_in(caplog)))
+    assert not session.report_evaluation(0.2).stop_train
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_results_in_memory_that_go_with_the_process_are_told(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    outbox.directory.parent.mkdir(parents=True)
+    outbox.directory.write_text("not a directory")
+    server = Flaky()
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    session.end(KeyboardInterrupt())
+    assert "2 results of job digits-1 are lost" in warnings_in(caplog)[-1]
+    assert "sync" not in warnings_in(caplog)[-1]
+
+
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_the_last_word_on_a_full_disk_is_the_truth(
+    is_freed: bool, outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Flaky()
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.1)
+    (path,) = outbox.waiting()
+    with no_more_room(path):
+        session.report_evaluation(0.2)
+        session.report_evaluation(0.3)
+        if not is_freed:
+            session.end(KeyboardInterrupt())
+    session.end(KeyboardInterrupt())
+    words = [warning for warning in warnings_in(caplog) if warning[0].isdigit()]
+    kept = [line for line in path.read_text().splitlines() if '"evaluation"' in line or '"ending"' in line]
+    if is_freed:
+        assert [word.split(" of job")[0] for word in words] == ["4 results"]
+        assert len(kept) == 4
+    else:
+        assert [" ".join(word.split()[:6]) for word in words] == [
+            "1 results of job digits-1 wait",
+            "3 results of job digits-1 are",
+        ]
+        assert len(kept) == 1
+
+
+@pytest.mark.parametrize("signalled", [KeyboardInterrupt, SystemExit])
+def test_a_result_that_a_signal_broke_in_upon_is_delivered_first(signalled: type[BaseException]) -> None:
+    class Interrupting(Flaky):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            answer = super().__call__(request)
+            if request.url.path == "/report" and len(self.sent("POST", "/report")) == 1:
+                raise signalled
+            return answer
+
+    server = Interrupting(KEEP_TRAINING, KEEP_TRAINING)
+    session = training(server)
+    with pytest.raises(signalled):
+        session.report_evaluation(0.5)
+    session.end(signalled())
+    first, again = server.sent("POST", "/report")
+    assert first == again  # which a server takes for the same
+    paths = [path for _, path, _ in server.requests]
+    assert paths.index("/trials") > paths.index("/report")
+    assert server.sent("PATCH", "/trials")[0]["outcome"] == "suspended"
+
+
+# --- an end while the server hangs ------------------------------------------------------------------------------------
+
+
+class Hanging(Flaky):
+    """Does not answer heartbeats until a test lets it."""
+
+    def __init__(self, *verdicts: dict[str, Any] | int) -> None:
+        super().__init__(*verdicts)
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/trials/heartbeat":
+            self.asked.set()
+            assert self.go_on.wait(PATIENCE_S)
+        return super().__call__(request)
+
+
+def test_the_ending_is_on_the_disk_before_anything_is_waited_for(outbox: Outbox) -> None:
+    server = Hanging()
+    session = TrialSession(JOB, server.client(timeout_s=1000), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    assert server.asked.wait(PATIENCE_S)
+    ending = threading.Thread(target=session.end, args=(KeyboardInterrupt(),))
+    ending.start()
+    try:
+        until(lambda: any('"suspended"' in path.read_text() for path in outbox.waiting()))
+        assert ending.is_alive()
+    finally:
+        server.go_on.set()
+        ending.join()
+    assert outbox.waiting() == []
+    assert len(server.sent("PATCH", "/trials")) == 1
+
+
+def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox: Outbox) -> None:
+    server = Hanging()
+    session = TrialSession(JOB, server.client(timeout_s=0.01), seconds_and_joules(1.0, 10.0))
+    session.ask()
+    assert server.asked.wait(PATIENCE_S)
+    session.end(KeyboardInterrupt())
+    (path,) = outbox.waiting()
+    with pytest.raises(OutboxFileBusyError):
+        outbox.open(path)
+    server.go_on.set()
+    until(lambda: threads() == [])
+    box = outbox.open(path)
+    assert len(box) == 1
+    box.close()
+
+
+def test_a_zeus_server_gets_no_heartbeats() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = training(server)
+    session.report_evaluation(0.1)
+    assert threads() == []
+    session.end()
+    assert {path for _, path, _ in server.requests} == {"/jobs", "/jobs/batch_size", "/report", "/trials"}
+
+
+def test_a_report_on_the_wire_names_its_trial() -> None:
+    """The parts of a result that wait apart from its trial's name make the same message again."""
+    trial = TrialId(job_id="digits-1", batch_size=64, trial_number=7)
+    evaluation = Evaluation(time=1, energy=2, metric=0.5, current_epoch=3, judged_by=StopRule(max_epochs=4))
+    result = TrainingResult(**trial.model_dump(), **evaluation.model_dump())
+    assert result.judged_by == evaluation.judged_by
+    assert result.model_dump(include=set(TrialId.model_fields)) == trial.model_dump()

@@ -1,0 +1,266 @@
+"""Trials that began or went on without a server, and heartbeats, with a real one."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.job_bench import seconds_and_joules
+from tests.support.reporting import JOB, threads, until, warnings_in
+from tests.support.servers import ServerProcess
+from zeus_plugins import JobSpec
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import Outbox
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import JobSpecFromClient, Origin, TrialId, TrialState
+from zeus_plugins.training.session import TrialSession
+
+# --- starting without the server --------------------------------------------------------------------------------------
+
+
+def named_job(**fields: Any) -> JobSpec:
+    return JOB.model_copy(update={"job_id": f"digits-{uuid.uuid4().hex[:8]}", **fields})
+
+
+def session_of(client: BsoClient, job: JobSpec) -> TrialSession:
+    return TrialSession(job, client, seconds_and_joules(1.0, 10.0))
+
+
+def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
+    server: ServerProcess, client: BsoClient, outbox: Outbox
+) -> None:
+    server.kill()
+    session = session_of(client, named_job())
+    assert session.ask() == JOB.default_batch_size
+    assert (session.trial.trial_number, session.trial.reason) == (
+        None,
+        "the default size, as the server could not be reached",
+    )
+    session.begin_measurement()
+    session.report_evaluation(0.1)
+    server.start()
+    until(lambda: session.trial.trial_number == 1 and not outbox.waiting())
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    (trial,) = client.show_job(session.trial.job_id).trials
+    assert (trial.state, trial.origin, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
+
+
+def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    attempts: list[httpx.Request] = []
+
+    def away(request: httpx.Request) -> httpx.Response:
+        attempts.append(request)
+        raise httpx.ConnectError("Connection refused", request=request)
+
+    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
+    session = session_of(client, JOB)
+    session.ask()
+    asked = len(attempts)
+    until(lambda: len(attempts) > asked + 1)
+    (warning,) = warnings_in(caplog)
+    assert "This training takes the default batch size 64 of job digits-1" in warning
+    state = session.state_dict()
+    session.end()
+
+    caplog.clear()
+    session = session_of(client, JOB)
+    assert session.resume(state)
+    asked = len(attempts)
+    until(lambda: len(attempts) > asked + 1)
+    (warning,) = warnings_in(caplog)
+    assert "goes on with the checkpoint's trial" in warning
+    session.end()
+
+
+def test_a_nameless_job_that_began_without_the_server_gets_a_name(client: BsoClient, server: ServerProcess) -> None:
+    server.kill()
+    session = session_of(client, JOB.model_copy(update={"job_id": None}))
+    session.ask()
+    assert session.trial.job_id.startswith("digits-")
+    session.end()
+
+
+def test_the_next_training_delivers_what_the_last_one_left(
+    server: ServerProcess, client: BsoClient, outbox: Outbox
+) -> None:
+    job = named_job()
+    server.kill()
+    first = session_of(client, job)
+    first.ask()
+    first.begin_measurement()
+    assert first.report_evaluation(0.95).converged
+    first.end()
+    assert len(outbox.waiting()) == 1
+    server.start()
+    second = session_of(client, job)
+    second.ask()
+    assert outbox.waiting() == []
+    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [
+        TrialState.COMPLETED,
+        TrialState.RUNNING,
+    ]
+    second.end()
+
+
+def test_a_server_that_refuses_the_job_is_an_error_before_the_training(client: BsoClient) -> None:
+    job = named_job()
+    client.register(JobSpecFromClient.of(job, seconds_and_joules(1.0, 1.0).gpus()))
+    with pytest.raises(ZeusBSOConfigError, match="max_epochs is 4, not 5"):
+        session_of(client, job.model_copy(update={"max_epochs": 5})).ask()
+
+
+def test_on_unreachable_must_be_known() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="on_unreachable is 'wait': choose 'default' or 'raise'"):
+        TrialSession(JOB, BsoClient("http://bso"), seconds_and_joules(1.0, 1.0), on_unreachable="wait")
+
+
+# --- resuming without the server --------------------------------------------------------------------------------------
+
+
+def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
+    session = session_of(client, named_job())
+    session.ask()
+    session.begin_measurement()
+    state = session.state_dict()
+    server.kill()
+    for metric in (0.1, 0.2):
+        session.report_evaluation(metric)
+    session.end(KeyboardInterrupt())
+
+    # It goes on from a checkpoint that is older than what waits, which was spent nevertheless.
+    resumed = session_of(client, named_job(job_id=session.trial.job_id))
+    assert resumed.resume(state)
+    assert (resumed.trial.time_s, resumed.trial.energy_j) == (2 + 1, 20 + 10)
+    resumed.begin_measurement()
+    assert not resumed.report_evaluation(0.1).stop_train
+    server.start()
+    until(lambda: not outbox.waiting())
+    assert resumed.report_evaluation(0.95).converged
+    resumed.end()
+    (trial,) = client.show_job(session.trial.job_id).trials
+    assert (trial.state, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, 2, 50)
+
+
+def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
+    server: ServerProcess, client: BsoClient, outbox: Outbox
+) -> None:
+    job = named_job()
+    server.kill()
+    session = session_of(client, job)
+    session.ask()
+    session.begin_measurement()
+    session.report_evaluation(0.1)
+    state = session.state_dict()
+    session.end(KeyboardInterrupt())
+    server.start()
+    resumed = session_of(client, job)
+    assert resumed.resume(state)
+    assert resumed.trial.trial_number == 1
+    assert outbox.waiting() == []
+    resumed.begin_measurement()
+    assert resumed.report_evaluation(0.95).converged
+    resumed.end()
+    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [TrialState.COMPLETED]
+
+
+# --- heartbeats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BsoClient]:
+    """A server that gives trials up after two seconds, twenty heartbeats."""
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "2")
+    monkeypatch.setenv("ZEUS_BSO_REAP_INTERVAL_S", "0.1")
+    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    with BsoClient(server.url) as client:
+        yield client
+    server.stop()
+
+
+def state_of(client: BsoClient, trial: TrialId | None) -> TrialState:
+    assert trial is not None
+    return client.show_job(trial.job_id).trials[trial.trial_number - 1].state
+
+
+def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> None:
+    alone, beating = (session_of(impatient, named_job()) for _ in range(2))
+    alone.ask()
+    beating.ask()
+    assert len(threads()) == 2
+    assert alone._reporter is not None
+    alone._reporter._thread.stop()  # as if its process were gone
+    until(lambda: state_of(impatient, alone.trial.trial_id) is TrialState.ABANDONED)
+    assert state_of(impatient, beating.trial.trial_id) is TrialState.RUNNING
+    beating.end()
+    assert threads() == []
+    assert state_of(impatient, beating.trial.trial_id) is TrialState.FAILED
+    alone.end()
+
+
+TRAINING = """
+import sys, time
+from tests.support.job_bench import seconds_and_joules
+from tests.support.reporting import JOB
+from zeus_plugins import BatchSizeOptimizer
+
+optimizer = BatchSizeOptimizer(seconds_and_joules(1.0, 10.0), sys.argv[1], JOB)
+print(optimizer.get_batch_size(), flush=True)
+time.sleep(600)
+"""
+
+
+def has_heartbeats(file: Path) -> bool:
+    """Whether the first trial in a database has sent a heartbeat: from then on its lease is short."""
+    with closing(sqlite3.connect(file)) as database:
+        return bool(database.execute("SELECT heartbeats FROM trials WHERE trial_number = 1").fetchone()[0])
+
+
+def test_a_training_that_was_killed_blocks_the_next_no_longer_than_its_lease(
+    impatient: BsoClient, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", TRAINING, impatient.server_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as training:
+        try:
+            assert training.stdout is not None
+            assert training.stdout.readline() == "64\n"
+            waiting = impatient.request_trial(JOB.job_id or "")
+            assert waiting.origin is Origin.CONCURRENT  # the exploration is under way
+            until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
+        finally:
+            training.kill()
+    dead = TrialId(job_id=JOB.job_id or "", batch_size=64, trial_number=1)
+    until(lambda: state_of(impatient, dead) is TrialState.ABANDONED)
+    again = impatient.request_trial(JOB.job_id or "")
+    assert (again.batch_size, again.origin) == (64, Origin.EXPLORATION)
+
+
+def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
+    session = session_of(impatient, named_job())
+    session.ask()
+    session.end(KeyboardInterrupt())
+    assert threads() == []
+    assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
+
+
+def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
+    session = session_of(impatient, named_job())
+    session.ask()
+    assert session._reporter is not None
+    session._reporter._thread.stop()
+    until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
+    session.begin_measurement()
+    assert session.report_evaluation(0.95).converged
+    session.end()

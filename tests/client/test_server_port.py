@@ -1,0 +1,290 @@
+"""What `ServerPort` promises, held over HTTP and by the server in this process alike."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+
+from bso_server.errors import STATUS_OF, BsoError, ZeusDatabaseError
+from tests.support.servers import ServerProcess
+from zeus_plugins import JobSpec
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.port import NO_RETRIES, ServerPort
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError
+from zeus_plugins.protocol import (
+    CreatedJob,
+    Ending,
+    Fingerprint,
+    GpuConfig,
+    JobSpecFromClient,
+    OfflineTrial,
+    Origin,
+    PowerLimitChoice,
+    PowerLimitSample,
+    RefusalReason,
+    TrainingResult,
+    TrialId,
+    TrialState,
+)
+
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+
+
+@pytest.fixture(scope="module", params=["http", "local"])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "local":
+        yield f"embedded://{folder / 'bso.sqlite3'}"
+        return
+    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    server.start()
+    yield server.url
+    server.stop()
+
+
+@pytest.fixture
+def port(url: str) -> Iterator[ServerPort]:
+    with client_from_environment(url).with_retries(NO_RETRIES) as port:
+        yield port
+
+
+@pytest.fixture
+def job(port: ServerPort) -> CreatedJob:
+    spec = JobSpec(
+        job_id=f"job-{uuid.uuid4().hex}", job_id_prefix="job", batch_sizes=(8, 16), default_batch_size=8, max_epochs=3
+    )
+    return port.register(JobSpecFromClient.of(spec, GPUS))
+
+
+@pytest.fixture
+def trial(port: ServerPort, job: CreatedJob) -> TrialId:
+    return name_of(port.request_trial(job.job_id, "first"))
+
+
+def name_of(trial: TrialId) -> TrialId:
+    return TrialId(**trial.model_dump(include=set(TrialId.model_fields)))
+
+
+def result(trial: TrialId, *, epoch: float = 1, metric: float = 0.1, energy: float = 10.0) -> TrainingResult:
+    return TrainingResult(**trial.model_dump(), time=epoch, energy=energy * epoch, metric=metric, current_epoch=epoch)
+
+
+def refused(error: pytest.ExceptionInfo[ZeusBSOConfigError] | pytest.ExceptionInfo[ZeusBSORuntimeError]) -> int | None:
+    assert not getattr(error.value, "is_outage", False)
+    assert not getattr(error.value, "is_foreign", False)
+    return error.value.status
+
+
+def test_a_registration_again_finds_the_job_and_a_different_one_conflicts(port: ServerPort, job: CreatedJob) -> None:
+    assert port.register(job) == job
+    with pytest.raises(ZeusBSOConfigError, match=r"max_epochs is 3, not 9\. Use another job_id") as caught:
+        port.register(job.model_copy(update={"max_epochs": 9}))
+    assert refused(caught) == 409
+    assert str(caught.value).count("delete") == 2  # once in words, once as the command
+    assert str(caught.value).endswith(f"to start over: bso-server jobs delete {job.job_id}")
+    with pytest.raises(ZeusBSOConfigError, match=r"max_epochs: .*greater") as caught:
+        port.register(job.model_copy(update={"max_epochs": -9}))
+    assert refused(caught) == 422
+
+
+def test_a_fingerprint_is_kept_as_it_was_told_first_and_is_no_part_of_the_configuration(
+    port: ServerPort, job: CreatedJob
+) -> None:
+    def told(**parts: str) -> Fingerprint | None:
+        again = port.register(job.model_copy(update={"fingerprint": Fingerprint(**parts) if parts else None}))
+        assert port.show_job(job.job_id).job == again
+        return again.fingerprint
+
+    assert told() is None
+    assert told(model="Net") == Fingerprint(model="Net")
+    assert told(model="Other", optimizer="SGD") == Fingerprint(model="Net", optimizer="SGD")
+    assert told() == Fingerprint(model="Net", optimizer="SGD")
+    port.end_trial(name_of(port.request_trial(job.job_id)))  # what writes the job's row leaves it
+    assert told() == Fingerprint(model="Net", optimizer="SGD")
+
+
+def test_a_job_is_shown_with_all_or_the_latest_of_its_trials(port: ServerPort, job: CreatedJob) -> None:
+    job_id = job.job_id
+    for _ in range(3):
+        port.request_trial(job_id)
+    assert port.show_job(job_id).job == job
+    assert (port.show_job(job_id).owner, port.show_job(job_id).shared) == (None, False)  # the server asks for no token
+    assert [trial.trial_number for trial in port.show_job(job_id).trials] == [1, 2, 3]
+    assert [trial.trial_number for trial in port.show_job(job_id, limit=2).trials] == [2, 3]
+
+
+def test_a_job_without_an_id_gets_one(port: ServerPort) -> None:
+    spec = JobSpec(job_id_prefix="nameless", batch_sizes=(8,), default_batch_size=8)
+    ids = {port.register(JobSpecFromClient.of(spec, GPUS)).job_id for _ in range(2)}
+    assert len(ids) == 2
+    assert all(job_id.startswith("nameless-") for job_id in ids)
+
+
+def test_a_suggestion_with_the_same_key_is_the_same_trial(port: ServerPort, trial: TrialId) -> None:
+    assert name_of(port.request_trial(trial.job_id, "first")) == trial
+    assert port.request_trial(trial.job_id).trial_number == 2
+    port.end_trial(trial)
+    with pytest.raises(ZeusBSORuntimeError, match="which has ended") as caught:
+        port.request_trial(trial.job_id, "first")
+    assert refused(caught) == 409
+
+
+def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, trial: TrialId) -> None:
+    nobody = trial.model_copy(update={"trial_number": 99})
+    for ask in (
+        lambda: port.request_trial("nobody"),
+        lambda: port.show_job("nobody"),
+        lambda: port.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key"),
+        lambda: port.send_report(result(nobody)),
+        lambda: port.end_trial(nobody),
+        lambda: port.heartbeat(nobody),
+        lambda: port.store_power_profile(nobody, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError) as caught:
+            ask()
+        assert refused(caught) == 404
+
+
+CHOICE = PowerLimitChoice(
+    gpus=GPUS,
+    samples=(PowerLimitSample(limit_w=80.0, steps=10, time_s=1.0, energy_j=70.0, source="nvml"),),
+    chosen_limit_w=80.0,
+)
+
+
+def test_another_batch_size_contradicts_the_trial(port: ServerPort, trial: TrialId) -> None:
+    other = trial.model_copy(update={"batch_size": 8 if trial.batch_size == 16 else 16})
+    for ask in (
+        lambda: port.send_report(result(other)),
+        lambda: port.end_trial(other),
+        lambda: port.heartbeat(other),
+        lambda: port.store_power_profile(other, CHOICE),
+    ):
+        with pytest.raises(ZeusBSOConfigError, match=f"has batch size {trial.batch_size}") as caught:
+            ask()
+        assert refused(caught) == 422
+
+
+def test_a_report_again_gets_its_answer_again_and_a_late_one_conflicts(port: ServerPort, trial: TrialId) -> None:
+    first = port.send_report(result(trial))
+    assert (first.stop_train, port.send_report(result(trial))) == (False, first)
+    last = port.send_report(result(trial, epoch=2, metric=0.9))
+    assert (last.stop_train, last.converged) == (True, True)
+    assert port.send_report(result(trial, epoch=2, metric=0.9)) == last
+    with pytest.raises(ZeusBSORuntimeError, match="takes no further report") as caught:
+        port.send_report(result(trial, epoch=3))
+    assert refused(caught) == 409
+
+
+def test_totals_never_shrink(port: ServerPort, trial: TrialId) -> None:
+    port.send_report(result(trial, epoch=2))
+    with pytest.raises(ZeusBSOConfigError) as caught:
+        port.send_report(result(trial, epoch=1))
+    assert refused(caught) == 422
+
+
+@pytest.mark.parametrize("outcome", get_args(Ending.model_fields["outcome"].annotation))
+def test_an_end_is_kept_and_may_be_said_again(port: ServerPort, trial: TrialId, outcome: TrialState) -> None:
+    for _ in range(2):
+        port.end_trial(trial, Ending(outcome=outcome, detail="as told"))
+    beat = port.heartbeat(trial, regular=False)
+    # A suspended trial whose training is heard of runs again.
+    assert beat.state == (TrialState.RUNNING if outcome is TrialState.SUSPENDED else outcome)
+
+
+def test_a_heartbeat_says_where_the_trial_stands(port: ServerPort, trial: TrialId) -> None:
+    port.send_report(result(trial))
+    beat = port.heartbeat(trial)
+    assert (beat.state, beat.time_s, beat.energy_j, beat.epochs) == (TrialState.RUNNING, 1.0, 10.0, 1.0)
+    assert (beat.interval_s, beat.lease_s) == (60.0, 360.0)
+
+
+def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_changes_nothing(
+    port: ServerPort, trial: TrialId
+) -> None:
+    port.send_report(result(trial))
+    taken = port.heartbeat(trial, regular=False, resumes=True)
+    assert (trial.lease_epoch, taken.lease_epoch, taken.epochs) == (1, 2, 1.0)
+    before = port.show_job(trial.job_id)
+    for say in (
+        lambda: port.send_report(result(trial)),
+        lambda: port.send_report(result(trial, epoch=2, metric=0.9)),
+        lambda: port.end_trial(trial),
+        lambda: port.heartbeat(trial),
+        lambda: port.heartbeat(trial, regular=False, resumes=True),
+        lambda: port.store_power_profile(trial, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError, match="goes on in another run of its training") as caught:
+            say()
+        assert (refused(caught), caught.value.reason) == (409, RefusalReason.STALE_LEASE)
+    assert port.show_job(trial.job_id) == before
+    assert port.request_trial(trial.job_id, "first").lease_epoch == 1
+    # Clients that know of no such thing are not checked.
+    port.send_report(result(trial.model_copy(update={"lease_epoch": None}), epoch=2))
+    assert port.send_report(result(trial.model_copy(update={"lease_epoch": 2}), epoch=3, metric=0.9)).converged
+
+
+def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
+    port: ServerPort, job: CreatedJob, trial: TrialId
+) -> None:
+    assert isinstance(port, BsoClient | LocalServer)
+    port.delete_job(trial.job_id)
+    again = port.register(job)
+    assert again.registration_id not in (None, job.registration_id)
+    assert again == job.model_copy(update={"registration_id": again.registration_id})
+    anew = name_of(port.request_trial(trial.job_id))
+    assert anew == trial.model_copy(update={"registration_id": again.registration_id})
+    before = port.show_job(trial.job_id)
+    for say in (
+        lambda: port.send_report(result(trial)),
+        lambda: port.end_trial(trial),
+        lambda: port.heartbeat(trial),
+        lambda: port.store_power_profile(trial, CHOICE),
+    ):
+        with pytest.raises(ZeusBSORuntimeError, match="was deleted and registered anew since trial 1 began") as caught:
+            say()
+        assert (refused(caught), caught.value.reason) == (409, RefusalReason.OTHER_REGISTRATION)
+    assert port.show_job(trial.job_id) == before
+    port.send_report(result(trial.model_copy(update={"registration_id": None})))
+
+
+def test_an_offline_trial_is_recorded_once_also_when_it_has_ended(port: ServerPort, job: CreatedJob) -> None:
+    offline = OfflineTrial(job_id=job.job_id, batch_size=16)
+    recorded = port.record_offline(offline, "key")
+    assert recorded.origin is Origin.OFFLINE
+    assert port.send_report(result(name_of(recorded), metric=0.9)).converged
+    assert port.record_offline(offline, "key").trial_number == recorded.trial_number
+    for wrong in (offline.model_copy(update={"batch_size": 17}), offline.model_copy(update={"batch_size": 8})):
+        with pytest.raises(ZeusBSOConfigError) as caught:
+            port.record_offline(wrong, "key" if wrong.batch_size == 8 else "other")
+        assert refused(caught) == 422
+
+
+def test_power_limits_come_with_the_next_trial_of_the_size(port: ServerPort, job: CreatedJob) -> None:
+    first = port.request_trial(job.job_id)
+    assert first.power_profile is None
+    for _ in range(2):
+        port.store_power_profile(name_of(first), CHOICE)
+    port.end_trial(name_of(first), Ending(outcome=TrialState.SUSPENDED))
+    trials = [port.request_trial(job.job_id) for _ in range(3)]
+    known = [each.power_profile for each in trials if each.batch_size == first.batch_size]
+    assert all(profile is not None and profile.samples == CHOICE.samples for profile in known)
+    other = CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})})
+    with pytest.raises(ZeusBSOConfigError, match="and the power limits are of 1 x V100") as caught:
+        port.store_power_profile(name_of(first), other)
+    assert refused(caught) == 422
+
+
+def test_a_port_can_be_used_after_its_close(port: ServerPort, trial: TrialId) -> None:
+    port.close()
+    assert port.heartbeat(trial).state is TrialState.RUNNING
+
+
+def test_every_domain_error_has_a_status() -> None:
+    of_commands_alone = {ZeusDatabaseError}
+    assert set(STATUS_OF) == set(BsoError.__subclasses__()) - of_commands_alone

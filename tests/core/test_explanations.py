@@ -1,0 +1,270 @@
+"""The numbers behind decisions: that they are kept, bounded, and those that a replay makes."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.job import replay
+from bso_server.core.phrases import chance_in_words, joules_in_words, stop_in_words
+from bso_server.core.policy import suggest
+from bso_server.core.zeus import chances_lowest
+from bso_server.errors import BsoError, NoSurvivorError, UnknownTrialError
+from bso_server.service import reading
+from bso_server.service.loading import generator_of
+from bso_server.storage import queries
+from bso_server.storage.rows import StoredDecision, decision_from, decision_row
+from tests.support import jobs
+from tests.support.exports import exported, pieces_of, renamed
+from tests.support.histories import Life, make_job
+from tests.support.servers import ServerProcess
+from tests.support.service import JobService, job_service, serve
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.protocol import (
+    GP_VOI,
+    OWN_POLICIES,
+    ZEUS,
+    CandidateWorth,
+    Decision,
+    Explanation,
+    GpuConfig,
+    JobSpec,
+    JobSpecFromClient,
+    SizeBelief,
+    StopRule,
+    TrialState,
+)
+
+SIZES = (8, 16, 32, 64)
+
+
+@pytest.fixture
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
+
+
+def numbers(kind: type[SizeBelief | CandidateWorth]) -> st.SearchStrategy[Any]:
+    floats = st.floats(-1e98, 1e98) | st.floats(0, 1)
+    optional, chances = st.none() | st.floats(0), st.none() | st.floats(0, 1)
+    sizes = st.integers(1, 2**31 - 1)
+    if kind is CandidateWorth:
+        return st.builds(kind, batch_size=sizes, value=floats, loss=floats, stop_epochs=st.none() | sizes)
+    return st.builds(
+        kind, batch_size=sizes, expected_cost_j=optional, low_j=optional, high_j=optional, chance_best=chances
+    )
+
+
+DECISIONS = st.builds(
+    Decision,
+    sizes=st.lists(numbers(SizeBelief), max_size=200).map(tuple),
+    candidates=st.lists(numbers(CandidateWorth), max_size=100).map(tuple),
+    incumbent=st.none() | st.integers(1, 2**31 - 1),
+    stop=st.none()
+    | st.builds(StopRule, max_cost_j=st.none() | st.floats(0, 1e300), max_epochs=st.integers(1, 2**31 - 1)),
+)
+
+
+@given(DECISIONS)
+def test_a_decision_takes_little_room_and_is_read_back_as_it_was(decision: Decision) -> None:
+    row = decision_row(StoredDecision("job", 1, decision))
+    assert len(row["decision"]) <= 4096
+    assert decision_from(row).decision == decision
+
+
+def test_the_longest_decision_takes_little_room() -> None:
+    sizes, number = range(2**31 - 200, 2**31), 1.234e-90
+    longest = Decision(
+        sizes=tuple(
+            SizeBelief(batch_size=size, expected_cost_j=number, low_j=number, high_j=number, chance_best=0.1234)
+            for size in sizes
+        ),
+        candidates=tuple(
+            CandidateWorth(batch_size=size, value=number, loss=-number, stop_epochs=size) for size in sizes
+        ),
+        incumbent=2**31 - 1,
+        stop=StopRule(max_cost_j=1.2345678901234567e-300, max_epochs=2**31 - 1),
+    )
+    assert 3500 < len(decision_row(StoredDecision("job", 1, longest))["decision"]) <= 4096
+
+
+def test_what_is_left_out_is_what_matters_least() -> None:
+    sizes = tuple(SizeBelief(batch_size=size, chance_best=1 / size) for size in range(1, 101))
+    candidates = tuple(CandidateWorth(batch_size=size, value=size, loss=1) for size in range(1, 101))
+    decision = Decision(sizes=sizes, candidates=candidates)
+    assert [each.batch_size for each in decision.sizes] == list(range(1, 65))
+    assert [each.batch_size for each in decision.candidates] == list(range(85, 101))
+
+
+@given(seed=st.integers(0, 2**32), policy=st.sampled_from(OWN_POLICIES))
+def test_the_decision_that_is_kept_is_the_one_that_a_replay_makes(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, policy: str
+) -> None:
+    rng = np.random.default_rng(seed)
+
+    async def use(server: JobService) -> None:
+        expected = []
+        for _ in range(12):
+            try:
+                replayed = await server.store.read(decided_anew, server.job_id)
+            except NoSurvivorError:
+                break
+            expected.append(replayed)
+            trial = await server.suggest()
+            for epoch in range(1, 5):
+                metric = 0.95 if rng.random() < 0.3 else 0.5
+                cost_j = epoch * trial.batch_size * float(rng.uniform(1, 1.3))
+                try:
+                    if (await server.report(trial, cost_j=cost_j, epoch=epoch, metric=metric)).stop_train:
+                        break
+                except BsoError:
+                    break
+            if rng.random() < 0.2:
+                await server.end(trial)
+        kept = [stored.decision for stored in await server.store.read(queries.decisions_of, server.job_id)]
+        assert kept == expected
+        assert len(kept) > 1
+
+    database_url = f"sqlite:///{tmp_path_factory.mktemp('replay') / 'bso.sqlite3'}"
+    serve(database_url, use, policy=policy, mab_seed=1, max_epochs=4)
+
+
+def decided_anew(transaction: Any, job_id: str) -> Decision | None:
+    """The decision on the next trial, from all trials until now."""
+    job = transaction.job(job_id)
+    history = replay(job.registration, transaction.all_trials(job_id), job.survivors)
+    return suggest(history, generator_of(job), explains=True).decision
+
+
+async def test_what_is_believed_is_told_with_a_band(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as server:
+        first = await server.store.read(reading.explain, server.job_id)
+        assert first.decision == Decision(sizes=tuple(SizeBelief(batch_size=size) for size in (8, 16, 32)))
+        assert first.sentence == "first run: your default size"
+        for _ in range(3):
+            trial = await server.suggest()
+            for epoch in range(1, 5):
+                if (await server.report(trial, cost_j=100.0 * epoch, epoch=epoch, metric=0.5 + epoch / 8)).stop_train:
+                    break
+        told = await server.store.read(reading.explain, server.job_id, 2)
+        assert (told.trial_number, told.state, told.policy) == (2, TrialState.COMPLETED, GP_VOI)
+        assert told.decision is not None
+        assert told.decision.incumbent == 16
+        for size in told.decision.sizes:
+            assert size.low_j is not None
+            assert size.high_j is not None
+            assert size.expected_cost_j is not None
+            assert size.low_j < size.expected_cost_j < size.high_j
+        assert sum(size.chance_best or 0 for size in told.decision.sizes) == pytest.approx(1, abs=1e-3)
+        assert {each.batch_size for each in told.decision.candidates} == {8, 32}
+        with pytest.raises(UnknownTrialError):
+            await server.store.read(reading.explain, server.job_id, 9)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_what_would_be_chosen_next_is_what_is_chosen_then(database_url: str, policy: str) -> None:
+    async with job_service(database_url, policy=policy, mab_seed=3) as server:
+        for _ in range(12):
+            told = await server.store.read(reading.explain, server.job_id)
+            again = await server.store.read(reading.explain, server.job_id)
+            trial = await server.suggest()
+            assert told == again
+            assert (told.batch_size, told.origin) == (trial.batch_size, trial.origin)
+            assert told.sentence.startswith(trial.reason or "")
+            await server.reach(trial, cost_j=500.0 + trial.batch_size)
+
+
+async def test_an_export_has_the_decisions(database_url: str) -> None:
+    async with job_service(database_url, policy=GP_VOI) as server:
+        await server.reach(await server.suggest())
+        await server.offline(8, "key")
+        export = await exported(server.store, server.job_id)
+        assert export[1]["decision"] is not None
+        assert export[2]["decision"] is None
+        other = renamed(export, f"{server.job_id}-2")
+        await server.service.import_job(pieces_of(other))
+        assert (await exported(server.store, f"{server.job_id}-2"))[1]["decision"] == export[1]["decision"]
+
+
+def test_the_server_in_the_process_explains_too(tmp_path: Path) -> None:
+    spec = JobSpec(job_id_prefix="job", job_id="job", batch_sizes=SIZES, default_batch_size=16)
+    with client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client:
+        client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
+        trial = client.request_trial("job")
+        assert client.explain("job", trial.trial_number).sentence == "first run: your default size"
+        assert client.explain("job").trial_number is None
+
+
+def test_a_far_away_server_explains(http: httpx.Client) -> None:
+    job_id = f"far-{uuid.uuid4().hex[:8]}"
+    job = jobs.job(**{**jobs.THREE_SIZES, "job_id_prefix": "far", "job_id": job_id})
+    http.post("/jobs", json=job).raise_for_status()
+    told = Explanation.model_validate(http.get(f"/api/jobs/{job_id}/explanation").raise_for_status().json())
+    assert told.trial_number is None
+    number = http.get("/jobs/batch_size", params={"job_id": job_id}).json()["trial_number"]
+    then = http.get(f"/api/jobs/{job_id}/explanation", params={"trial_number": number}).json()
+    assert then["decision"] == told.model_dump(mode="json")["decision"]
+    assert http.get(f"/api/jobs/{job_id}/explanation", params={"trial_number": 0}).status_code == 422
+    assert http.get("/api/jobs/none/explanation").status_code == 404
+
+
+def test_chances_are_those_of_normal_quantities() -> None:
+    # The lower of two, one σ·√2 apart: Φ(1).
+    chances = chances_lowest(np.array([0.0, math.sqrt(2)]), np.ones(2))
+    assert chances[0] == pytest.approx(0.841, abs=0.03)
+    assert chances_lowest(np.array([0.0, 5.0]), np.array([3.0, 4.0]))[0] == pytest.approx(0.841, abs=0.03)
+    assert chances.sum() == pytest.approx(1)
+    # Known exactly: no doubt is left.
+    assert chances_lowest(np.array([1.0, 2.0]), np.zeros(2)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("chance", "words"),
+    [
+        (0.001, "hardly any"),
+        (0.1, "one-in-ten"),
+        (0.33, "a third"),
+        (0.5, "an even"),
+        (0.9, "a good"),
+        (1.0, "almost every"),
+    ],
+)
+def test_chances_in_words(chance: float, words: str) -> None:
+    assert words in chance_in_words(chance)
+
+
+@pytest.mark.parametrize(
+    ("joules", "words"),
+    [(0.0, "0 J"), (81.26, "81.3 J"), (9999, "10000 J"), (12_345, "12.3 kJ"), (2.5e6, "2.5 MJ"), (3e12, "3000 GJ")],
+)
+def test_costs_in_words(joules: float, words: str) -> None:
+    assert joules_in_words(joules) == words
+
+
+def test_the_stop_in_words() -> None:
+    assert stop_in_words(StopRule(max_epochs=9), 50) == "stop it after 9 epochs unless it gets there"
+    assert stop_in_words(StopRule(max_epochs=1), 50, "dear") == "stop it after 1 epoch unless it gets there: dear"
+    assert stop_in_words(StopRule(max_epochs=50, max_cost_j=162), 50) == "stop it at 162 J unless it gets there"
+    assert stop_in_words(StopRule(max_epochs=50), 50) == stop_in_words(None, 50) == ""
+
+
+def test_zeus_tells_the_chances_of_its_survivors() -> None:
+    life = Life(make_job((8, 16), 16, num_pruning_rounds=1, mab_num_explorations=1, policy=ZEUS))
+    assert suggest(life.history, life.rng, explains=True).decision == Decision(
+        sizes=(SizeBelief(batch_size=8), SizeBelief(batch_size=16)), stop=StopRule(max_epochs=10)
+    )
+    for cost_j in (100, 150, 120, 110, 115, 112):
+        life.complete(life.ask(), cost_j)
+    decision = suggest(life.history, life.rng, explains=True).decision
+    assert decision is not None
+    assert decision.stop == StopRule(max_epochs=10, max_cost_j=200)
+    assert sum(size.chance_best or 0 for size in decision.sizes) == pytest.approx(1, abs=1e-3)

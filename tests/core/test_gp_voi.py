@@ -1,0 +1,392 @@
+"""What policy `gp_voi` decides, on jobs whose costs are known here and not to it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bso_server.core.gp_voi.beliefs import Belief
+from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
+from bso_server.core.gp_voi.prior import CONSTANTS
+from bso_server.core.gp_voi.run_costs import CostRun
+from bso_server.core.model import EpochBound
+from bso_server.core.policy import stop_rule, suggest
+from bso_server.errors import NoSurvivorError
+from tests.support.histories import Life, new_life, run
+from tests.support.properties import examples
+from zeus_plugins.protocol import EndReason, Origin, StopRule, TrialState
+
+
+def begun_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int = 64) -> Life:
+    """A job whose default size has reached the target once, in ten epochs."""
+    life = new_life(batch_sizes, default)
+    run(life, life.ask(), needed=10)
+    return life
+
+
+def recur(life: Life, times: int, needed: Callable[[int], float], epoch_j: Callable[[int], float]) -> list[int]:
+    """Trials, one after another, until so many have reached the target: their sizes."""
+    sizes: list[int] = []
+    reached = 0
+    while reached < times:
+        trial = life.ask()
+        sizes.append(trial.batch_size)
+        reached += run(life, trial, needed(trial.batch_size), epoch_j(trial.batch_size)).state is TrialState.COMPLETED
+    return sizes
+
+
+# --- Which size -------------------------------------------------------------------------------------------------------
+
+
+def test_until_one_reaches_the_target_sizes_are_tried_from_the_default_on() -> None:
+    life = new_life()
+    for expected in (64, 32, 128, 16, 8, 64, 32):
+        trial = life.ask()
+        assert (trial.batch_size, trial.origin) == (expected, Origin.EXPLORATION)
+        assert run(life, trial, needed=math.inf).state is TrialState.EXHAUSTED
+    assert suggest(life.history, life.rng).reason == (
+        "no run has reached the target yet: 128 is near your default, 64; 7 missed it, those at 128 least often"
+    )
+
+
+def test_the_cheapest_size_is_found_and_kept() -> None:
+    needed, epoch_j = {8: 30, 16: 12, 32: 10, 64: 20, 128: 40}, {8: 60, 16: 40, 32: 25, 64: 20, 128: 18}
+    life = new_life()
+    sizes = recur(life, 40, needed.__getitem__, epoch_j.__getitem__)
+    assert sizes[0] == 64
+    assert sizes[15:].count(32) >= len(sizes[15:]) - 2
+    assert len(sizes) <= 45
+
+
+def test_a_far_size_is_reached_in_one_step_where_costs_fall_on_the_way() -> None:
+    life = new_life((8, 16, 32, 64, 128, 256, 512, 1024), default=8, max_epochs=100)
+    # Epochs as ever, each for half of what it costs at half the size.
+    sizes = recur(life, 10, lambda _: 20, lambda size: 8000 / size)
+    assert sizes[0] == 8
+    assert sizes[1] >= 64
+    assert sizes[-3:] == [1024] * 3
+
+
+def test_what_two_sizes_show_is_not_asked_of_those_between() -> None:
+    """Sizes between two that need as many epochs, at a cost that falls evenly, hold no surprise."""
+    life = new_life((8, 12, 16, 24, 32), default=8)
+    sizes = recur(life, 30, lambda _: 20, lambda size: 800 / size)
+    assert sizes.count(32) >= 25
+
+
+def test_after_a_try_that_was_stopped_comes_the_incumbent() -> None:
+    life = begun_life()
+    trial = life.ask()
+    assert (trial.batch_size != 64, trial.origin) == (True, Origin.EXPLORATION)
+    assert run(life, trial, needed=math.inf).state is TrialState.EARLY_STOPPED
+    again = life.ask()
+    assert (again.batch_size, again.origin) == (64, Origin.INCUMBENT)
+    # A second miss changes nothing: one try at most is paid for until a run has reached the target.
+    assert run(life, again, needed=math.inf).state is TrialState.EARLY_STOPPED
+    again = life.ask()
+    assert (again.batch_size, again.origin) == (64, Origin.INCUMBENT)
+    assert life.reason.endswith("nothing new after 2 runs that missed the target")
+    assert run(life, again, needed=10).state is TrialState.COMPLETED
+    assert life.ask().origin is Origin.EXPLORATION
+
+
+def test_sizes_that_ran_out_of_memory_are_neither_tried_nor_counted_on() -> None:
+    life = begun_life()
+    life.exclude(life.dispatch(128))
+    sizes = recur(life, 12, lambda _: 10, lambda size: 1000 / size)
+    assert 128 not in sizes
+    assert sizes[-1] == 64
+
+    life.exclude(life.dispatch(16))
+    trial = life.ask()
+    # Nothing that still fits is known to reach the target, but much is known of the others.
+    assert (trial.batch_size, trial.origin) == (8, Origin.EXPLORATION)
+    life.exclude(trial)
+    with pytest.raises(NoSurvivorError, match="smaller batch_sizes"):
+        life.ask()
+
+
+def test_a_size_that_crashed_too_often_is_left_out_and_its_neighbours_are_near_each_other() -> None:
+    life = begun_life((8, 64, 512), default=8)
+    life.exclude(life.dispatch(64), EndReason.CRASHED)
+    assert life.ask().batch_size == 512
+
+
+def test_trials_under_way_count_as_if_they_had_gone_as_expected() -> None:
+    life = begun_life()
+    first = life.ask()
+    assert first.origin is Origin.EXPLORATION
+    asked = [life.ask() for _ in range(8)]
+    # What the first tries are going to tell need not be found out again.
+    assert {trial.origin for trial in asked[3:]} == {Origin.INCUMBENT}
+    assert suggest(life.history, life.rng).reason.endswith("; 4 tries of others are under way")
+    # Once they are given up, as if they had never been, but for the numbers of trials.
+    for trial in (first, *asked):
+        life.move(life.trials[trial.trial_number - 1], TrialState.ABANDONED)
+    again = life.ask()
+    assert (again.batch_size, again.origin) == (first.batch_size, Origin.EXPLORATION)
+
+
+def test_before_anything_is_known_all_get_the_default() -> None:
+    life = new_life()
+    assert [life.ask().batch_size for _ in range(3)] == [64, 64, 64]
+
+
+def test_a_suspended_trial_counts_as_under_way() -> None:
+    life = begun_life()
+    trial = life.ask()
+    running = suggest(life.history, life.rng)
+    life.move(trial, TrialState.SUSPENDED)
+    assert suggest(life.history, life.rng) == running
+
+
+def test_what_a_running_trial_says_of_its_epochs_is_used_at_once() -> None:
+    life = begun_life((32, 64))
+    trial = life.dispatch(32)
+
+    def cost_of_an_epoch() -> float:
+        history = life.history
+        forecast = Forecast.of(history, beliefs_of(history, history.in_flight), ())
+        return math.exp(forecast.epoch_costs.mean[0])
+
+    before = cost_of_an_epoch()
+    life.report(trial, 15.0, epoch=1, metric=0.0)
+    assert cost_of_an_epoch() == before  # with its start-up, maybe
+    life.report(trial, 17.0, epoch=2, metric=0.0)
+    assert cost_of_an_epoch() < 0.7 * before
+
+
+def test_offline_trials_teach_as_others_do() -> None:
+    life = new_life()
+    run(life, life.dispatch(16, Origin.OFFLINE), needed=10, epoch_j=10)
+    trial = life.ask()
+    assert (trial.batch_size != 16, trial.origin) == (True, Origin.EXPLORATION)
+    assert run(life, life.dispatch(8, Origin.OFFLINE), needed=math.inf).state is TrialState.EARLY_STOPPED
+    assert life.belief(8).observed.weight > 0
+
+
+def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
+    life = begun_life()
+    trial = life.dispatch(32)
+    life.report(trial, 10.0, epoch=1, metric=0.0)
+    life.report(trial, 21.0, epoch=2, metric=0.0)
+    life.move(life.trials[-1], TrialState.FAILED, cost_j=21.0)
+    belief = life.belief(32)
+    assert belief == Belief(costs=belief.costs, are_costs_guessed=False)
+    assert belief.costs[-1] == pytest.approx(CostRun(math.log(11), 1))
+
+
+def test_the_default_may_be_another_in_a_new_registration() -> None:
+    life = new_life()
+    recur(life, 8, {8: 30, 16: 12, 32: 10, 64: 14, 128: 30}.__getitem__, lambda _: 10)
+    before = suggest(life.history, life.rng)
+    life.job = life.job.model_copy(update={"default_batch_size": 8})
+    after = suggest(life.history, life.rng)
+    assert (after.batch_size, after.origin) == (before.batch_size, before.origin)
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=examples(10), deadline=None)
+def test_a_decision_follows_from_the_history_alone(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    life = new_life()
+    for _ in range(8):
+        run(life, life.ask(), needed=float(rng.integers(5, 60)), epoch_j=float(rng.uniform(5, 20)))
+    assert suggest(life.history, np.random.default_rng(1)) == suggest(life.history, np.random.default_rng(2))
+
+
+def test_reasons_are_told_in_plain_words() -> None:
+    life = new_life((64, 128))
+    assert suggest(life.history, life.rng).reason == "first run: your default size"
+    run(life, life.ask(), needed=10)
+    # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
+    assert re.fullmatch(
+        "tried 128: about an? .* chance to beat 64, which is the best known at 10[12] J",
+        suggest(life.history, life.rng).reason,
+    )
+    run(life, life.ask(), needed=math.inf)
+    assert re.fullmatch(
+        "best so far, at 1[01][0-9] J; nothing new after a run that missed the target",
+        suggest(life.history, life.rng).reason,
+    )
+    recur(life, 40, {64: 10, 128: 30}.__getitem__, lambda _: 10)
+    assert suggest(life.history, life.rng).reason in {
+        "best so far, at 100 J; no other size is likely to beat it",
+        "best so far, at 100 J; to try 128, with hardly any chance to beat it, would not pay",
+    }
+    alone = new_life((64,))
+    run(alone, alone.ask(), needed=10)
+    assert suggest(alone.history, alone.rng).reason.endswith("; there is no other size to try")
+
+
+# --- When a trial is stopped ------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_bounded_until_a_size_is_known_to_reach_the_target() -> None:
+    life = new_life()
+    trial = life.ask()
+    assert trial.bound is None
+    assert stop_rule(life.job, trial, None) == StopRule(max_epochs=50)
+    life.report(trial, 10.0, epoch=1, metric=0.0)
+    assert life.trials[-1].bound == EpochBound(50, "all that max_epochs allows")
+
+
+def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> None:
+    life = begun_life()
+    trial = replace(life.dispatch(64), origin=Origin.INCUMBENT)
+    life.trials[-1] = trial
+    life.report(trial, 10.0, epoch=1, metric=0.0)
+    trial = life.trials[-1]
+    assert trial.bound is not None
+    assert 20 <= trial.bound.epochs <= 22
+    assert trial.bound.reason.startswith("2 times the epochs that it should need, 10")
+    assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=trial.bound.epochs)
+    ended = run(life, trial, needed=math.inf)
+    assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, trial.bound.epochs)
+    assert life.belief(64).failures == 1
+    again = life.ask().bound
+    assert again == trial.bound
+    # From the second miss in a row on, it gets twice as many each time.
+    life.move(life.trials[-1], TrialState.ABANDONED)
+    assert run(life, life.dispatch(8), needed=math.inf, epoch_j=1000).epoch <= 2
+    bound = life.ask().bound
+    assert bound is not None
+    assert bound.reason.startswith("4 times the epochs that it should need, 1")
+
+
+def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() -> None:
+    life = new_life((32, 64), default=64)
+    run(life, life.ask(), needed=10, startup=2.0)
+    trial = life.dispatch(32)
+    # Twice what an epoch costs at 64, but so was its first.
+    assert not life.report(trial, 20.0, epoch=1, metric=0.0).stop
+    assert life.trials[-1].bound is None
+    life.move(life.trials[-1], TrialState.ABANDONED)
+
+    trial = life.dispatch(32)
+    verdict = life.report(trial, 2000.0, epoch=1, metric=0.0)
+    assert (verdict.reason, verdict.state) == (EndReason.EPOCH_BOUND_REACHED, TrialState.EARLY_STOPPED)
+    assert "after 1 epochs" in verdict.message
+    # What an epoch costs is then guessed from that, and the next run of the size has the last word.
+    guessed = life.belief(32)
+    assert guessed.costs[-1] == pytest.approx(CostRun(math.log(1000.0), 1, doubt=CONSTANTS.first_epoch_sd**2))
+    assert guessed.are_costs_guessed
+    run(life, life.dispatch(32), needed=10, epoch_j=11)
+    for size, epoch_j in ((32, 11), (64, 10)):
+        # Nine later reports, all alike.
+        assert life.belief(size).costs[-1] == pytest.approx(CostRun(math.log(epoch_j), 9, 0, 8))
+
+
+def test_nothing_is_stopped_by_its_first_report_alone_if_start_up_is_not_known() -> None:
+    life = new_life()
+    run(life, life.ask(), needed=1)  # one report, which does not tell start-up from epochs
+    trial = life.ask()
+    assert not life.report(trial, 10_000.0, epoch=1, metric=0.0).stop
+    assert life.report(trial, 20_000.0, epoch=2, metric=0.0).reason is EndReason.EPOCH_BOUND_REACHED
+
+
+@pytest.mark.parametrize(("epoch_j", "stops"), [(20.0, False), (200.0, True)])
+def test_a_first_report_stops_a_trial_only_if_less_would_do(epoch_j: float, stops: bool) -> None:
+    life = new_life(batch_sizes=(32, 64))
+    run(life, life.ask(), needed=4, epoch_j=20)
+    assert life.report(life.dispatch(32), epoch_j, epoch=1, metric=0.0).stop is stops
+    # A bound beyond the first epoch is not fixed before the second tells what an epoch costs.
+    assert (life.trials[-1].bound is None) is not stops
+
+
+def test_whoever_was_sent_as_the_incumbent_is_treated_as_one() -> None:
+    life = new_life()
+    run(life, life.ask(), needed=10, epoch_j=100)
+    trial = replace(life.dispatch(64), origin=Origin.INCUMBENT)
+    life.trials[-1] = trial
+    # Meanwhile another size turns out to cost a tenth.
+    run(life, life.dispatch(32), needed=10, epoch_j=10)
+    life.report(trial, 100.0, epoch=1, metric=0.0)
+    bound = life.trials[1].bound
+    assert bound is not None
+    assert bound.reason.startswith("2 times the epochs")
+
+
+def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
+    life = new_life()
+    run(life, life.ask(), needed=10, startup=1.0)
+    trial = life.ask()
+    # Four times the incumbent's; the second epoch costs the same as the incumbent's.
+    assert not life.report(trial, 40.0, epoch=1, metric=0.0).stop or life.trials[-1].epoch == 1
+    life = new_life()
+    life.trials.clear()
+    trial = life.dispatch(64)
+    life.report(trial, 500.0, epoch=1, metric=0.0)
+    life.report(trial, 510.0, epoch=2, metric=0.0)
+    life.report(trial, 590.0, epoch=10, metric=1.0)
+    belief = life.belief(64)
+    # Nine later epochs in both trials, of which the first has sent two reports.
+    assert belief.costs[-1] == pytest.approx(CostRun(math.log(10.0), 9, 0, 1))
+    assert belief.log_startup == pytest.approx(math.log(50.0))
+    # Later trials of the size change the cost of its epochs, not its start-up.
+    run(life, life.dispatch(64), needed=10, epoch_j=11, startup=3)
+    belief = life.belief(64)
+    assert belief.costs[-1] == pytest.approx(CostRun(math.log(11.0), 9, 0, 8))
+    assert belief.log_startup == pytest.approx(math.log(50.0))
+
+
+def test_a_bound_is_fixed_by_the_second_report_and_stays() -> None:
+    life = begun_life()
+    trial = life.ask()
+    life.report(trial, 10.0, epoch=1, metric=0.0)
+    life.report(trial, 20.0, epoch=2, metric=0.0)
+    bound = life.trials[-1].bound
+    assert bound is not None
+    assert 2 < bound.epochs < 50
+    life.report(trial, 500.0, epoch=3, metric=0.0)
+    assert life.trials[-1].bound == bound
+
+
+def test_a_run_to_the_target_counts_whatever_it_cost() -> None:
+    life = begun_life()
+    trial = life.ask()
+    assert life.report(trial, 1e6, epoch=1, metric=1.0).converged
+
+
+def test_without_beta_nothing_is_stopped_early() -> None:
+    life = new_life(beta_knob=None)
+    for _ in range(5):
+        trial = life.ask()
+        assert run(life, trial, needed=10 if trial.batch_size == 64 else math.inf).state in {
+            TrialState.COMPLETED,
+            TrialState.EXHAUSTED,
+        }
+    # Nor is a run of the incumbent that does not converge.
+    assert run(life, life.dispatch(64, Origin.INCUMBENT), needed=math.inf).state is TrialState.EXHAUSTED
+
+
+def test_validations_within_epochs() -> None:
+    """A job that is done within its first epoch has an optimum like any other."""
+    needed, epoch_j = {8: 0.6, 16: 0.3, 32: 0.2, 64: 0.4, 128: 0.9}, 100.0
+    life = new_life(max_epochs=3)
+    reached = 0
+    while reached < 20:
+        trial = life.ask()
+        reached += run(life, trial, needed[trial.batch_size], epoch_j=epoch_j, step=0.05).state is TrialState.COMPLETED
+    assert [trial.batch_size for trial in life.trials[-8:]] == [32] * 8
+
+
+@given(
+    costs=st.lists(st.floats(1e-300, 1e15), min_size=1, max_size=6),
+    epochs=st.lists(st.floats(1e-300, 10), min_size=6, max_size=6),
+    metrics=st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6),
+)
+@settings(max_examples=examples(50), deadline=None)
+def test_absurd_numbers_raise_nothing(costs: list[float], epochs: list[float], metrics: list[float]) -> None:
+    """In databases that took them before they were told from others."""
+    life = new_life((8, 16, 32), 16)
+    for cost_j, epoch, metric in zip(costs, epochs, metrics, strict=False):
+        life.report(life.ask(), cost_j, epoch=epoch, metric=metric)
+    assert life.ask().batch_size in (8, 16, 32)

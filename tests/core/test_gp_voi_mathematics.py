@@ -1,0 +1,474 @@
+"""The parts of policy `gp_voi` against oracles: scipy's distributions, plain linear algebra."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy import special, stats
+
+from bso_server.core.gp_voi.gaussian_process import (
+    Component,
+    Posterior,
+    WeightedStatistics,
+    cdf,
+    cost_posterior,
+    epochs_posterior,
+    hazard,
+    log_cdf,
+    moments_given_larger,
+    run_variance,
+)
+from bso_server.core.gp_voi.prior import CONSTANTS, Family, Sizes, laws
+from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, summary_of
+from tests.support.properties import examples
+
+Array: TypeAlias = NDArray[np.float64]
+
+SIZES = Sizes((8, 16, 48, 64, 512), 3)
+COUNT = len(SIZES.batch_sizes)
+finite = st.floats(-5, 5)
+positive = st.floats(0.01, 4)
+
+
+def statistics(values: Sequence[float]) -> WeightedStatistics:
+    total = WeightedStatistics()
+    for value in values:
+        total = total.including(value)
+    return total
+
+
+# --- Statistics and the normal distribution ---------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(finite, positive), min_size=1, max_size=20), positive)
+@settings(deadline=None)
+def test_weighted_statistics(pairs: list[tuple[float, float]], factor: float) -> None:
+    total = WeightedStatistics()
+    for value, weight in pairs:
+        total = total.including(value, weight)
+    values, weights = (np.array(column) for column in zip(*pairs, strict=True))
+    mean = np.average(values, weights=weights)
+    assert total.weight == pytest.approx(weights.sum())
+    assert total.mean == pytest.approx(mean, abs=1e-9)
+    assert total.squared_deviations == pytest.approx((weights * (values - mean) ** 2).sum(), abs=1e-9)
+    scaled = total.scaled(factor)
+    assert scaled == WeightedStatistics(total.weight * factor, total.mean, total.squared_deviations * factor)
+
+
+@given(st.floats(-200, 40))
+@settings(deadline=None)
+def test_the_normal_distribution(z: float) -> None:
+    assert cdf(z) == pytest.approx(stats.norm.cdf(z), rel=1e-12)
+    assert log_cdf(z) == pytest.approx(stats.norm.logcdf(z), rel=1e-10, abs=1e-15)
+
+
+@given(st.floats(-40, 80))
+@settings(deadline=None)
+def test_the_hazard_is_the_mean_above_a_bound(z: float) -> None:
+    assert hazard(z) == pytest.approx(math.exp(stats.norm.logpdf(z) - stats.norm.logsf(z)), rel=1e-6)
+
+
+@given(finite, positive, positive, st.floats(-6, 6))
+@settings(deadline=None)
+def test_moments_given_a_censored_observation(mean: float, sd: float, noise_sd: float, deviations: float) -> None:
+    """f ~ N(mean, sd²) given that f plus noise exceeds a bound: by integration over f."""
+    bound = mean + deviations * math.hypot(sd, noise_sd)
+    found = moments_given_larger(mean, sd**2, noise_sd**2, bound)
+
+    f = np.linspace(mean - 12 * sd, mean + 16 * sd, 20001)
+    density = stats.norm.pdf(f, mean, sd) * stats.norm.sf(bound, f, noise_sd)
+    density /= density.sum()
+    expected = float((density * f).sum())
+    assert found[0] == pytest.approx(expected, abs=1e-5 * (1 + abs(expected)))
+    assert found[1] == pytest.approx(float((density * (f - expected) ** 2).sum()), rel=1e-3, abs=1e-6)
+
+
+# --- The laws ---------------------------------------------------------------------------------------------------------
+
+
+def kernel(sizes: Sizes, sd: float, length: float, own_sd: float) -> Array:
+    """The residuals' covariance, entry by entry."""
+    x = [math.log2(size) for size in sizes.batch_sizes]
+    return np.array(
+        [
+            [
+                sd**2 * math.exp(-0.5 * ((a - b) / length) ** 2) + own_sd**2 * (a == b) + CONSTANTS.level_variance
+                for b in x
+            ]
+            for a in x
+        ]
+    )
+
+
+def priors_of_epochs(sizes: Sizes) -> list[tuple[Array, Array, Array]]:
+    """Of each family the means and probabilities of its hypotheses, and their covariance."""
+    lawful, lawless = (parts(family) for family in laws(sizes).epochs)
+    smooth = kernel(sizes, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd)
+    own = kernel(sizes, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd)
+    return [(lawful[0], np.exp(lawful[1]), smooth), (lawless[0], np.exp(lawless[1]), own)]
+
+
+def parts(family: Family) -> tuple[Array, Array]:
+    return family.means, family.log_weights
+
+
+def has_row(means: Array, row: Sequence[float]) -> bool:
+    return bool((np.abs(means - np.array(row)).max(axis=1) < 1e-12).any())
+
+
+def test_laws_of_epochs_at_literal_sizes() -> None:
+    means, _ = parts(laws(Sizes((16, 32), 1)).epochs[0])
+    # Flat; a critical batch size of 8, with both exponents; the same where sizes below 2^2.5 and 2^3.5 are too small.
+    for row in (
+        [0, 0],
+        [math.log(3), math.log(5)],
+        [0.5 * math.log(3), 0.5 * math.log(5)],
+        [math.log(1 + 1 / 8), math.log(1 + 1 / 32)],
+        [math.log(1 + 1 / 2), math.log(1 + 1 / 8)],
+        [math.log(3 * (1 + 1 / 8)), math.log(5 * (1 + 1 / 32))],
+    ):
+        assert has_row(means, row), row
+    # The size that is the least to get anywhere is not above the critical one, 8, nor above the default by much.
+    assert not has_row(means, [math.log(3 * (1 + 1 / 2)), math.log(5 * (1 + 1 / 8))])
+    assert not has_row(means, [math.log(1 + 4), math.log(1 + 1)])
+    assert not has_row(means, [math.log(1 + 8), math.log(1 + 2)])
+
+
+def test_laws_of_what_an_epoch_costs_at_literal_sizes() -> None:
+    means, _ = parts(laws(Sizes((16, 32), 1)).costs)
+    # Saturated from 1 on, softly; and by a bend.
+    assert has_row(means, [math.log(1 + 1 / 16), math.log(1 + 1 / 32)])
+    assert has_row(means, [0.5 * math.log(1 + 1 / 256), 0.5 * math.log(1 + 1 / 1024)])
+
+
+@given(st.sets(st.integers(1, 2**20), min_size=1, max_size=12), st.integers(0, 11))
+@settings(max_examples=examples(50), deadline=None)
+def test_laws_of_any_job(batch_sizes: set[int], default: int) -> None:
+    sizes = Sizes(tuple(sorted(batch_sizes)), default % len(batch_sizes))
+    found, x = laws(sizes), np.log2(sorted(batch_sizes))
+    assert found.octaves == pytest.approx(np.abs(x[:, None] - x[None, :]))
+    assert sum(np.exp(each.log_weights).sum() for each in found.epochs) == pytest.approx(1)
+    assert np.exp(found.costs.log_weights).sum() == pytest.approx(1)
+    steps, lawful = np.diff(x) * math.log(2), found.epochs[0].means
+    slopes = np.diff(lawful) / steps
+    # Epochs rise no faster than the batch size, fall no faster than its square, and never fall again once they rise.
+    assert (slopes <= max(CONSTANTS.exponents) + 1e-9).all()
+    assert (slopes >= -2 - 1e-9).all()
+    for row in slopes:
+        rising = np.flatnonzero(row > 1e-9)
+        assert not rising.size or (row[rising[0] :] > -1e-9).all()
+    # A larger batch size makes an epoch no dearer, and no step of it cheaper.
+    slopes = np.diff(found.costs.means) / steps
+    assert (slopes <= 1e-9).all()
+    assert (slopes >= -1 - 1e-9).all()
+    # At the default no law multiplies epochs by more than 2 because it is too small.
+    rise = np.log1p(np.exp2(x[sizes.default] - (x.min() - 1)))
+    assert (lawful[:, sizes.default] <= rise + math.log(2) + 1e-9).all()
+
+
+def test_what_the_laws_leave() -> None:
+    (lawful, lawless), costs = laws(SIZES).epochs, laws(SIZES).costs
+    assert lawful.kernel == pytest.approx(
+        kernel(SIZES, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd), abs=1e-12
+    )
+    assert lawless.kernel == pytest.approx(
+        kernel(SIZES, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd), abs=1e-12
+    )
+    assert costs.kernel == pytest.approx(
+        kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd), abs=1e-12
+    )
+    assert lawless.means.tolist() == [[0.0] * COUNT]
+    assert np.exp(lawless.log_weights).tolist() == pytest.approx([CONSTANTS.lawless_chance])
+    flat = math.exp(lawful.log_weights[np.abs(lawful.means).max(axis=1) < 1e-12].item())
+    assert flat == pytest.approx(CONSTANTS.flat_chance * (1 - CONSTANTS.too_small_chance), rel=0.2)
+
+
+# --- Gaussian processes -----------------------------------------------------------------------------------------------
+
+
+def conditioned(
+    mean: Array, covariance: Array, at: Sequence[int], values: Array, noise: Array
+) -> tuple[Array, Array, float]:
+    """Mean and covariance of normal variables given noisy looks at some of them; log of the density of those."""
+    index = list(at)
+    noisy = covariance[np.ix_(index, index)] + np.diag(noise)
+    gain = covariance[:, index] @ np.linalg.inv(noisy)
+    evidence = float(stats.multivariate_normal.logpdf(values, mean[index], noisy))
+    return mean + gain @ (values - mean[index]), covariance - gain @ covariance[index], evidence
+
+
+def mixed(families: Sequence[tuple[Sequence[Array], Array, Sequence[float]]]) -> tuple[Array, Array]:
+    """Mean and covariance of families of normals, by means, covariance and log weights; improbable ones left out."""
+    top = max(max(log_weights) for _, _, log_weights in families)
+    weighed = [(means, covariance, np.exp(np.array(logs) - top)) for means, covariance, logs in families]
+    total = sum(weights.sum() for _, _, weights in weighed)
+    weighed = [each for each in weighed if each[2].sum() >= 1e-3 * total]
+    total = sum(weights.sum() for _, _, weights in weighed)
+    mean = sum((weights @ np.array(means) / total for means, _, weights in weighed), np.zeros(()))
+    spread = np.zeros((len(mean), len(mean)))
+    for means, covariance, weights in weighed:
+        for each, weight in zip(means, weights, strict=True):
+            spread += weight / total * (covariance + np.outer(each - mean, each - mean))
+    return mean, spread
+
+
+def total_covariance(posterior: Posterior) -> Array:
+    """That of what is expected, within components and between them."""
+    spread = np.zeros((len(posterior.mean), len(posterior.mean)))
+    for each in posterior.components:
+        for mean, weight in zip(each.means, each.weights, strict=True):
+            spread += weight * (each.covariance + np.outer(mean - posterior.mean, mean - posterior.mean))
+    return spread
+
+
+lawful_runs = st.tuples(st.floats(1, 3), st.floats(0, 1), st.lists(st.integers(0, 4), min_size=1, max_size=8)).map(
+    lambda drawn: [
+        (index, drawn[0] + math.log1p(drawn[1] * SIZES.batch_sizes[index] / 64) + 0.03 * (-1) ** number)
+        for number, index in enumerate(drawn[2])
+    ]
+)
+any_runs = st.lists(st.tuples(st.integers(0, 4), st.floats(0.5, 4)), min_size=1, max_size=12)
+
+
+@given(st.one_of(lawful_runs, any_runs))
+@settings(max_examples=examples(50), deadline=None)
+def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[int, float]]) -> None:
+    """Each hypothesis by the joint distribution of all sizes and all runs, in place of each size's mean."""
+    per_size = [[y for index, y in runs if index == size] for size in range(COUNT)]
+    exact = tuple(map(statistics, per_size))
+    found = epochs_posterior(SIZES, exact, exact, 1.0)
+
+    seen = [index for index, ys in enumerate(per_size) if ys]
+    averages = np.array([np.mean(per_size[index]) for index in seen])
+    level = float(averages.mean())
+    variance = max(run_variance(exact), math.exp(-2 * level) / 12)
+    assert found.run_variance == pytest.approx(variance)
+    at, values = [index for index, _ in runs], np.array([y for _, y in runs])
+    families = []
+    for centers, chances, covariance in priors_of_epochs(SIZES):
+        noisy = covariance[np.ix_(seen, seen)] + np.diag([variance / len(per_size[index]) for index in seen])
+        means, log_weights, misfits = [], [], []
+        for center, chance in zip(centers + level, chances, strict=True):
+            mean, narrowed, evidence = conditioned(center, covariance, at, values, np.full(len(runs), variance))
+            means.append(mean)
+            log_weights.append(evidence + math.log(chance))
+            misfits.append((averages - center[seen]) @ np.linalg.solve(noisy, averages - center[seen]))
+        weights = np.exp(np.array(log_weights) - max(log_weights))
+        misfit = weights @ misfits / weights.sum()
+        scale = (CONSTANTS.scale_dof + misfit) / (CONSTANTS.scale_dof + len(seen) - 1)
+        families.append((means, narrowed * np.clip(scale, 1, CONSTANTS.largest_scale), log_weights))
+    assert sum(each.weights.sum() for each in found.components) == pytest.approx(1)
+    mean, covariance = mixed(families)
+    assert found.mean == pytest.approx(mean, abs=1e-5)
+    assert total_covariance(found) == pytest.approx(covariance, abs=1e-5)
+    assert found.variance == pytest.approx(np.diag(covariance), abs=1e-5)
+
+
+def test_run_variance_by_hand() -> None:
+    # Deviations of ±0.1 at one size, and of ±0.2 at another: 0.02 + 0.08 with one degree of freedom each.
+    pairs = (statistics([1.0, 1.2]), statistics([2.0, 2.4]), statistics([3.0]), WeightedStatistics())
+    assert run_variance(pairs) == pytest.approx((2 * 0.08**2 + (0.02 + 0.08) / 2) / (2 + 2 / 2))
+    assert run_variance((WeightedStatistics(),)) == pytest.approx(0.08**2)
+    assert run_variance((WeightedStatistics(1e6, 1.0, 0.0),)) == pytest.approx(0.02**2)
+
+
+def test_a_step_between_validations_is_noise() -> None:
+    one = (statistics([math.log(2)]),) + (WeightedStatistics(),) * 4
+    assert epochs_posterior(SIZES, one, one, 1.0).run_variance == pytest.approx(0.25 / 12)
+    assert epochs_posterior(SIZES, one, one, 0.1).run_variance == pytest.approx(0.08**2)
+
+
+def test_surprises_make_all_beliefs_less_sure() -> None:
+    """A bad size between two good ones, which no law expects, as that of a Student-t process."""
+
+    def belief_after(middle: float) -> Posterior:
+        seen = (*(statistics([y]) for y in (2.0, 2.0, middle, 2.0)), WeightedStatistics())
+        return epochs_posterior(SIZES, seen, seen, 1.0)
+
+    expected, surprised = belief_after(2.0), belief_after(4.0)
+    widest = max(float(np.diag(each.covariance)[4]) for each in surprised.components)
+    assert widest > 3 * max(float(np.diag(each.covariance)[4]) for each in expected.components)
+    # By then the job follows no law: size 48 needs what it needs.
+    assert surprised.mean[2] == pytest.approx(4.0, abs=0.3)
+    assert surprised.mean[1] == pytest.approx(2.0, abs=0.3)
+
+
+cost_runs = st.lists(
+    st.lists(st.tuples(st.floats(0, 4), st.floats(0.1, 9)).map(lambda run: CostRun(*run)), max_size=3).map(tuple),
+    min_size=COUNT,
+    max_size=COUNT,
+).filter(any)
+
+
+Families = list[tuple[Sequence[Array], Array, Sequence[float]]]
+
+
+def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_variance: float = 0.0) -> Families:
+    """Each size that rests on one run was slowed, or none was: by how much is one more variable, all anew."""
+    summary, family = summary_of(runs), laws(SIZES).costs
+    seen = [index for index, each in enumerate(runs) if each]
+    values = np.array([summary.means[index] for index in seen])
+    noise = summary.run_variance / np.array([summary.weights[index] for index in seen])
+    centers, log_chances = family.means + values.mean(), family.log_weights
+    covariance = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+    covariance = covariance + own_variance * np.eye(COUNT)
+    suspects = [index for index in seen if summary.suspect[index] and index != trusted]
+    families: Families = []
+    for slowed in (None, *(suspects if len(seen) > 1 else ())):
+        # All sizes, what the runs of each seen one show, and by how much one was slowed.
+        share = np.vstack([np.eye(COUNT), np.eye(COUNT)[seen], np.zeros(COUNT)])
+        joint = share @ covariance @ share.T
+        delay = np.array([0.0] * COUNT + [float(index == slowed) for index in seen] + [1.0])
+        joint += CONSTANTS.slowed_sd**2 * np.outer(delay, delay)
+        means, log_weights = [], []
+        for center, log_chance in zip(centers, log_chances, strict=True):
+            at = range(COUNT, COUNT + len(seen))
+            mean, narrowed, evidence = conditioned(share @ center, joint, at, values, noise)
+            log_weight = evidence + log_chance
+            if slowed is not None:
+                # Slowed, and not sped up: half of what a normal deviate may be.
+                log_weight += math.log(2 * CONSTANTS.slowed_chance)
+                log_weight += float(stats.norm.logsf(0, mean[-1], math.sqrt(narrowed[-1, -1])))
+            means.append(mean[:COUNT])
+            log_weights.append(log_weight)
+        families.append((means, narrowed[:COUNT, :COUNT], log_weights))
+    return families
+
+
+@given(cost_runs, st.one_of(st.none(), st.integers(0, 4)))
+@settings(max_examples=examples(50), deadline=None)
+def test_the_posterior_of_costs_by_brute_force(runs: list[CostRuns], trusted: int | None) -> None:
+    found = cost_posterior(SIZES, tuple(runs), trusted)
+    assert found.run_variance == summary_of(runs).run_variance
+    mean, covariance = mixed(costs_by_brute_force(runs, trusted))
+    assert found.mean == pytest.approx(mean, abs=1e-4)
+    assert total_covariance(found) == pytest.approx(covariance, abs=1e-4)
+
+
+def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
+    """Runs since then weigh whether all sizes have changed alike, or each by itself; the others follow from that."""
+    old = ((CostRun(2.4, 5.0, drift=1.4),), (CostRun(1.9, 5.0, drift=1.4),), (), (), ())
+    new: list[CostRuns] = [(), (), (CostRun(3.1, 9.0), CostRun(3.1, 9.0)), (CostRun(2.5, 9.0),), ()]
+    runs = tuple(one or other for one, other in zip(old, new, strict=True))
+    alike = [*(run_of(run.log_cost + 1.4, 5.0) for (run,) in old[:2]), *new[2:]]
+    apart = [*(run_of(run.log_cost + 0.7, 5.0, 0.7**2) for (run,) in old[:2]), *new[2:]]
+    variance = summary_of(alike).run_variance
+    families: Families = []
+    for hypothesis, own_variance in ((alike, 0.0), (apart, 0.7**2)):
+        found = costs_by_brute_force(hypothesis, None, own_variance)
+        total = special.logsumexp(np.concatenate([logs for _, _, logs in found]))
+        # As if nothing but what ran since were known, of which the laws of both know the same beforehand.
+        summary, family = summary_of(alike), laws(SIZES).costs
+        values = np.array([summary.means[index] for index in (2, 3)])
+        noise = variance / np.array([summary.weights[index] for index in (2, 3)])
+        prior = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+        evidences = [
+            log_chance
+            + conditioned(mean + values.mean(), prior + own_variance * np.eye(COUNT), (2, 3), values, noise)[2]
+            for mean, log_chance in zip(family.means, family.log_weights, strict=True)
+        ]
+        shift = special.logsumexp(evidences) - total
+        families += [(means, covariance, [log + shift for log in logs]) for means, covariance, logs in found]
+    mean, covariance = mixed(families)
+    found_posterior = cost_posterior(SIZES, runs)
+    assert found_posterior.run_variance == variance
+    assert found_posterior.mean == pytest.approx(mean, abs=1e-4)
+    assert total_covariance(found_posterior) == pytest.approx(covariance, abs=1e-4)
+
+
+def test_what_ran_since_a_change_says_whether_others_have_changed_alike() -> None:
+    """Four sizes of the same cost, of which one has come to cost eight times as much."""
+    drift = math.log(8)
+    drifted: CostRuns = (CostRun(2.0, math.inf, drift=drift),)
+    seen = (drifted, drifted, drifted, drifted, run_of(2.0 + drift) * 2)
+    unsure = cost_posterior(SIZES, seen)
+    assert 2.0 + drift / 2 < unsure.mean[1] < 2.0 + drift
+    assert math.sqrt(unsure.variance[1]) > drift / 4
+    alike = cost_posterior(SIZES, (*seen[:3], run_of(2.0 + drift), seen[4]))
+    assert alike.mean[1] > 2.0 + 0.8 * drift
+    apart = cost_posterior(SIZES, (*seen[:3], run_of(2.0), seen[4]), 3)
+    assert apart.mean[1] < 2.0 + 0.7 * drift
+    assert apart.variance[1] > 2 * alike.variance[1]
+
+
+def run_of(log_cost: float, epochs: float = math.inf, doubt: float = 0.0) -> CostRuns:
+    return (CostRun(log_cost, epochs, doubt=doubt),)
+
+
+def test_a_size_that_seems_to_cost_four_times_as_much_was_perhaps_slowed() -> None:
+    """Nothing that the laws know makes the size in the middle so dear, but for a machine that was busy."""
+    seen: tuple[CostRuns, ...] = (run_of(2.0), run_of(1.7), run_of(1.3 + math.log(4)), run_of(1.3), ())
+    found = cost_posterior(SIZES, seen)
+    assert found.mean[2] < 1.5
+    # Its own run asks, which is not in doubt; nor is what several runs have shown.
+    assert cost_posterior(SIZES, seen, 2).mean[2] > 2
+    twice = (*seen[:2], seen[2] * 2, *seen[3:])
+    assert cost_posterior(SIZES, twice).mean[2] > 2
+
+
+def test_a_machine_may_slow_a_run_down_and_never_speeds_it_up() -> None:
+    """Beside a neighbour whose own run asks: a dear run was perhaps slowed, a cheap one can only be cheap."""
+
+    def cost_after(log_cost: float) -> float:
+        found = cost_posterior(SIZES, ((), run_of(log_cost), (), run_of(2.0), ()), 3)
+        return float(found.mean[1])
+
+    # Two octaves below, the laws expect 2.0 to 3.4.
+    assert 2.5 < cost_after(3.4 + math.log(2)) < 3.4
+    assert 1.2 < cost_after(2.0 - math.log(2)) < 1.6
+
+
+def test_epochs_that_always_cost_the_same_are_as_good_as_known() -> None:
+    steady: tuple[CostRuns, ...] = (run_of(3.0) * 8, (), (), (), ())
+    assert math.sqrt(cost_posterior(SIZES, steady).variance[0]) < 0.01
+
+
+def test_runs_in_flight_are_believed_to_end_as_expected() -> None:
+    seen = (statistics([2.0, 2.1]), WeightedStatistics(), statistics([1.5]), WeightedStatistics(), WeightedStatistics())
+    before = epochs_posterior(SIZES, seen, seen, 1.0)
+    after = before.believing({1: 2, 3: 1})
+    flown, noise = [1, 1, 3], np.full(3, before.run_variance)
+    for old, new in zip(before.components, after.components, strict=True):
+        assert (old.means == new.means).all()
+        assert (old.weights == new.weights).all()
+        covariance = conditioned(old.means[0], old.covariance, flown, old.means[0][flown], noise)[1]
+        assert new.covariance == pytest.approx(covariance, abs=1e-9)
+    assert before.believing({}) is before
+
+
+MIXTURE = Posterior(
+    (
+        Component(np.array([[0.0, 1.0], [2.0, 1.5]]), np.array([0.3, 0.2]), np.array([[0.04, 0.03], [0.03, 0.09]])),
+        Component(np.array([[1.0, -1.0]]), np.array([0.5]), np.array([[0.25, 0.0], [0.0, 0.0]])),
+    ),
+    0.25,
+)
+
+
+def test_moments_of_a_mixture_by_hand() -> None:
+    assert MIXTURE.mean.tolist() == pytest.approx([0.9, 0.1])
+    within = [0.5 * 0.04 + 0.5 * 0.25, 0.5 * 0.09]
+    between = [0.3 * 0.81 + 0.2 * 1.21 + 0.5 * 0.01, 0.3 * 0.81 + 0.2 * 1.96 + 0.5 * 1.21]
+    assert MIXTURE.variance.tolist() == pytest.approx([within[0] + between[0], within[1] + between[1]])
+    # A run's own luck adds to what is uncertain, and what is certain still has a variance above 0.
+    assert MIXTURE.of_run(1) == pytest.approx((0.1, MIXTURE.variance[1] + 0.25))
+    sure = Posterior((Component(np.array([[1.0]]), np.array([1.0]), np.array([[-1e-18]])),), 0.25)
+    assert sure.of_run(0) == pytest.approx((1.0, 0.25))
+    assert sure.variance[0] > 0
+
+
+def test_samples_have_the_moments_of_the_mixture() -> None:
+    rng, count = np.random.default_rng(0), 40_000
+    ranks, normals = (rng.permutation(count) + 0.5) / count, rng.standard_normal((count, 2))
+    drawn = MIXTURE.samples(ranks, normals)
+    assert drawn.mean(axis=0) == pytest.approx(MIXTURE.mean, abs=0.01)
+    assert np.cov(drawn.T) == pytest.approx(total_covariance(MIXTURE), abs=0.02)
+    # Each hypothesis has its share exactly.
+    assert np.count_nonzero(np.abs(drawn[:, 1] + 1) < 1e-3) == count // 2

@@ -1,0 +1,303 @@
+"""The worth of a try under policy `gp_voi`, and its stop, against plain loops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from bso_server.core.gp_voi import forecast as forecasts
+from bso_server.core.gp_voi.beliefs import Belief
+from bso_server.core.gp_voi.forecast import Forecast
+from bso_server.core.gp_voi.gaussian_process import Component, Posterior, WeightedStatistics
+from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
+from bso_server.core.gp_voi.run_costs import CostRun
+from bso_server.core.gp_voi.value import bound_of_try, stop_shares, unbounded, worths
+from tests.support.properties import examples
+
+THREE, FIVE = Sizes((16, 32, 64), 1), Sizes((8, 16, 48, 64, 512), 3)
+
+
+# --- What a try is worth ----------------------------------------------------------------------------------------------
+
+
+def forecast_of(
+    epochs: Posterior,
+    epoch_costs: Posterior,
+    *,
+    sizes: Sizes = THREE,
+    incumbent: int = 1,
+    horizon: float = 20.0,
+    unseen: Sequence[int] = (),
+    available: tuple[int, ...] | None = None,
+) -> Forecast:
+    runs = WeightedStatistics(1.0, 2.0)
+    seen = Belief(observed=runs, exact=runs, costs=(CostRun(1.0, math.inf),), converged=True)
+    count = len(sizes.batch_sizes)
+    return Forecast(
+        sizes=sizes,
+        beliefs=tuple(Belief() if index in unseen else seen for index in range(count)),
+        available=available or tuple(range(count)),
+        epochs=epochs,
+        epoch_costs=epoch_costs,
+        retries=np.linspace(0.0, 0.02, count),
+        incumbent=incumbent,
+        in_flight={},
+        horizon=horizon,
+        length=7,
+    )
+
+
+def belief(mean: Sequence[float], sd: Sequence[float], run_sd: float) -> Posterior:
+    covariance = np.outer(sd, sd) * (0.3 + 0.7 * np.eye(len(sd)))
+    return Posterior((Component(np.array([mean]), np.array([1.0]), covariance),), run_sd**2)
+
+
+def worth_by_loops(
+    forecast: Forecast, index: int, shares: Sequence[float], max_epochs: int
+) -> tuple[list[float], list[float]]:
+    """The expected saving of a later run by a try that is stopped at each share, and the loss of the try.
+
+    Sample by sample: it is the truth, the try has its outcome, and all samples are weighed by that.
+    """
+    samples, run_sd, costs_known = forecast.samples, math.sqrt(forecast.epochs.run_variance), True
+    count, incumbent = len(samples.log_epochs), forecast.incumbent
+    if forecast.epoch_costs.variance[index] > 1e-3:
+        costs_known = False
+    cost_sd = max(math.sqrt(forecast.epoch_costs.run_variance), 0.03)
+    log_epochs = [
+        [
+            float(samples.log_epochs[s, b]) if samples.converges[s, b] else math.log(3 * max_epochs)
+            for b in range(len(forecast.beliefs))
+        ]
+        for s in range(count)
+    ]
+    unit = (
+        sum(float(samples.log_epochs[s, incumbent] + samples.log_costs[s, incumbent]) for s in range(count)) / count
+        + float(forecast.retries[incumbent])
+        + run_sd**2 / 2
+    )
+    epoch_cost = np.exp(samples.log_costs - unit)
+    run_cost = [
+        [
+            CONSTANTS.largest_cost
+            if log_epochs[s][b] > math.log(max_epochs + 0.5)
+            else min(
+                max(math.exp(log_epochs[s][b] + run_sd**2 / 2 + forecast.retries[b]) * epoch_cost[s, b], math.exp(-5)),
+                CONSTANTS.largest_cost,
+            )
+            for b in range(len(forecast.beliefs))
+        ]
+        for s in range(count)
+    ]
+    base = sum(row[incumbent] for row in run_cost) / count
+
+    def saving(weights: list[float]) -> float:
+        expected = np.average(run_cost, axis=0, weights=weights)
+        return float(expected[incumbent] - min(expected[b] for b in forecast.available))
+
+    savings, losses = [], []
+    for share in shares:
+        saved = lost = 0.0
+        survival = [
+            stats.norm.cdf((log_epochs[s][index] + math.log(epoch_cost[s, index]) - math.log(share)) / run_sd)
+            for s in range(count)
+        ]
+        for truth in range(count):
+            outcome = log_epochs[truth][index] + run_sd * float(samples.luck[truth])
+            each = float(epoch_cost[truth, index])
+            limit = each * min(max(math.floor(share / each + 1e-9), 1), max_epochs)
+            cost = math.exp(outcome) * each
+            if cost > limit * (1 + 1e-9):
+                saved += saving(survival)
+                lost += limit
+                continue
+            logs = [
+                stats.norm.logpdf(outcome, log_epochs[s][index], run_sd)
+                + (
+                    0.0
+                    if costs_known
+                    else stats.norm.logpdf(
+                        float(samples.log_costs[truth, index]), float(samples.log_costs[s, index]), cost_sd
+                    )
+                )
+                for s in range(count)
+            ]
+            saved += saving([math.exp(log - max(logs)) for log in logs])
+            lost += cost - base
+        savings.append(saved / count)
+        losses.append(lost / count)
+    return savings, losses
+
+
+@pytest.mark.parametrize(
+    ("mean", "sd", "cost_sd", "unseen", "max_epochs"),
+    [
+        ((2.0, 2.0, 2.0), (0.1, 0.05, 0.3), 0.01, (), 100),
+        ((2.2, 2.0, 1.7), (0.2, 0.02, 0.2), 0.2, (2,), 100),
+        ((2.5, 2.0, 2.6), (0.3, 0.1, 0.5), 0.01, (0, 2), 14),
+    ],
+)
+def test_worths_by_loops(
+    monkeypatch: pytest.MonkeyPatch,
+    mean: Sequence[float],
+    sd: Sequence[float],
+    cost_sd: float,
+    unseen: Sequence[int],
+    max_epochs: int,
+) -> None:
+    monkeypatch.setattr(forecasts, "CONSTANTS", replace(CONSTANTS, samples=40))
+    costs = belief((1.1, 1.0, 0.9), [cost_sd] * 3, 0.05)
+    # The last size is four octaves from the incumbent: it may never reach the target.
+    sizes = Sizes((16, 32, 512), 1)
+    forecast = forecast_of(belief(mean, sd, 0.08), costs, sizes=sizes, unseen=unseen)
+    assert len(forecast.samples.luck) == 40
+    shares = (0.5, 0.85, 1.2, 2.0)
+    found = worths(forecast, [0, 2], shares, max_epochs=max_epochs)
+    for index in (0, 2):
+        savings, losses = worth_by_loops(forecast, index, shares, max_epochs)
+        values = [forecast.horizon * saved - lost for saved, lost in zip(savings, losses, strict=True)]
+        best = int(np.argmax(values))
+        worth = found[index]
+        assert worth.index == pytest.approx(values[best], abs=2e-3)
+        if sorted(values)[-1] - sorted(values)[-2] > 5e-3:
+            assert worth.stop_share == shares[best]
+            assert worth.value == pytest.approx(forecast.horizon * savings[best], abs=2e-3)
+            assert worth.loss == pytest.approx(losses[best], abs=1e-6)
+    assert set(found) == {0, 2}
+
+
+def test_a_size_that_is_known_to_be_worse_is_worth_no_try() -> None:
+    costs = belief((1.0, 1.0, 1.0), [0.01] * 3, 0.02)
+    forecast = forecast_of(belief((2.0, 2.0, 2.6), (0.02, 0.02, 0.02), 0.08), costs, available=(1, 2), horizon=1000)
+    worth = worths(forecast, [2], (0.5, 1.0, 2.0), max_epochs=100)[2]
+    assert (worth.value, worth.chance) == pytest.approx((0.0, 0.0), abs=1e-6)
+    assert worth.loss > 0
+    assert worth.index == worth.value - worth.loss
+
+
+def test_a_size_that_is_known_to_be_better_costs_less_than_nothing() -> None:
+    costs = belief((1.0, 1.0, 1.0), [0.01] * 3, 0.02)
+    forecast = forecast_of(belief((2.0, 2.0, 1.4), (0.02, 0.02, 0.02), 0.08), costs)
+    worth = worths(forecast, [2], (0.5, 1.0, 2.0), max_epochs=100)[2]
+    assert worth.chance == 1.0
+    assert worth.loss == pytest.approx(math.exp(-0.6) - 1, abs=0.05)
+    assert worth.stop_share >= 1.0
+
+
+@given(
+    st.tuples(st.floats(1.5, 2.5), st.floats(1.5, 2.5), st.floats(1.5, 2.5)),
+    st.tuples(*[st.floats(0.01, 0.6)] * 3),
+    st.floats(0.01, 0.3),
+)
+@settings(max_examples=examples(40), deadline=None)
+def test_a_longer_horizon_never_lowers_the_worth_of_a_try(
+    mean: Sequence[float], sd: Sequence[float], cost_sd: float
+) -> None:
+    costs = belief((1.1, 1.0, 0.9), [cost_sd] * 3, 0.05)
+    forecast = forecast_of(belief(mean, sd, 0.08), costs, unseen=(2,))
+    shares = stop_shares(2.0)
+    found = [worths(replace(forecast, horizon=h), [0, 2], shares, max_epochs=50) for h in (1.0, 5.0, 50.0)]
+    for index in (0, 2):
+        for shorter, longer in pairwise(found):
+            assert longer[index].index >= shorter[index].index - 1e-9
+            assert longer[index].value >= shorter[index].value - 1e-9
+            assert longer[index].chance == shorter[index].chance
+        assert found[0][index].value >= -1e-9 or found[0][index].value == pytest.approx(0, abs=1e-6)
+        assert found[0][index].stop_share in shares
+
+
+def test_the_costs_at_which_a_try_may_be_stopped() -> None:
+    below_two = [share for share in CONSTANTS.stop_shares if share < 2]
+    assert stop_shares(2.0) == (*below_two, 2.0)
+    assert stop_shares(1.0) == (*(share for share in CONSTANTS.stop_shares if share < 1), 1.0)
+    assert stop_shares(None) == (math.inf,)
+    assert list(CONSTANTS.stop_shares) == sorted(set(CONSTANTS.stop_shares))
+
+
+def test_sizes_further_out_may_never_reach_the_target() -> None:
+    """By the hazard of an octave; none between sizes that do, and none at all before one has."""
+    epochs, costs = belief([2.0] * 5, [0.1] * 5, 0.08), belief([1.0] * 5, [0.1] * 5, 0.02)
+    forecast = forecast_of(epochs, costs, sizes=FIVE, unseen=(0, 2, 4))
+    fails = 1 - forecast.samples.converges.mean(axis=0)
+    expected = -np.expm1(-CONSTANTS.divergence * np.array([1, 0, 0, 0, 3]))
+    assert fails == pytest.approx(expected, abs=1.5 / CONSTANTS.samples)
+    assert forecast_of(epochs, costs, sizes=FIVE, unseen=range(5)).samples.converges.all()
+
+
+def test_a_size_that_was_not_seen_may_break_every_law() -> None:
+    epochs, costs = belief([2.0] * 3, [1e-6] * 3, 0.08), belief([1.0] * 3, [1e-6] * 3, 0.02)
+    drawn = forecast_of(epochs, costs, unseen=(2,)).samples.log_epochs - 2.0
+    broken = np.abs(drawn) > 1e-3
+    assert broken.mean(axis=0).tolist() == [0, 0, pytest.approx(CONSTANTS.break_chance, abs=1 / CONSTANTS.samples)]
+    assert drawn[broken[:, 2], 2].std() == pytest.approx(CONSTANTS.break_sd, rel=0.4)
+    assert drawn[:, 2].mean() == pytest.approx(0, abs=1e-3)
+
+
+def test_a_size_that_was_stopped_may_still_break_every_law_but_for_what_it_survived() -> None:
+    epochs, costs = belief([2.0] * 3, [1e-6] * 3, 0.08), belief([1.0] * 3, [1e-6] * 3, 0.02)
+    forecast = forecast_of(epochs, costs, unseen=(2,))
+    fresh = np.sort(forecast.samples.log_epochs[:, 2])
+    stopped = replace(forecast.beliefs[2], costs=(CostRun(1.0, math.inf),), survived=math.exp(1.7))
+    beliefs = (*forecast.beliefs[:2], stopped)
+    drawn = np.sort(replace(forecast, beliefs=beliefs).samples.log_epochs[:, 2])
+    # What it would have shown by then is left out, and nothing else.
+    assert drawn == pytest.approx(np.sort(np.where(fresh > 1.7, fresh, 2.0)), abs=1e-4)
+    assert fresh.min() < 1.5 < drawn.min()
+
+
+def test_samples_follow_from_the_number_of_trials_and_what_is_believed() -> None:
+    epochs, costs = belief([2.0] * 3, [0.2] * 3, 0.08), belief([1.0] * 3, [0.1] * 3, 0.02)
+    forecast = forecast_of(epochs, costs)
+    assert forecast.samples.log_epochs.tolist() == replace(forecast).samples.log_epochs.tolist()
+    other = replace(forecast, length=8).samples
+    assert forecast.samples.log_epochs.tolist() != other.log_epochs.tolist()
+    for drawn, mean, sd in ((other.log_epochs, 2.0, 0.2), (other.log_costs, 1.0, 0.1), (other.luck[:, None], 0, 1)):
+        assert drawn.mean(axis=0) == pytest.approx([mean] * drawn.shape[1], abs=0.05 * sd)
+        assert drawn.std(axis=0) == pytest.approx([sd] * drawn.shape[1], rel=0.1)
+
+
+# --- The end of a try -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("share", "epoch_j", "epochs"),
+    [
+        (1.0, 10.0, 10),
+        (0.5, 10.0, 5),
+        (0.35, 10.0, 3),
+        (1.2, 11.0, 10),
+        (0.57, 19.0, 3),  # which is 56.99999999999999 J in doubles
+        (2.0, 33.0, 6),
+        (0.5, 60.0, 1),  # the first epoch is always run
+        (0.5, 1e300, 1),
+        (0.7, 0.7, 100),
+        (2.0, 1.0, 200),
+        (2.0, 0.9, 200),  # max_epochs
+        (math.inf, 10.0, 200),
+    ],
+)
+def test_a_try_ends_by_the_last_epoch_within_its_share(share: float, epoch_j: float, epochs: int) -> None:
+    found = bound_of_try(share, epoch_j=epoch_j, incumbent_j=100.0, max_epochs=200)
+    assert found.epochs == epochs
+    if epochs < 200:
+        assert found.reason == f"more would cost over {share:.3g} times a run of the best size, which is 100 J"
+    else:
+        assert found == unbounded(200)
+
+
+@given(st.floats(0.01, 10), st.floats(1e-300, 1e300), st.floats(1e-300, 1e300), st.integers(1, 10**6))
+@settings(max_examples=examples(100), deadline=None)
+def test_a_bound_is_within_max_epochs(share: float, epoch_j: float, incumbent_j: float, max_epochs: int) -> None:
+    found = bound_of_try(share, epoch_j=epoch_j, incumbent_j=incumbent_j, max_epochs=max_epochs)
+    assert 1 <= found.epochs <= max_epochs
+    assert found.reason
+    more = bound_of_try(2 * share, epoch_j=epoch_j, incumbent_j=incumbent_j, max_epochs=max_epochs)
+    assert more.epochs >= found.epochs

@@ -1,0 +1,438 @@
+"""Judgements and the life of a job and its trials, with literal values; and the rows that its records become."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import fields, replace
+from datetime import UTC, datetime, timedelta
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bso_server.core.job import (
+    TRANSITIONS,
+    InMemoryJob,
+    JobState,
+    LeasePolicy,
+    Moment,
+    abandon_trial,
+    dispatch_trial,
+    end_by_training,
+    end_trial,
+    judge_report,
+    renew_lease,
+    replay,
+    revive_trial,
+)
+from bso_server.core.model import Cheapest, Report, Suggestion, TrialRecord
+from bso_server.core.policy import judge, stop_rule
+from bso_server.errors import IllegalTransitionError, InvalidReportError, NoSurvivorError
+from bso_server.service.exports import TrialExport
+from bso_server.storage.database import open_database
+from bso_server.storage.rows import TRIAL, trial_from
+from bso_server.storage.store import Store
+from bso_server.storage.tables import trials
+from tests.support import ROOT
+from tests.support.histories import Life, make_job
+from zeus_plugins.protocol import (
+    ALIVE,
+    FINAL,
+    OWN_POLICIES,
+    CreatedJob,
+    Ending,
+    EndReason,
+    Origin,
+    Stage,
+    TrialState,
+    TrialView,
+    cost,
+)
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+MOMENT = Moment(NOW, LeasePolicy())
+JOB = JobState(registration=make_job((8, 16), 16, eta_knob=0.5, target_metric=0.9, max_epochs=100))
+
+JUDGED = make_job((8, 16), 16, eta_knob=0.5, target_metric=0.9)
+RUNNING = TrialRecord(
+    trial_number=1, batch_size=16, state=TrialState.RUNNING, origin=Origin.EXPLORATION, started_event=1
+)
+
+
+CRASH = Ending(outcome=TrialState.FAILED, detail="OOM")
+EARLY = Ending(ended_early=True, detail="EarlyStopping")
+
+
+def begun() -> tuple[JobState, TrialRecord]:
+    return dispatch_trial(JOB, Suggestion(16, Origin.EXPLORATION, "why not"), MOMENT, owner="me")
+
+
+def test_the_documented_transitions_are_those_of_the_code() -> None:
+    text = (ROOT / "docs" / "states.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| [^|]+ \| ([^|]+) \|$", text, flags=re.M)
+    documented = {
+        TrialState(state): set() if after == "–" else {TrialState(word) for word in after.split(", ")}
+        for state, after in rows
+        if state in set(TrialState) and after != "any other"
+    }
+    assert documented | {TrialState.RUNNING: set(TrialState) - {TrialState.RUNNING}} == TRANSITIONS
+    assert ("running", "any other") in rows
+
+
+def test_a_trial_from_its_dispatch_to_its_end() -> None:
+    job, trial = begun()
+    assert (job.event_count, job.trial_count) == (1, 1)
+    assert (trial.key, trial.state, trial.started_event, trial.owner) == (("job", 1), TrialState.RUNNING, 1, "me")
+    assert trial.lease_expires_at == NOW + timedelta(hours=1)
+
+    job, trial, verdict = judge_report(job, trial, Report(10, 1000, 1, 0.5), MOMENT, energy_source="nvml")
+    assert (verdict.stop, trial.report_count, trial.reported_at, trial.energy_source) == (False, 1, NOW, "nvml")
+    assert (trial.first_epoch, trial.first_cost_j, job.event_count) == (1, 1000, 1)
+
+    job, trial, verdict = judge_report(job, trial, Report(20, 2000, 2, 0.95), MOMENT)
+    assert (verdict.converged, trial.state, trial.end_reason) == (True, TrialState.COMPLETED, EndReason.TARGET_REACHED)
+    assert (trial.ended_event, trial.ended_at, trial.lease_expires_at) == (2, NOW, None)
+    assert (job.event_count, job.cheapest) == (2, Cheapest(1, 16, 2000))
+
+
+def test_a_trial_that_is_given_up_comes_back_and_its_end_never_was() -> None:
+    job, trial = begun()
+    job, trial = abandon_trial(job, trial, MOMENT)
+    assert (trial.state, trial.ended_event, job.event_count) == (TrialState.ABANDONED, 2, 2)
+    assert trial.message == "abandoned: not heard of since 2026-01-02 03:04:05 UTC"
+    beating = renew_lease(trial, MOMENT, regular=True)
+    assert beating.state is TrialState.RUNNING
+    assert beating.ended_event is beating.ended_at is beating.end_reason is None
+    assert beating.lease_expires_at == NOW + timedelta(minutes=6)
+    job, again, _ = judge_report(job, trial, Report(10, 1000, 1, 0.95), MOMENT)
+    assert (again.state, again.ended_event, job.event_count) == (TrialState.COMPLETED, 3, 3)
+
+
+@pytest.mark.parametrize(
+    ("ending", "crashes", "observed", "state", "reason", "says"),
+    [
+        (
+            Ending(outcome=TrialState.WITHDRAWN, detail="OOM"),
+            2,
+            False,
+            TrialState.WITHDRAWN,
+            EndReason.REFUSED,
+            "says nothing about 16",
+        ),
+        (CRASH, 0, False, TrialState.FAILED, EndReason.CRASHED, "failed: the training ended before"),
+        (CRASH, 2, False, TrialState.INFEASIBLE, EndReason.CRASHED, "16 crashed 3 times and is not tried"),
+        (CRASH, 9, True, TrialState.FAILED, EndReason.CRASHED, "failed: the training ended before"),
+        (
+            Ending(outcome=TrialState.INFEASIBLE, detail="OOM"),
+            *(0, True, TrialState.INFEASIBLE, EndReason.OUT_OF_MEMORY, "16 ran out of memory"),
+        ),
+        (EARLY, 0, False, TrialState.FAILED, EndReason.ENDED_EARLY, "by a rule of its own, before its target and its"),
+        (EARLY, 2, False, TrialState.INFEASIBLE, EndReason.CRASHED, "16 ended early or crashed 3 times and is not"),
+    ],
+)
+def test_a_training_that_ends_its_trial(
+    ending: Ending, crashes: int, observed: bool, state: TrialState, reason: EndReason, says: str
+) -> None:
+    job, trial = begun()
+    job, trial = end_by_training(job, trial, ending, MOMENT, crashes=crashes, observed=observed, retries=3)
+    assert (trial.state, trial.end_reason, trial.ended_event) == (state, reason, 2)
+    assert says in (trial.message or "")
+    assert (trial.message or "").endswith(f" ({ending.detail})")
+
+
+def test_a_withdrawn_exploration_is_owed_again() -> None:
+    job = InMemoryJob(JOB.registration)
+    rng = np.random.default_rng(1)
+    first = job.begin_trial(rng)
+    for _ in range(5):
+        job.end_trial(first.trial_number, Ending(outcome=TrialState.WITHDRAWN), retries=3)
+        again = job.begin_trial(rng)
+        assert (again.batch_size, again.origin, again.trial_number) == (
+            first.batch_size,
+            first.origin,
+            first.trial_number + 1,
+        )
+        first = again
+
+
+def test_a_preempted_trial_has_a_day_to_come_back() -> None:
+    job, trial = begun()
+    after, trial = end_by_training(job, trial, Ending(outcome=TrialState.SUSPENDED), MOMENT, retries=3)
+    assert (after, trial.state, trial.ended_event) == (job, TrialState.SUSPENDED, None)
+    assert trial.lease_expires_at == NOW + timedelta(days=1)
+    assert revive_trial(trial).state is TrialState.RUNNING
+
+
+@pytest.mark.parametrize(("before", "after"), list(product(TrialState, TrialState)))
+def test_an_illegal_transition_raises_and_leaves_all_as_it_was(before: TrialState, after: TrialState) -> None:
+    job, trial = begun()
+    trial = replace(trial, state=before)
+    if after in TRANSITIONS[before]:
+        _, moved = end_trial(job, trial, after, EndReason.CRASHED, "", MOMENT)
+        assert moved.state is after
+        return
+    kept = replace(job), replace(trial)
+    with pytest.raises(IllegalTransitionError, match=f"{before} cannot become {after}"):
+        end_trial(job, trial, after, EndReason.CRASHED, "", MOMENT)
+    assert (job, trial) == kept
+
+
+OUTCOMES = {"crash": TrialState.FAILED, "memory": TrialState.INFEASIBLE, "suspend": TrialState.SUSPENDED}
+
+
+@given(st.lists(st.sampled_from(["suggest", "report", "reach", "crash", "memory", "suspend"]), max_size=40), st.data())
+@settings(deadline=None)
+def test_a_job_in_memory_remembers_what_a_replay_of_its_trials_yields(steps: list[str], data: st.DataObject) -> None:
+    policy = data.draw(st.sampled_from(OWN_POLICIES))
+    config = make_job((8, 16, 32), 16, num_pruning_rounds=1, policy=policy)
+    job, rng, lived = InMemoryJob(config), np.random.default_rng(1), dict[int, TrialRecord]()
+    for step in steps:
+        open_trials = [number for number, trial in lived.items() if trial.state in ALIVE]
+        if step == "suggest" or not open_trials:
+            try:
+                trial = job.begin_trial(rng)
+            except NoSurvivorError:
+                break
+        else:
+            number = data.draw(st.sampled_from(open_trials))
+            before = lived[number]
+            if step in {"report", "reach"}:
+                epoch = before.epoch + 1
+                trial, _ = job.judge(number, Report(epoch, 10 * epoch, epoch, float(step == "reach")))
+            else:
+                ending = Ending.model_validate({"outcome": OUTCOMES[step]})
+                trial = job.end_trial(number, ending, retries=3)
+        lived[trial.trial_number] = trial
+        replayed = InMemoryJob(config, lived.values(), job.state.survivors)
+        assert replayed.history == job.history
+        assert replayed.state == replace(job.state, folded_event=replayed.state.folded_event)
+        assert replay(config, lived.values(), job.state.survivors).arms == job.history.arms
+
+
+# What a report is judged by.
+
+
+def test_cost_weighs_energy_against_time_at_maximum_power() -> None:
+    assert cost(energy_j=300, time_s=10, max_power_w=100, eta=0.25) == 0.25 * 300 + 0.75 * 100 * 10
+    assert cost(energy_j=300, time_s=10, max_power_w=100, eta=0) == 1000
+    assert cost(energy_j=300, time_s=10, max_power_w=100, eta=1) == 300
+
+
+def test_bound_needs_both_beta_and_a_cheapest_run() -> None:
+    assert stop_rule(JUDGED, RUNNING, 50.0).max_cost_j == 100.0
+    assert stop_rule(JUDGED, RUNNING, None).max_cost_j is None
+    assert stop_rule(JUDGED.model_copy(update={"beta_knob": None}), RUNNING, 50.0).max_cost_j is None
+    # JSON has no infinity.
+    assert stop_rule(JUDGED.model_copy(update={"beta_knob": 1e308}), RUNNING, 50.0).max_cost_j is None
+
+
+# With η = 0.5 and 100 W, a report of (time, energy) = (10, 1000) costs 1000 J.
+@pytest.mark.parametrize(
+    ("metric", "epoch", "min_cost_j", "state", "reason"),
+    [
+        (0.5, 3, None, TrialState.RUNNING, EndReason.KEEP_TRAINING),
+        (0.5, 3, 500.0, TrialState.RUNNING, EndReason.KEEP_TRAINING),  # exactly at the bound is within it
+        (0.5, 3, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),
+        (0.9, 3, None, TrialState.COMPLETED, EndReason.TARGET_REACHED),
+        (0.9, 3, 500.0, TrialState.COMPLETED, EndReason.TARGET_REACHED),
+        (0.95, 3, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),  # too late to count
+        (0.5, 10, None, TrialState.EXHAUSTED, EndReason.MAX_EPOCHS_REACHED),
+        (0.5, 9.5, None, TrialState.RUNNING, EndReason.KEEP_TRAINING),
+        (0.9, 10, None, TrialState.COMPLETED, EndReason.TARGET_REACHED),
+        (0.5, 10, 499.9, TrialState.EARLY_STOPPED, EndReason.COST_BOUND_CROSSED),
+    ],
+)
+def test_judge(metric: float, epoch: float, min_cost_j: float | None, state: TrialState, reason: EndReason) -> None:
+    verdict = judge(JUDGED, RUNNING, Report(time_s=10, energy_j=1000, epoch=epoch, metric=metric), min_cost_j)
+    assert (verdict.state, verdict.reason) == (state, reason)
+    assert verdict.stop == (state is not TrialState.RUNNING)
+    assert verdict.converged == (state is TrialState.COMPLETED)
+
+
+def test_judge_of_a_metric_that_falls() -> None:
+    job = make_job((8,), 8, eta_knob=0.5, target_metric=0.9, higher_is_better_metric=False)
+    assert judge(job, RUNNING, Report(1, 1, 1, metric=0.9), None).converged
+    assert not judge(job, RUNNING, Report(1, 1, 1, metric=0.91), None).stop
+
+
+def test_without_beta_no_cost_is_too_high() -> None:
+    job = make_job((8,), 8, eta_knob=0.5, beta_knob=None)
+    assert not judge(job, RUNNING, Report(1e9, 1e9, 1, metric=0.1), 1.0).stop
+
+
+@pytest.mark.parametrize(
+    ("report", "field"),
+    [
+        (Report(time_s=9, energy_j=50, epoch=2, metric=0.5), "time"),
+        (Report(time_s=10, energy_j=49, epoch=2, metric=0.5), "energy"),
+        (Report(time_s=10, energy_j=50, epoch=1, metric=0.5), "current_epoch"),
+    ],
+)
+def test_totals_cannot_shrink(report: Report, field: str) -> None:
+    earlier = replace(RUNNING, time_s=10, energy_j=50, epoch=2, metric=0.4)
+    with pytest.raises(InvalidReportError, match="cannot shrink") as caught:
+        judge(JUDGED, earlier, report, None)
+    assert caught.value.field == field
+
+
+# What a trial has reported so far: how many times, and the last epoch. Then a fraction.
+@pytest.mark.parametrize(
+    ("reports", "last", "epoch"),
+    [
+        (0, 0, 0.5),  # the first report of a training that validates twice per epoch
+        (0, 0, 1.5),
+        (1, 0.5, 1.5),
+        (2, 1, 1.5),  # 0.5, 1
+        (4, 2, 2.5),  # 0.5, 1, 1.5, 2
+        (1, 2, 2.5),  # not every epoch was reported
+        (3, 2, 2.5),
+    ],
+)
+def test_a_fraction_may_follow_a_fraction(reports: int, last: float, epoch: float) -> None:
+    trial = replace(RUNNING, report_count=reports, epoch=last, metric=0.1)
+    assert not judge(JUDGED, trial, Report(1, 1, epoch, metric=0.5), None).stop
+
+
+@pytest.mark.parametrize(("reports", "epoch"), [(1, 1.5), (2, 2.0001), (7, 9.5)])
+def test_no_fraction_follows_when_every_epoch_was_reported_as_a_whole(reports: int, epoch: float) -> None:
+    trial = replace(RUNNING, report_count=reports, epoch=float(reports), metric=0.1)
+    with pytest.raises(InvalidReportError, match=f"{epoch:g} is none") as caught:
+        judge(JUDGED, trial, Report(1, 1, epoch, metric=0.5), None)
+    assert caught.value.field == "current_epoch"
+    for whole in (reports, reports + 1.0, 9.0):
+        assert not judge(JUDGED, trial, Report(1, 1, whole, metric=0.5), None).stop
+
+
+def test_a_target_reached_for_nothing_is_refused() -> None:
+    energy_only = make_job((8,), 8)
+    with pytest.raises(InvalidReportError, match="cost of 0 J"):
+        judge(energy_only, RUNNING, Report(time_s=10, energy_j=0, epoch=1, metric=1.0), None)
+
+
+def test_final_states_are_those_without_a_move_and_living_ones_have_leases() -> None:
+    assert {state for state in TrialState if not TRANSITIONS[state]} == FINAL
+    assert {state for state in TrialState if TrialState.ABANDONED in TRANSITIONS[state]} == ALIVE
+
+
+def test_only_trials_that_reached_the_target_can_be_the_cheapest() -> None:
+    life = Life(JUDGED)
+    life.run(8, Origin.EXPLORATION, TrialState.EARLY_STOPPED, 10)
+    life.run(8, Origin.EXPLORATION, TrialState.EXHAUSTED, 20)
+    assert life.history.cheapest is None
+    life.run(16, Origin.EXPLORATION, TrialState.COMPLETED, 50)
+    life.run(8, Origin.EXPLORATION, TrialState.COMPLETED, 50)
+    life.run(8, Origin.EXPLORATION, TrialState.FAILED, 1)
+    assert life.history.cheapest == Cheapest(3, 16, 25)
+
+
+def test_stage_follows_from_the_trials() -> None:
+    life = Life(JUDGED)
+    life.run(8, Origin.EXPLORATION, TrialState.COMPLETED, 10)
+    assert life.history.stage is Stage.PRUNING
+    life.run(8, Origin.BANDIT, TrialState.COMPLETED, 10)
+    assert life.history.stage is Stage.BANDIT
+
+
+# Rows.
+
+
+def instants() -> st.SearchStrategy[datetime]:
+    return st.datetimes(datetime(1970, 1, 2), datetime(8999, 1, 1), timezones=st.just(UTC))
+
+
+def numbers() -> st.SearchStrategy[float]:
+    return st.floats(0, 1e10, allow_subnormal=False)
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
+RECORDS = st.builds(
+    TrialRecord,
+    job_id=st.just("round-trip"),
+    trial_number=st.just(1),
+    batch_size=st.sampled_from((8, 16)),
+    state=st.sampled_from(TrialState),
+    origin=st.sampled_from(Origin),
+    reason=TEXTS,
+    message=st.none() | TEXTS,
+    end_reason=st.none() | st.sampled_from(EndReason),
+    started_at=instants(),
+    started_event=st.integers(1, 2**30),
+    reported_at=st.none() | instants(),
+    ended_at=st.none() | instants(),
+    ended_event=st.none() | st.integers(1, 2**30),
+    time_s=st.floats(1e-3, 1e10),
+    energy_j=numbers(),
+    energy_source=st.none() | TEXTS,
+    epoch=st.floats(1e-3, 1e6),
+    metric=st.floats(-1e10, 1e10, allow_subnormal=False),
+    report_count=st.integers(1, 1000),
+    longest_gap_s=numbers(),
+    lease_expires_at=st.none() | instants(),
+    heartbeats=st.booleans(),
+    lease_epoch=st.integers(1, 2**30),
+    first_epoch=st.floats(1e-3, 1e6),
+    first_cost_j=numbers(),
+    cost_deviations_j2=st.none() | numbers(),
+    epoch_bound=st.none() | st.integers(1, 1000),
+    epoch_bound_reason=st.none() | TEXTS,
+    idempotency_key=st.none() | st.just("key"),
+    owner=st.none() | st.just("0123456789abcdef"),
+    power_limit_w=st.none() | st.floats(1, 1e3),
+    power_limits=st.none() | st.integers(1, 256),
+)
+
+
+def unreported(trial: TrialRecord) -> TrialRecord:
+    reported = replace(trial, metric=None, report_count=0, cost_deviations_j2=None)
+    return replace(reported, time_s=0.0, energy_j=0.0, epoch=0.0, first_epoch=0.0, first_cost_j=0.0)
+
+
+def test_a_trial_s_fields_are_its_columns() -> None:
+    names = [field.name for field in fields(TrialRecord)]
+    assert sorted(names) == sorted(trials.c.keys())
+    shown = set(TrialView.model_fields) | set(TrialExport.model_fields)
+    # The job is named elsewhere; a client's key means nothing to others.
+    assert set(names) - shown == {"job_id", "idempotency_key"}
+
+
+@given(RECORDS, st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_a_record_is_the_same_after_its_row_and_after_an_export(record: TrialRecord, reported: bool) -> None:
+    record = record if reported else unreported(record)
+    row = TRIAL.of(record)
+    assert (row["time_s"] is None) is (not reported)
+    assert trial_from(row) == record
+    kept = {name: value for name, value in TrialExport(**row) if name in TRIAL.names}
+    assert trial_from({"job_id": record.job_id, **kept}) == replace(record, idempotency_key=None, owner=None)
+
+
+def test_a_record_is_the_same_after_the_database(database_url: str) -> None:
+    registration = CreatedJob(
+        job_id="round-trip",
+        job_id_prefix="r",
+        batch_sizes=(8, 16),
+        default_batch_size=16,
+        max_power=100,
+        number_of_gpus=1,
+        gpu_model="V100",
+    )
+    store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+
+    @given(RECORDS, st.booleans())
+    @settings(max_examples=10, deadline=None)
+    def check(record: TrialRecord, reported: bool) -> None:
+        record = record if reported else unreported(record)
+        runner.run(store.write(lambda transaction: transaction.delete_job("round-trip")))
+        runner.run(store.write(lambda transaction: transaction.insert_job(registration, NOW)))
+        runner.run(store.write(lambda transaction: transaction.insert_trials([record])))
+        assert runner.run(store.read(lambda transaction: transaction.all_trials("round-trip"))) == [record]
+
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(store.migrate())
+            check()
+        finally:
+            runner.run(store.close())

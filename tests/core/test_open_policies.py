@@ -1,0 +1,203 @@
+"""Policies of other packages, from their installation to their decisions, and without it."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bso_server.core.policy import _found, find, names
+from bso_server.errors import PolicyNotInstalledError
+from bso_server.service.health import differences
+from tests.support import ROOT, jobs
+from tests.support.exports import exported, pieces_of, renamed
+from tests.support.packages import Packages
+from tests.support.servers import ServerProcess
+from tests.support.service import job_service, live
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import OWN_POLICIES, GpuConfig, JobSpec, JobSpecFromClient, Origin, TrialState
+from zeus_plugins.testing import check_policy
+
+# The worked example.
+(EXAMPLE,) = (
+    code
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs/policy.md").read_text(), re.DOTALL)
+    if "POLICY = " in code
+)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
+    folder = tmp_path / "packages"
+    folder.mkdir()
+    yield Packages(folder, monkeypatch)
+    _found.cache_clear()
+
+
+def test_ours_are_policies_like_any_other() -> None:
+    assert [find(name).missing for name in OWN_POLICIES] == [None, None]
+    assert set(OWN_POLICIES) <= set(names())
+
+
+def test_nobody_takes_our_names(packages: Packages) -> None:
+    packages.install("taker", "zeus", EXAMPLE)
+    assert find("zeus").prunes
+
+
+def test_the_example_conforms(packages: Packages) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    check_policy("my_policy", seeds=range(3))
+
+
+async def test_a_job_is_decided_by_a_policy_of_another_package(packages: Packages, database_url: str) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    async with job_service(database_url, policy="my_policy") as server:
+        for size, cost_j in ((16, 700), (8, 400), (32, 900)):
+            trial = await server.suggest()
+            assert (trial.batch_size, trial.origin) == (size, Origin.EXPLORATION)
+            await server.reach(trial, cost_j=cost_j)
+        trial = await server.suggest()
+        assert (trial.batch_size, trial.origin, trial.reason) == (
+            8,
+            Origin.INCUMBENT,
+            "the latest run of 8 was the cheapest",
+        )
+        await server.reach(trial, cost_j=800)
+        assert (await server.suggest()).batch_size == 16
+        assert await server.store.read(differences, server.job_id) == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_it_remembers_equals_a_replay_whatever_happens(
+    packages: Packages, database_url: str, seed: int
+) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    async with job_service(database_url, policy="my_policy") as server:
+        await live(server, random.Random(seed), steps=80)  # noqa: S311 - no secret
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_another_version_of_a_policy_learns_from_all_trials_anew(packages: Packages, database_url: str) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    # It takes the first run of each size in place of the latest, and remembers more.
+    other = EXAMPLE.replace('version="1"', 'version="2"').replace(
+        "{trial.batch_size: cost_of(job, trial)}",
+        "{trial.batch_size: costs.get(trial.batch_size, cost_of(job, trial))}",
+    )
+    async with job_service(database_url, policy="my_policy") as server:
+        for cost_j in (700, 400, 900, 800):
+            await server.reach(await server.suggest(), cost_j=cost_j)
+        packages.install("latest", "my_policy", other)
+        assert await server.store.read(differences, server.job_id) == []
+        assert (await server.suggest()).batch_size == 8
+        packages.install("latest", "my_policy", EXAMPLE)
+        assert (await server.suggest()).batch_size == 16
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_without_its_policy_a_job_gets_no_new_trials_and_those_that_run_go_on(
+    packages: Packages, database_url: str
+) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    async with job_service(database_url, policy="my_policy") as server:
+        await server.reach(await server.suggest(), cost_j=700)
+        running, crashing = await server.suggest(), await server.suggest()
+        packages.uninstall("latest")
+        with pytest.raises(
+            PolicyNotInstalledError, match=r"'my_policy' is not installed .* install the package"
+        ) as told:
+            await server.suggest()
+        assert told.value.field == "policy"
+        assert not (await server.report(running, cost_j=100)).stop_train
+        await server.reach(running, cost_j=400)
+        await server.end(crashing)
+        shown = await server.show()
+        assert [trial.state for trial in shown.trials] == [
+            TrialState.COMPLETED,
+            TrialState.COMPLETED,
+            TrialState.FAILED,
+        ]
+        assert shown.best_batch_size is None
+        assert (await server.service.register(server.job))[1] is False
+        with pytest.raises(PolicyNotInstalledError):
+            await server.store.read(differences, server.job_id)
+        await server.discard(running)
+        packages.install("latest", "my_policy", EXAMPLE)
+        assert (await server.suggest()).batch_size == 16
+        assert await server.store.read(differences, server.job_id) == []
+
+
+async def test_a_job_whose_policy_is_not_installed_is_neither_registered_nor_imported(
+    packages: Packages, database_url: str
+) -> None:
+    packages.install("latest", "my_policy", EXAMPLE)
+    async with job_service(database_url, policy="my_policy") as server:
+        await server.reach(await server.suggest())
+        other = server.job.model_copy(update={"job_id": f"{server.job_id}-2"})
+        copy = renamed(await exported(server.store, server.job_id), other.job_id)
+        packages.uninstall("latest")
+        with pytest.raises(PolicyNotInstalledError, match="which has gp_voi and zeus"):
+            await server.service.register(other)
+        with pytest.raises(PolicyNotInstalledError):
+            await server.service.import_job(pieces_of(copy))
+        packages.install("latest", "my_policy", EXAMPLE)
+        await server.service.import_job(pieces_of(copy))
+        assert await server.store.read(differences, other.job_id) == []
+
+
+def test_a_refusal_names_the_field_over_http(any_server: ServerProcess) -> None:
+    job = jobs.job(**{**jobs.THREE_SIZES, "job_id": None, "policy": "nobodys"})
+    refused = httpx.post(f"{any_server.url}/jobs", json=job)
+    assert refused.status_code == 422
+    assert [error["field"] for error in refused.json()["errors"]] == ["policy"]
+    assert "entry point group zeus_plugins.policies" in refused.json()["message"]
+
+
+def test_a_training_with_its_server_in_the_process_is_told_what_to_install(tmp_path: Path) -> None:
+    spec = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, policy="nobodys")
+    with (
+        client_from_environment(f"embedded://{tmp_path / 'bso.sqlite3'}") as client,
+        pytest.raises(ZeusBSOConfigError, match=r"policy 'nobodys' is not installed .* \(entry point group") as told,
+    ):
+        client.register(JobSpecFromClient.of(spec, GpuConfig(max_power=100, number_of_gpus=1, gpu_model="GPU")))
+    assert told.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "told"),
+    [
+        ("import nothing_of_this_name", "POLICY", "cannot be loaded, ModuleNotFoundError: No module named"),
+        (EXAMPLE, "suggest", "is no bso_server.policies.Policy"),
+        (EXAMPLE.replace('version="1"', 'version=""'), "POLICY", "with a version"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_says_why(packages: Packages, source: str, value: str, told: str) -> None:
+    packages.install("broken", "my_policy", source, value)
+    assert told in (find("my_policy").missing or "")
+
+
+def test_two_packages_with_one_name_are_told(packages: Packages) -> None:
+    packages.install("one", "my_policy", EXAMPLE)
+    packages.install("two", "my_policy", EXAMPLE)
+    assert "(one and two)" in (find("my_policy").missing or "")
+
+
+async def test_a_policy_that_suggests_a_size_that_the_job_does_not_have_is_to_blame(
+    packages: Packages, tmp_path: Path
+) -> None:
+    source = EXAMPLE.replace("Suggestion(untried[0],", "Suggestion(untried[0] + 1,")
+    packages.install("wrong", "my_policy", source)
+    async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", policy="my_policy") as server:
+        with pytest.raises(ValueError, match="policy my_policy suggests 17, which is not one of the job's"):
+            await server.suggest()
+
+
+def test_a_name_is_told_when_it_is_misspelt() -> None:
+    assert "did you mean 'gp_voi'?" in (find("gp_vio").missing or "")
+    with pytest.raises(ValueError, match="String should match pattern"):
+        JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8, policy="my policy")

@@ -1,0 +1,167 @@
+"""The conformance suite of policies: ours pass it, and each thing that it checks is found in a policy that is wrong."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bso_server.core import policy
+from bso_server.errors import PolicyNotInstalledError
+from bso_server.policies import (
+    CreatedJob,
+    EpochBound,
+    Expectations,
+    ExpectedCost,
+    History,
+    Memory,
+    NoSurvivorError,
+    Origin,
+    Policy,
+    StopRule,
+    Suggestion,
+    TrialRecord,
+)
+from zeus_plugins.protocol import OWN_POLICIES
+from zeus_plugins.testing import check_policy
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_our_policies_conform(policy: str) -> None:
+    check_policy(policy, seeds=(0, 1, 4, 7), trials=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+def test_our_policies_conform_at_length(policy: str) -> None:
+    check_policy(policy, seeds=range(30), trials=80)
+
+
+def smallest(history: History, rng: np.random.Generator) -> Suggestion:
+    """The smallest size, over and over."""
+    del rng
+    if not history.runnable_sizes:
+        raise NoSurvivorError("nothing fits")
+    return Suggestion(min(history.runnable_sizes), Origin.INCUMBENT, "the smallest")
+
+
+RIGHT = Policy(version="1", suggest=smallest)
+
+
+def changed(**fields: object) -> Callable[[History, np.random.Generator], Suggestion]:
+    """The same suggestion with other fields."""
+    return lambda history, rng: replace(smallest(history, rng), **fields)
+
+
+def drawing(draw: Callable[[list[int]], int]) -> Callable[[History, np.random.Generator], Suggestion]:
+    return lambda history, rng: replace(smallest(history, rng), batch_size=draw(sorted(history.runnable_sizes)))
+
+
+CALLS = count()
+
+
+def in_turns(sizes: list[int]) -> int:
+    return sizes[next(CALLS) % len(sizes)]
+
+
+def spoiling(history: History, rng: np.random.Generator) -> Suggestion:
+    suggestion = smallest(history, rng)
+    history.arms.clear()  # type: ignore[attr-defined]  # a mapping that is to be read
+    return suggestion
+
+
+def giving_up(history: History, rng: np.random.Generator) -> Suggestion:
+    del history, rng
+    raise NoSurvivorError("too tired")
+
+
+def endless(history: History, rng: np.random.Generator) -> Suggestion:
+    time.sleep(2)
+    return smallest(history, rng)
+
+
+def as_it_was(memory: Any, job: CreatedJob, trial: TrialRecord) -> Any:
+    del job, trial
+    return memory
+
+
+def kept(after: Callable[[list[int], TrialRecord], list[int]]) -> Policy:
+    def step(memory: list[int], job: CreatedJob, trial: TrialRecord) -> list[int]:
+        del job
+        return after(memory, trial)
+
+    return replace(RIGHT, memory=Memory(list[int], lambda job: [0] * len(job.batch_sizes), step))
+
+
+def changing(memory: list[int], trial: TrialRecord) -> list[int]:
+    memory[0] += trial.trial_number
+    return memory
+
+
+WRONG = {
+    "unknown size": (replace(RIGHT, suggest=changed(batch_size=9)), "9 was suggested"),
+    "no reason": (replace(RIGHT, suggest=changed(reason="")), "a reason is a sentence"),
+    "offline": (replace(RIGHT, suggest=changed(origin=Origin.OFFLINE)), "nobody suggested"),
+    "bandit alone": (replace(RIGHT, suggest=changed(origin=Origin.BANDIT)), "both or neither"),
+    "bandit without pruning": (
+        replace(RIGHT, suggest=changed(origin=Origin.BANDIT, survivors=(8,))),
+        "say prunes=True",
+    ),
+    "bound": (replace(RIGHT, suggest=changed(bound=EpochBound(21, "long"))), "stopped after 21"),
+    "stop rule": (replace(RIGHT, stop_rule=lambda *_: StopRule(max_epochs=99)), "stopped after 99"),
+    "counts calls": (replace(RIGHT, suggest=drawing(in_turns)), "draw from the generator alone"),
+    "global generator": (replace(RIGHT, suggest=drawing(random.choice)), "global generator"),
+    "NumPy's generator": (
+        replace(RIGHT, suggest=drawing(lambda sizes: int(np.random.choice(sizes)))),
+        "global generator",
+    ),
+    "spoils": (replace(RIGHT, suggest=spoiling), "has changed what it was given"),
+    "gives up": (replace(RIGHT, suggest=giving_up), "suggest one of them"),
+    "endless": (replace(RIGHT, suggest=endless), "takes more than 0.5 s"),
+    "best without a cost": (
+        replace(RIGHT, expectations=lambda _: Expectations({}, 8)),
+        "no cost is expected of the best",
+    ),
+    "infinite cost": (
+        replace(RIGHT, expectations=lambda _: Expectations({8: ExpectedCost(float("inf"), None)}, 8)),
+        "expected costs are",
+    ),
+    "cost of an unknown size": (
+        replace(RIGHT, expectations=lambda _: Expectations({9: ExpectedCost(1.0, None)}, 9)),
+        "unknown sizes",
+    ),
+    "memory changed": (kept(changing), "has changed what it was given"),
+    "memory grows": (kept(lambda memory, trial: [*memory, *[trial.trial_number] * 200]), "keep summaries"),
+    "memory is no JSON": (
+        replace(RIGHT, memory=Memory(float, lambda _: math.nan, as_it_was)),
+        "not read back from its JSON",
+    ),
+    "memory of its own": (kept(lambda memory, _: [*memory[1:], next(CALLS)]), "a replay of all trials"),
+    "no decision": (replace(RIGHT, explain=lambda *_: None), "explain gives a Decision"),
+}
+
+
+@pytest.mark.parametrize(("policy", "told"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_found(policy: Policy, told: str) -> None:
+    with pytest.raises(AssertionError, match=told):
+        check_policy(policy, seeds=(1,), **({"limit_s": 0.5} if policy.suggest is endless else {}))
+
+
+def test_a_policy_that_chooses_otherwise_each_time_a_job_begins_is_found() -> None:
+    begun: list[CreatedJob] = []
+    policy = replace(RIGHT, check=begun.append, suggest=drawing(lambda sizes: sizes[len(begun) % 2 % len(sizes)]))
+    with pytest.raises(AssertionError, match="lived again"):
+        check_policy(policy, seeds=(1,))
+
+
+def test_a_policy_that_is_not_installed_is_not_checked() -> None:
+    with pytest.raises(PolicyNotInstalledError, match="'nobody' is not installed"):
+        check_policy("nobody")
+    assert not policy._given

@@ -1,0 +1,214 @@
+"""Whole histories of a job with a seed, whose batch sizes were derived by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from bso_server.core.job import replay
+from bso_server.core.policy import suggest
+from tests.support.histories import Life, make_job
+from zeus_plugins.protocol import Origin, TrialState
+
+
+class Run(NamedTuple):
+    """One run of the job, which reports once, at its end.
+
+    Attributes:
+        batch_size: What the policy must choose.
+        cost_j: What the run costs, joules.
+        reached: Whether its metric reached the target; None: it crashed.
+        drawn_j: The costs drawn for 16, 32 and 64 when it was chosen by merit, joules.
+    """
+
+    batch_size: int
+    cost_j: float
+    reached: bool | None
+    drawn_j: tuple[float, float, float] | None = None
+
+
+SEED = 31
+JOB = make_job((8, 16, 32, 64), 32, mab_num_explorations=3, mab_seed=SEED)
+EXPLORATION = [
+    Run(32, 110, True),  # round 1 starts at the default,
+    Run(16, 100, True),  # goes down,
+    Run(8, 150, False),  # where 8 uses up its epochs: out, and the end of this direction;
+    Run(64, 122, True),  # then up from the default. 16, 32 and 64 survive; 16 was the cheapest.
+    Run(16, 108, True),  # Round 2 starts there; 8, the only size below, is out;
+    Run(32, 104, None),  # so up. This one crashes
+    Run(32, 104, True),  # and is tried again.
+    Run(64, 106, True),  # Nobody dropped out: 16, 32 and 64 enter the bandit stage with two observations each.
+]
+BANDIT = [
+    # A decision begins with a permutation; the first size in it that has less than three observations is played.
+    Run(64, 204, False),  # [64, 16, 32]. Beyond twice the cheapest run's 100 J: stopped early, but learned from.
+    Run(32, 103, True),  # [32, 64, 16]
+    Run(16, 107, True),  # [32, 16, 64], where 32 has its three
+    # From here on nobody is short, and the lowest draw wins.
+    Run(64, 115, True, (102.6, 107.3, 100.0)),  # Three runs of 106 to 204 J leave room for such luck.
+    Run(16, 99, True, (103.6, 104.9, 171.0)),
+    Run(16, 112, True, (104.0, 106.7, 145.1)),
+    Run(32, 111, None, (108.7, 106.1, 163.1)),  # Crashes, and teaches nothing.
+    Run(16, 103, True, (103.3, 104.5, 148.6)),
+    Run(32, 99, True, (104.6, 104.0, 136.4)),
+    Run(16, 101, True, (102.0, 108.0, 178.6)),
+    Run(32, 106, True, (105.0, 103.2, 159.8)),
+    Run(16, 98, True, (102.9, 103.3, 150.7)),
+]
+BATCH_SIZES = [run.batch_size for run in EXPLORATION + BANDIT]
+
+
+def live(life: Life, between: Callable[[Life], None] = lambda _: None) -> list[int]:
+    """Play all runs, one after another; the sizes that the policy chose."""
+    for run in EXPLORATION + BANDIT:
+        trial = life.ask()
+        if run.reached is None:
+            life.move(trial, TrialState.FAILED)
+        else:
+            verdict = life.report(trial, run.cost_j, epoch=JOB.max_epochs, metric=float(run.reached))
+            assert verdict.converged == run.reached
+        between(life)
+    return [trial.batch_size for trial in life.trials]
+
+
+def test_the_derivation_by_numpy_alone() -> None:
+    """Each decision is one permutation, then, where nobody is short, one normal number per size, ascending."""
+    rng, sizes = np.random.default_rng(SEED), [16, 32, 64]
+    costs: dict[int, list[float]] = {16: [100, 108], 32: [110, 104], 64: [122, 106]}
+    orders: list[list[int]] = []
+    for run in BANDIT:
+        orders.append(rng.choice(sizes, len(sizes), replace=False).tolist())
+        short = [size for size in orders[-1] if len(costs[size]) < 3]
+        if short:
+            assert (short[0], run.drawn_j) == (run.batch_size, None)
+        else:
+            # The mean of n costs is known to within their standard deviation over √n.
+            drawn = [-rng.normal(-np.mean(costs[s]), np.std(costs[s]) / math.sqrt(len(costs[s]))) for s in sizes]
+            assert drawn == pytest.approx(run.drawn_j, abs=0.05)
+            assert sizes[int(np.argmin(drawn))] == run.batch_size
+        if run.reached is not None:
+            costs[run.batch_size].append(run.cost_j)
+    assert orders[:3] == [[64, 16, 32], [32, 64, 16], [32, 16, 64]]
+
+
+def test_a_seeded_history() -> None:
+    life = Life(JOB, np.random.default_rng(SEED))
+    assert live(life) == BATCH_SIZES
+    assert [trial.origin for trial in life.trials] == [Origin.EXPLORATION] * 8 + [Origin.BANDIT] * 12
+    unusual = {trial.trial_number: trial.state for trial in life.trials if trial.state is not TrialState.COMPLETED}
+    assert unusual == {
+        3: TrialState.EXHAUSTED,
+        6: TrialState.FAILED,
+        9: TrialState.EARLY_STOPPED,
+        15: TrialState.FAILED,
+    }
+
+
+def test_exploration_leaves_the_generator_alone() -> None:
+    states: list[object] = []
+    live(Life(JOB, np.random.default_rng(SEED)), lambda life: states.append(life.rng.bit_generator.state))
+    fresh = np.random.default_rng(SEED).bit_generator.state
+    assert states[:8] == [fresh] * 8
+    assert all(before != after for before, after in pairwise(states[7:]))
+
+
+def test_a_generator_kept_as_json_goes_on_as_if_never_put_away() -> None:
+    def put_away(life: Life) -> None:
+        kept = json.dumps(life.rng.bit_generator.state)
+        life.rng = np.random.default_rng(12345)
+        life.rng.bit_generator.state = json.loads(kept)
+
+    assert live(Life(JOB, np.random.default_rng(SEED)), put_away) == BATCH_SIZES
+
+
+def test_a_decision_follows_from_history_and_generator_alone() -> None:
+    life = Life(JOB, np.random.default_rng(SEED))
+    live(life)
+    rng = np.random.default_rng(SEED)
+    for count, trial in enumerate(life.trials):
+        # What was known when it was dispatched: runs came one after another, so that all before it had ended.
+        assert suggest(replay(JOB, life.trials[:count]), rng).batch_size == trial.batch_size
+
+
+def reason(life: Life) -> str:
+    """Why the next trial would get its batch size; nothing is dispatched."""
+    rng = np.random.default_rng()
+    rng.bit_generator.state = life.rng.bit_generator.state
+    return suggest(life.history, rng).reason
+
+
+def test_reasons_are_told_in_plain_words() -> None:
+    life = Life(JOB, np.random.default_rng(SEED))
+    reasons: list[str] = [reason(life)]
+    live(life, lambda life: reasons.append(reason(life)))
+    for number, *parts in (
+        (1, "round 1 of 2", "your default size"),
+        (2, "round 1 of 2", "smaller than your default size, 32"),
+        (4, "round 1 of 2", "larger than your default size, 32"),
+        (5, "round 2 of 2", "the cheapest of the round before"),
+        (6, "round 2 of 2", "larger than the cheapest of the round before, 16"),
+        (9, "measured 3 times; ", "was measured twice"),
+        (12, "tried 64 again: it may be cheaper than 16, which is the best known at "),
+    ):
+        for part in parts:
+            assert part in reasons[number - 1]
+
+    drawn = [one for one in reasons if one.startswith(("best so far", "tried"))]
+    told = r"(best so far,|tried (16|32|64) again: it may be cheaper than (16|32|64), which is the best known)"
+    assert all(re.fullmatch(rf"{told} at [0-9.]+ J", one) for one in drawn)
+    assert len({one.split()[0] for one in drawn}) == 2
+
+
+def test_runs_at_the_same_time() -> None:
+    life = Life(make_job((8, 16, 32), 16, num_pruning_rounds=1, mab_seed=8), np.random.default_rng(8))
+
+    def ask(batch_size: int, origin: Origin) -> int:
+        trial = life.ask()
+        assert (trial.batch_size, trial.origin) == (batch_size, origin)
+        return trial.trial_number
+
+    def complete(trial_number: int, cost_j: float) -> None:
+        assert life.report(life.trials[trial_number - 1], cost_j, epoch=1, metric=1.0).converged
+
+    ask(16, Origin.EXPLORATION)  # trial 1, the default
+    ask(16, Origin.CONCURRENT)  # trial 2, while 1 runs: the default again, no cost being known
+    complete(1, 100)
+    ask(8, Origin.EXPLORATION)  # trial 3
+    ask(16, Origin.CONCURRENT)  # trial 4: 16 is the cheapest so far
+    complete(3, 98)
+    ask(32, Origin.EXPLORATION)  # trial 5
+    ask(8, Origin.CONCURRENT)  # trial 6: now 8 is
+    for part in ("while trial 5 explores 32: ", "98 J in trial 3"):
+        assert part in reason(life)
+    complete(2, 95)
+    complete(6, 103)
+    complete(5, 120)
+    # Entered with one observation per arm, that of its exploration: concurrent trials 2 and 6 are not among them.
+    ask(32, Origin.BANDIT)  # trial 7, order [32, 16, 8]: all are short of two
+    ask(8, Origin.BANDIT)  # trial 8, order [8, 32, 16]: a running trial is no observation
+    complete(4, 105)  # ended within the stage: 16 learns from 100, 95 and 105, trials 1, 2 and 4
+    ask(32, Origin.BANDIT)  # trial 9, order [16, 32, 8]: 16 is short no more
+    complete(7, 125)
+    complete(8, 99)
+    # 8: 98, 103, 99 (trials 3, 6, 8); 16: as before; 32: 120, 125 (trials 5 and 7). None is short.
+    ask(16, Origin.BANDIT)  # trial 10: draws of 98.8, 96.7 and 121.1 J
+    ask(8, Origin.BANDIT)  # trial 11: 98.1, 101.5 and 121.4 J; trials 9 and 10 are still running
+
+
+def test_the_draws_of_runs_at_the_same_time() -> None:
+    """The numbers in the comments of the test before."""
+    rng = np.random.default_rng(8)
+    orders = [rng.choice([8, 16, 32], 3, replace=False).tolist() for _ in range(3)]
+    assert orders == [[32, 16, 8], [8, 32, 16], [16, 32, 8]]
+    learned = {8: [98, 103, 99], 16: [100, 95, 105], 32: [120, 125]}
+    for expected in ([98.8, 96.7, 121.1], [98.1, 101.5, 121.4]):
+        rng.choice([8, 16, 32], 3, replace=False)
+        drawn = [-rng.normal(-np.mean(costs), np.std(costs) / math.sqrt(len(costs))) for costs in learned.values()]
+        assert drawn == pytest.approx(expected, abs=0.05)

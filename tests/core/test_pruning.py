@@ -1,0 +1,267 @@
+"""The pruning stage: literal walks, and random ones against a simulation that plays the rounds as loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.model import UNCOUNTED, TrialRecord
+from bso_server.core.zeus import Explore, Survivors, Wait, explore
+from bso_server.errors import NoSurvivorError
+from tests.support.histories import Life, make_job
+from zeus_plugins.protocol import CreatedJob, Origin, TrialState
+
+# A run's outcome: its cost in joules if it reached the target, else the state in which it ended.
+Outcome = float | TrialState
+DID_NOT_REACH = [TrialState.EARLY_STOPPED, TrialState.EXHAUSTED, TrialState.INFEASIBLE]
+SIZES = (8, 16, 32, 64, 128)
+
+
+def end(life: Life, trial: TrialRecord, outcome: Outcome) -> None:
+    if isinstance(outcome, TrialState):
+        life.move(trial, outcome)
+    else:
+        life.complete(trial, outcome)
+
+
+def walk(job: CreatedJob, outcomes: Mapping[int, list[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
+    """The sizes explored in each round when the n-th trial of a size has its n-th outcome, and the survivors."""
+    life, remaining = Life(job), {size: iter(of_size) for size, of_size in outcomes.items()}
+    rounds: list[list[int]] = [[] for _ in range(job.num_pruning_rounds)]
+    while isinstance(step := explore(life.history), Explore):
+        rounds[step.round_number - 1].append(step.batch_size)
+        end(life, life.dispatch(step.batch_size), next(remaining[step.batch_size]))
+    assert isinstance(step, Survivors)
+    assert not any(list(rest) for rest in remaining.values()), "outcomes were given that no trial took"
+    return rounds, step.batch_sizes
+
+
+def test_a_round_goes_down_from_the_default_and_then_up() -> None:
+    job = make_job(SIZES, 32, num_pruning_rounds=1)
+    rounds, survivors = walk(job, {8: [80.0], 16: [70.0], 32: [60.0], 64: [50.0], 128: [40.0]})
+    assert rounds == [[32, 16, 8, 64, 128]]
+    assert survivors == SIZES
+
+
+@pytest.mark.parametrize("failure", DID_NOT_REACH)
+def test_a_size_that_does_not_reach_the_target_ends_its_way(failure: TrialState) -> None:
+    job = make_job(SIZES, 32, num_pruning_rounds=1)
+    down = walk(job, {32: [60.0], 16: [failure], 64: [50.0], 128: [40.0]})
+    assert down == ([[32, 16, 64, 128]], (32, 64, 128))
+    up = walk(job, {32: [60.0], 16: [70.0], 8: [80.0], 64: [failure]})
+    assert up == ([[32, 16, 8, 64]], (8, 16, 32))
+
+
+def test_a_default_that_fails_leaves_the_way_up() -> None:
+    job = make_job(SIZES, 32, num_pruning_rounds=1)
+    rounds, survivors = walk(job, {32: [TrialState.EXHAUSTED], 64: [50.0], 128: [TrialState.EXHAUSTED]})
+    assert rounds == [[32, 64, 128]]
+    assert survivors == (64,)
+
+
+@pytest.mark.parametrize(("default", "order"), [(8, [8, 16, 32]), (32, [32, 16, 8])])
+def test_a_default_at_the_edge_has_one_way_to_go(default: int, order: list[int]) -> None:
+    job = make_job((8, 16, 32), default, num_pruning_rounds=1)
+    assert walk(job, {8: [1.0], 16: [1.0], 32: [1.0]})[0] == [order]
+
+
+def test_the_second_round_starts_at_the_cheapest_survivor() -> None:
+    job = make_job(SIZES, 32)
+    rounds, survivors = walk(
+        job, {32: [60.0, 61.0], 16: [55.0, 56.0], 8: [80.0, 81.0], 64: [70.0, 71.0], 128: [TrialState.EARLY_STOPPED]}
+    )
+    assert rounds == [[32, 16, 8, 64, 128], [16, 8, 32, 64]]
+    assert survivors == (8, 16, 32, 64)
+
+
+def test_the_second_round_asks_survivors_only_and_skips_over_the_others() -> None:
+    # 16 fails on the way down, so that 8 is never tried; 64 is the cheapest. Round 2 walks 64, 32, then 128.
+    job = make_job(SIZES, 32)
+    rounds, survivors = walk(
+        job, {32: [60.0, 61.0], 16: [TrialState.EXHAUSTED], 64: [50.0, 51.0], 128: [70.0, TrialState.EARLY_STOPPED]}
+    )
+    assert rounds == [[32, 16, 64, 128], [64, 32, 128]]
+    assert survivors == (32, 64)
+
+
+def test_a_survivor_beyond_a_failure_of_the_second_round_is_out_untried() -> None:
+    job = make_job((8, 16, 32, 64), 32)
+    rounds, survivors = walk(job, {32: [60.0, TrialState.EXHAUSTED], 16: [50.0, 51.0], 8: [80.0, 81.0], 64: [70.0]})
+    assert rounds == [[32, 16, 8, 64], [16, 8, 32]]
+    assert survivors == (8, 16)
+
+
+def test_of_equally_cheap_sizes_the_one_tried_first_starts_the_next_round() -> None:
+    job = make_job((8, 16, 32), 16)
+    rounds, _ = walk(job, {8: [50.0, 50.0], 16: [60.0, 60.0], 32: [50.0, 50.0]})
+    assert rounds == [[16, 8, 32], [8, 16, 32]]
+
+
+def test_each_round_is_told_by_its_number_and_start() -> None:
+    life = Life(make_job((8, 16), 16))
+    assert explore(life.history) == Explore(16, round_number=1, start=16)
+    life.complete(life.dispatch(16), 60.0)
+    assert explore(life.history) == Explore(8, round_number=1, start=16)
+    life.complete(life.dispatch(8), 50.0)
+    assert explore(life.history) == Explore(8, round_number=2, start=8)
+
+
+def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() -> None:
+    life = Life(make_job(SIZES, 32, num_pruning_rounds=1))
+    life.run(16, Origin.OFFLINE, TrialState.INFEASIBLE, 0.0)
+    explored = []
+    while isinstance(step := explore(life.history), Explore):
+        explored.append(step.batch_size)
+        life.complete(life.dispatch(step.batch_size), 10.0)
+    assert explored == [32, 64, 128]
+    assert step == Survivors((32, 64, 128))
+
+
+@pytest.mark.parametrize("crash", [TrialState.FAILED, TrialState.ABANDONED])
+def test_a_crashed_exploration_is_owed_again(crash: TrialState) -> None:
+    job = make_job((8, 16), 16)
+    rounds, survivors = walk(job, {16: [crash, crash, 60.0, crash, 61.0], 8: [50.0, crash, 51.0]})
+    assert rounds == [[16, 16, 16, 8], [8, 8, 16, 16]]
+    assert survivors == (8, 16)
+
+
+def test_exploration_waits_for_a_trial_that_runs_or_is_suspended() -> None:
+    life = Life(make_job((8, 16), 16))
+    running = life.dispatch(16)
+    assert explore(life.history) == Wait(running)
+    suspended = life.move(running, TrialState.SUSPENDED)
+    assert explore(life.history) == Wait(suspended)
+    life.move(suspended, TrialState.ABANDONED)
+    assert explore(life.history) == Explore(16, round_number=1, start=16)
+
+
+def test_only_exploration_trials_count() -> None:
+    life = Life(make_job((8, 16), 16, num_pruning_rounds=1))
+    for origin in (Origin.CONCURRENT, Origin.OFFLINE):
+        life.run(16, origin, TrialState.COMPLETED, 10.0)
+    assert explore(life.history) == Explore(16, round_number=1, start=16)
+
+
+def test_without_rounds_every_size_survives_at_once() -> None:
+    assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == Survivors(SIZES)
+
+
+def test_no_survivor_says_what_to_change() -> None:
+    life = Life(make_job((8, 16, 32), 16, num_pruning_rounds=3))
+    life.run(16, Origin.EXPLORATION, TrialState.EXHAUSTED, 60.0)
+    life.run(32, Origin.EXPLORATION, TrialState.EARLY_STOPPED, 60.0)
+    with pytest.raises(NoSurvivorError) as caught:
+        explore(life.history)
+    for part in ("'job'", "target metric 1 ", "round 1 of 3", "from 16", "batch_sizes", "max_epochs", "beta_knob"):
+        assert part in caught.value.message
+
+
+def test_a_later_round_can_lose_its_last_survivor() -> None:
+    life = Life(make_job((8, 16), 16))
+    for batch_size, state in ((16, TrialState.COMPLETED), (8, TrialState.EXHAUSTED), (16, TrialState.EARLY_STOPPED)):
+        life.run(batch_size, Origin.EXPLORATION, state, 60.0)
+    with pytest.raises(NoSurvivorError, match="round 2 of 2, starting from 16"):
+        explore(life.history)
+
+
+# --- Random walks ---------------------------------------------------------------------------------------------------
+
+# Cost of the exploration of a size in a round; None: it does not reach the target.
+Plan = Mapping[tuple[int, int], float | None]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[CreatedJob, Plan]:
+    sizes = tuple(sorted(draw(st.sets(st.integers(1, 512), min_size=1, max_size=6))))
+    rounds = draw(st.integers(0, 3))
+    # Few distinct costs, so that ties for the cheapest happen; failures rarer than successes, so that rounds get long.
+    outcomes = st.sampled_from([None, 1.0, 2.0, 2.0, 3.0, 4.0])
+    plan = {(size, round_number): draw(outcomes) for round_number in range(1, rounds + 1) for size in sizes}
+    return make_job(sizes, draw(st.sampled_from(sizes)), num_pruning_rounds=rounds), plan
+
+
+def played(job: CreatedJob, plan: Plan) -> tuple[list[int], tuple[int, ...] | None]:
+    """The whole stage as nested loops over positions: the sizes in order, and the survivors, None if a round has none.
+
+    It never looks at a history: every trial runs to its end the moment that it is asked for.
+    """
+    alive, start, order = list(job.batch_sizes), job.default_batch_size, list[int]()
+    for round_number in range(1, job.num_pruning_rounds + 1):
+        costs: dict[int, float] = {}
+        position = alive.index(start)
+        for first, stride in ((position, -1), (position + 1, +1)):
+            here = first
+            while 0 <= here < len(alive):
+                order.append(alive[here])
+                cost_j = plan[alive[here], round_number]
+                if cost_j is None:
+                    break
+                costs[alive[here]] = cost_j
+                here += stride
+        if not costs:
+            return order, None
+        start = min(costs, key=costs.__getitem__)
+        alive = [size for size in alive if size in costs]
+    return order, tuple(alive)
+
+
+def counted(life: Life) -> list[TrialRecord]:
+    return [t for t in life.trials if t.origin is Origin.EXPLORATION and t.state not in UNCOUNTED]
+
+
+def lived(job: CreatedJob, plan: Plan, random: Random) -> tuple[Life, tuple[int, ...] | None]:
+    """The same stage through the policy: requests and endings in random order, and some crashes."""
+    life, running, crashes_left = Life(job), list[TrialRecord](), 8
+    while True:
+        if not running or (len(running) < 4 and random.random() < 0.5):
+            try:
+                trial = life.ask()
+            except NoSurvivorError:
+                return life, None
+            if trial.origin is Origin.BANDIT:
+                outcome = explore(life.history)
+                assert isinstance(outcome, Survivors)
+                return life, outcome.batch_sizes
+            running.append(trial)
+            continue
+        trial = running.pop(random.randrange(len(running)))
+        if crashes_left and random.random() < 0.25:
+            crashes_left -= 1
+            life.move(trial, random.choice(sorted(UNCOUNTED)))
+        elif trial.origin is Origin.CONCURRENT:
+            concurrent: list[Outcome] = [0.5, 5.0, TrialState.EXHAUSTED]
+            end(life, trial, random.choice(concurrent))
+        else:
+            round_number = sum(earlier.batch_size == trial.batch_size for earlier in counted(life))
+            cost_j = plan[trial.batch_size, round_number]
+            end(life, trial, TrialState.EXHAUSTED if cost_j is None else cost_j)
+
+
+@given(plans(), st.randoms(use_true_random=False))
+def test_crashes_and_concurrent_trials_change_nothing_in_what_is_explored(
+    case: tuple[CreatedJob, Plan], random: Random
+) -> None:
+    job, plan = case
+    life, survivors = lived(job, plan, random)
+    assert ([trial.batch_size for trial in counted(life)], survivors) == played(job, plan)
+
+
+@given(plans(), st.randoms(use_true_random=False))
+def test_a_size_is_explored_while_it_survives_and_survives_by_reaching_every_time(
+    case: tuple[CreatedJob, Plan], random: Random
+) -> None:
+    job, plan = case
+    life, survivors = lived(job, plan, random)
+    states: dict[int, list[TrialState]] = {}
+    for trial in counted(life):
+        earlier = states.setdefault(trial.batch_size, [])
+        assert set(earlier) <= {TrialState.COMPLETED}
+        assert len(earlier) < job.num_pruning_rounds
+        earlier.append(trial.state)
+    for size in survivors or ():
+        assert states.get(size, []) == [TrialState.COMPLETED] * job.num_pruning_rounds
+    assert survivors is None or list(survivors) == sorted(set(survivors))

@@ -1,0 +1,441 @@
+"""The simulator on traces made here, whose costs can be counted by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bso_server.cli import main
+from bso_server.cli.simulate import ratios_text, savings_text
+from bso_server.core.job import replay
+from bso_server.core.model import TrialRecord
+from bso_server.simulate.play import Conditions, Simulation, job_of
+from bso_server.simulate.results import Setting, compare, geometric_means, played
+from bso_server.simulate.traces import Selection, Traces, recorded_savings, recorded_workload
+from bso_server.simulate.workload import Consumption, Epoch, Landscape, Savings, SizeTrace, Workload, landscape
+from tests.support.histories import make_job
+from tests.support.properties import examples
+from tests.support.service import job_service
+from tests.support.simulated import DIGITS_ARGUMENTS, EPOCHS, HALF, NEVER, WORKLOAD, only, trace_files, without_padding
+from zeus_plugins.protocol import GP_VOI, OWN_POLICIES, ZEUS, JobView, Origin, Stage, TrialState, TrialView
+
+
+def test_what_sizes_cost() -> None:
+    found = landscape(WORKLOAD, eta=0.5, optimal_power_limits=True)
+    assert [profile.epoch_j for profile in found.profiles.values()] == [1900, 1900, 950, 950]
+    assert [profile.expected_cost_j for profile in found.profiles.values()] == [15200, 7600, 5700, math.inf]
+    assert found.oracle.batch_size == 32
+    assert found.default.expected_cost_j == 7600
+    assert found.profiles[8].profiling == Epoch(15, 1700)
+    # Energy alone: the lower limit.
+    energy = landscape(WORKLOAD, eta=1.0, optimal_power_limits=True)
+    assert [profile.epoch_j for profile in energy.profiles.values()] == [1600, 1600, 800, 800]
+    assert energy.default.expected_cost_j == 4 * 1800
+    assert landscape(WORKLOAD, eta=1.0, optimal_power_limits=False).profiles[8].profiling is None
+
+
+def test_runs_that_fail_are_paid_for_and_done_again() -> None:
+    lucky = replace(WORKLOAD, sizes=(SizeTrace(16, (4.0, math.inf, 30.0, 6.0), EPOCHS),))
+    # Half of the runs fail, after 20 epochs each: one failure per success, which takes 5.
+    assert landscape(lucky, eta=0.5, optimal_power_limits=True).oracle.expected_cost_j == 25 * 1900
+    with pytest.raises(ValueError, match="no recorded run reaches the target within 20 epochs"):
+        landscape(replace(lucky, sizes=(SizeTrace(16, NEVER, EPOCHS),)), eta=0.5, optimal_power_limits=True)
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_job_of_one_size_costs_what_its_runs_cost(policy: str, concurrency: int) -> None:
+    setting = Setting(recurrences=10, seeds=2, concurrency=concurrency)
+    comparison = compare(only(16), [policy], setting)
+    result = comparison.results[policy]
+    # The first epoch of the first run tries both limits: 0.5·1700 + 0.5·200·15 = 2350 J in place of 1900 J.
+    assert result.ratio == {10: pytest.approx(1 + 450 / 76000)}
+    if concurrency == 1:
+        assert comparison.costs_j[policy] == [pytest.approx([7600 + 450, *[7600] * 9])] * 2
+    assert result.unfinished == 0
+    assert result.energy_reduction_last5 == pytest.approx(0)
+
+
+@pytest.mark.parametrize(
+    ("eta", "energy_j", "time_s"),
+    [
+        # 40 epochs, the first of which tries both limits: 1700 J and 15 s.
+        (0.5, 1700 + 39 * 1800, 15 + 39 * 10),
+        (1.0, 1700 + 39 * 1600, 15 + 39 * 20),
+    ],
+)
+def test_what_recurrences_take_against_the_default(eta: float, energy_j: float, time_s: float) -> None:
+    comparison = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=2, eta=eta))
+    # 40 epochs at the maximum limit, whatever η is.
+    assert comparison.default_consumption == Consumption(40 * 1800, 400)
+    savings = comparison.savings(GP_VOI)
+    assert (savings.recurrences, savings.consumed) == (10, Consumption(energy_j, time_s))
+    assert savings.saved == Consumption(72_000 - energy_j, 400 - time_s)
+    assert savings.energy_share_saved == pytest.approx(1 - energy_j / 72_000)
+    assert savings.time_share_saved == pytest.approx(1 - time_s / 400)
+
+
+def test_energy_and_time_in_other_units() -> None:
+    consumption = Consumption(energy_j=7.2e6, time_s=5400)
+    assert consumption.as_json(None) == {"energy_j": 7.2e6, "energy_kwh": 2, "time_h": 1.5}
+    assert consumption.as_json(0.3)["money"] == pytest.approx(0.6)
+    assert Savings(3, consumption, Consumption(0, 0)).energy_share_saved is None
+
+
+def test_a_default_that_never_reaches_the_target_has_no_cost() -> None:
+    comparison = compare(replace(WORKLOAD, default_batch_size=64), OWN_POLICIES, Setting(recurrences=5, seeds=1))
+    shown = comparison.as_json(0.3)
+    assert shown["default"] == {"batch_size": 64, "cost_j": None, "ratio": None}
+    assert shown["spending"]["default"] is None
+    assert shown["spending"]["policies"]["zeus"]["saved"] is None
+    assert shown["policies"]["gp_voi"]["energy_reduction_last5"] is None
+    assert "made up always 64 0.5 5 - - -" in without_padding(savings_text([comparison], None, None))
+    json.dumps(shown, allow_nan=False)
+
+
+def test_energy_saved_is_that_of_the_default_at_the_maximum_limit() -> None:
+    result = compare(only(16), [GP_VOI], Setting(recurrences=10, seeds=1, eta=1.0)).results
+    assert result[GP_VOI].energy_reduction_last5 == pytest.approx(1 - 1600 / 1800)
+
+
+def test_both_policies_find_the_best_size() -> None:
+    setting = Setting(recurrences=40, seeds=3)
+    comparison = compare(WORKLOAD, OWN_POLICIES, setting)
+    for policy, result in comparison.results.items():
+        first = played(WORKLOAD, comparison.conditions, policy, setting, 0)
+        assert first.costs_j == comparison.costs_j[policy][0]
+        last = first.trials[-5:]
+        assert [trial.record.batch_size for trial in last] == [32] * 5
+        assert result.unfinished == 0
+        assert result.ratio[10] > result.ratio[20] > result.ratio[40] > 1
+        assert result.worst_seed_ratio >= result.ratio[40]
+    assert geometric_means([comparison, comparison])["zeus"]["20"] == pytest.approx(comparison.results[ZEUS].ratio[20])
+
+
+class BreakingConditions(Conditions):
+    """From the second recurrence on nothing ever reaches the target."""
+
+    def landscape_at(self, recurrence: int) -> Landscape:
+        at = self.landscape
+        profiles = {size: replace(profile, epochs_to_target=NEVER) for size, profile in at.profiles.items()}
+        return replace(at, profiles=profiles) if recurrence else at
+
+
+def test_recurrences_that_are_given_up_are_finished_by_the_default() -> None:
+    conditions = BreakingConditions(landscape(WORKLOAD, eta=0.5, optimal_power_limits=True))
+    fields = {"max_power": 200.0, "max_epochs": 20}
+    jobs = {
+        policy: Simulation(
+            job_of(conditions.landscape, policy, seed=0, **fields), conditions, recurrences=4, concurrency=concurrency
+        ).play()
+        # Zeus has no size left after a round without any.
+        for policy, concurrency in ((GP_VOI, 1), (ZEUS, 2))
+    }
+    assert [trial.recurrence for trial in jobs[GP_VOI].trials].count(3) == 20
+    for job in jobs.values():
+        assert job.unfinished == 3
+        # Its owner trains at the default then: 4 epochs of 1900 J and 10 s, on top of what the tries took.
+        tried_j = [sum(trial.cost_j for trial in job.trials if trial.recurrence == number) for number in range(4)]
+        assert job.costs_j == pytest.approx([tried_j[0], *(spent_j + 4 * 1900 for spent_j in tried_j[1:])])
+        assert job.consumed[3].time_s >= 40
+
+
+def test_what_nothing_finishes_saves_nothing() -> None:
+    hopeless, setting = replace(WORKLOAD, default_batch_size=64), Setting(recurrences=10, seeds=1)
+    conditions = BreakingConditions(landscape(hopeless, eta=0.5, optimal_power_limits=True))
+    comparison = compare(hopeless, [GP_VOI], setting, conditions)
+    shown = comparison.as_json()
+    json.dumps(shown, allow_nan=False)
+    assert shown["policies"]["gp_voi"]["ratio"] == {"10": None}
+    assert shown["policies"]["gp_voi"]["worst_seed_ratio"] is None
+    assert shown["spending"]["policies"]["gp_voi"]["saved"] is None
+    assert geometric_means([comparison]) == {"gp_voi": {"10": None}}
+    assert "made up gp_voi 0.5 - - 9 -" in without_padding(ratios_text([comparison]))
+
+
+@given(st.integers(0, 2**32), st.sampled_from(OWN_POLICIES), st.sampled_from([1, 3]))
+@settings(max_examples=examples(20), deadline=None)
+def test_a_simulated_job_decides_as_a_replay_of_its_trials_would(seed: int, policy: str, concurrency: int) -> None:
+    rng = np.random.default_rng(seed)
+    paths = [tuple(rng.choice([3.0, 5.0, 9.0, math.inf], 3)) for _ in range(4)]
+    sizes = [SizeTrace(8 * 2**n, (4.0, *path), EPOCHS if n % 2 else HALF) for n, path in enumerate(paths)]
+    workload = replace(WORKLOAD, sizes=tuple(sizes))
+    at = landscape(workload, eta=0.5, optimal_power_limits=True)
+    job = job_of(at, policy, seed=seed, max_power=200.0, max_epochs=20)
+    found = Simulation(job, Conditions(at), recurrences=12, concurrency=concurrency, seed=seed).play()
+    records = sorted((trial.record for trial in found.trials), key=lambda record: record.trial_number)
+    assert_numbered(records)
+    survivors = (8,) if any(record.origin == "bandit" for record in records) else None
+    replayed = replay(job, records, survivors)
+    assert replayed.arms == found.history.arms
+    assert replayed.memory == found.history.memory
+    assert replayed.cheapest == found.history.cheapest
+    spent_j = sum(trial.cost_j for trial in found.trials)
+    assert sum(found.costs_j) == pytest.approx(spent_j + found.unfinished * at.default.expected_cost_j)
+    completed = sum(record.state is TrialState.COMPLETED for record in records)
+    assert found.unfinished + completed == 12
+
+
+def assert_numbered(records: list[TrialRecord]) -> None:
+    assert [record.trial_number for record in records] == list(range(1, len(records) + 1))
+
+
+def test_the_same_seed_gives_the_same_job() -> None:
+    setting = Setting(recurrences=20, seeds=2)
+    one, other = (compare(WORKLOAD, OWN_POLICIES, setting).as_json() for _ in range(2))
+    assert one == other
+
+
+# --- Traces and the command -------------------------------------------------------------------------------------------
+
+DIGITS = Selection("digits", "mlp", "adam", 0.9, 20, 24)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    return trace_files(tmp_path)
+
+
+def simulated(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the command; return its results, which must be JSON as standards have it."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    results = folder / "results.json"
+    assert main(["simulate", *arguments, "--json", str(results)]) == 0
+    found: dict[str, Any] = json.loads(results.read_text(), parse_constant=refuse)
+    return found
+
+
+def test_reading_traces(files: list[str]) -> None:
+    workload = Traces.read(Path(files[1]), Path(files[3])).workload(DIGITS)
+    assert workload == Workload(
+        "digits/mlp",
+        (
+            SizeTrace(16, (4.0, 5.0), {100.0: Epoch(20, 1600), 200.0: Epoch(10, 1800)}),
+            SizeTrace(32, (math.inf, math.inf), {200.0: Epoch(5, 900)}),
+        ),
+        default_batch_size=16,
+        max_epochs=20,
+        max_power_w=200.0,
+    )
+
+
+def test_simulating_by_command(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = simulated(tmp_path, *files, *DIGITS_ARGUMENTS, "--seeds", "2", "--recurrences", "20")
+    assert shown["oracle"] == {"batch_size": 16, "cost_j": 4.5 * 1900}
+    assert shown["default"]["ratio"] == 1
+    assert shown["workload"]["batch_sizes"] == [16, 32]
+    assert set(shown["policies"]) == {"zeus", "gp_voi"}
+    for result in shown["policies"].values():
+        assert set(result) == {"ratio", "worst_seed_ratio", "unfinished", "energy_reduction_last5"}
+        assert set(result["ratio"]) == {"10", "20"}
+    text = capsys.readouterr().out
+    assert "digits/mlp  gp_voi" in text
+
+
+def test_options_change_what_is_simulated(files: list[str], tmp_path: Path) -> None:
+    def ratio(*options: str) -> float:
+        given = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "10", *options]
+        return float(simulated(tmp_path, *files, *DIGITS_ARGUMENTS, *given)["policies"]["gp_voi"]["ratio"]["10"])
+
+    base = ratio()
+    assert ratio("--power-limit", "max") < base
+    assert ratio("--eta", "1") != base
+    assert ratio("--beta", "none") > base
+
+
+def test_several_etas_and_a_price(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--policy", "gp_voi", "--seeds", "1", "--recurrences", "20"]
+    options += ["--eta", "0", "--eta", "1", "--eta", "0", "--price", "0.4"]
+    shown = simulated(tmp_path, *files, *DIGITS_ARGUMENTS, *options)
+    assert [each["eta"] for each in shown["workloads"]] == [0, 1]
+    assert set(shown["geometric_mean"]["gp_voi"]) == {"10", "20"}
+    for each in shown["workloads"]:
+        spending = each["spending"]
+        assert (spending["recurrences"], spending["price_per_kwh"]) == (20, 0.4)
+        # 4.5 epochs of 1800 J and 10 s.
+        expected = {"energy_j": 162_000, "energy_kwh": 0.045, "time_h": 0.25, "money": 0.018}
+        assert spending["default"] == pytest.approx(expected)
+        took = spending["policies"]["gp_voi"]
+        assert took["saved"] == {name: pytest.approx(value - took[name]) for name, value in expected.items()}
+        assert took["energy_share_saved"] == pytest.approx(1 - took["energy_j"] / 162_000)
+    fast, frugal = (each["spending"]["policies"]["gp_voi"] for each in shown["workloads"])
+    assert fast["energy_j"] > frugal["energy_j"]
+    assert fast["time_h"] < frugal["time_h"]
+    text = without_padding(capsys.readouterr().out)
+    assert "finishing them" not in text
+    assert "digits/mlp always 16 0 20 1.62e+05 0.045 0.25 0.018" in text
+    assert "SAVED J SAVED KWH SAVED HOURS SAVED MONEY SAVED ENERGY SAVED TIME" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--dataset", "digits"],
+            "which workload? Give --network, --optimizer, --target-metric, --max-epochs, --default",
+        ),
+        (["--all", "--dataset", "digits"], "leave out --dataset"),
+        (["--all"], "no batch size up to 1024 of cifar100/shufflenetv2"),
+        ([*DIGITS_ARGUMENTS, "--target-metric", "0.95"], "0 sizes in the train trace, 3 in the power trace, 0 in both"),
+    ],
+)
+def test_what_cannot_be_simulated_is_told(
+    files: list[str], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *files, *arguments]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_files_that_are_no_traces_are_told(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *files[:2], "--power-trace", files[1], *DIGITS_ARGUMENTS]) == 1
+    assert "has no column average_power, power_limit, time_per_epoch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", [["--eta", "2"], ["--price", "-1"], ["--beta", "0"], ["--seeds", "0"]])
+def test_wrong_numbers_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", *files, *DIGITS_ARGUMENTS, *wrong])
+    assert wrong[0] in capsys.readouterr().err
+
+
+# --- A job's own trials -----------------------------------------------------------------------------------------------
+
+
+def trial_view(number: int, batch_size: int, state: TrialState, epochs: float | None, epoch_s: float = 10) -> TrialView:
+    return TrialView(
+        trial_number=number,
+        batch_size=batch_size,
+        state=state,
+        origin=Origin.EXPLORATION,
+        reason="",
+        message=None,
+        started_at=datetime(2026, 1, 1, tzinfo=UTC),
+        ended_at=None,
+        end_reason=None,
+        time_s=None if epochs is None else epochs * epoch_s,
+        energy_j=None if epochs is None else epochs * epoch_s * 50,
+        energy_source=None,
+        cost_j=None,
+        epochs=epochs,
+        metric=None,
+    )
+
+
+def job_view(*trials: TrialView) -> JobView:
+    return JobView(
+        job=make_job((8, 16, 32, 64), 16, max_epochs=20),
+        stage=Stage.BANDIT,
+        min_cost_j=None,
+        best_batch_size=None,
+        arms=(),
+        trial_count=len(trials),
+        trials=trials,
+    )
+
+
+def test_a_job_of_recorded_trials() -> None:
+    completed, stopped, exhausted = TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED
+    view = job_view(
+        trial_view(1, 8, completed, 5),
+        trial_view(2, 8, stopped, 5),  # would have needed more than any run that is known
+        trial_view(3, 32, completed, 3.5, epoch_s=12),
+        trial_view(4, 32, completed, 6, epoch_s=8),
+        trial_view(5, 32, stopped, 5),
+        trial_view(6, 32, exhausted, 20),
+        trial_view(7, 32, TrialState.FAILED, 1),
+        trial_view(8, 64, TrialState.RUNNING, None),
+        trial_view(9, 64, TrialState.INFEASIBLE, None),
+    )
+    workload = recorded_workload(view)
+    assert [(size.batch_size, size.epochs_to_target) for size in workload.sizes] == [
+        (8, (5, math.inf)),
+        (32, (4, 6, 6, math.inf)),
+    ]
+    (epoch,) = workload.sizes[1].epochs.values()
+    mean_s = (3.5 * 12 + 6 * 8 + 5 * 10 + 20 * 10) / 34.5
+    assert (epoch.time_s, epoch.energy_j) == (pytest.approx(mean_s), pytest.approx(50 * mean_s))
+    # 16 was never tried: of those that are as near, the smaller.
+    assert (workload.default_batch_size, workload.max_epochs, workload.max_power_w) == (8, 20, 100)
+    with pytest.raises(ValueError, match="no trial has reached the target yet"):
+        recorded_workload(job_view(trial_view(1, 8, stopped, 5)))
+
+
+def test_what_a_recorded_job_really_took() -> None:
+    view = job_view(
+        trial_view(1, 16, TrialState.COMPLETED, 4),
+        trial_view(2, 8, TrialState.COMPLETED, 5),
+        trial_view(3, 16, TrialState.FAILED, 1),
+        trial_view(4, 64, TrialState.RUNNING, None),
+    )
+    # Ten epochs of 500 J and 10 s, and two recurrences; the default would have taken four epochs each.
+    savings = recorded_savings(view, recorded_workload(view))
+    assert savings == Savings(2, Consumption(5000, 100), Consumption(4000, 80))
+    assert savings.as_json(36.0) == {
+        "recurrences": 2,
+        "energy_j": 5000,
+        "energy_kwh": pytest.approx(5 / 3600),
+        "time_h": pytest.approx(1 / 36),
+        "money": pytest.approx(0.05),
+        "saved": {
+            "energy_j": -1000,
+            "energy_kwh": pytest.approx(-1 / 3600),
+            "time_h": pytest.approx(-1 / 180),
+            "money": pytest.approx(-0.01),
+        },
+        "energy_share_saved": -0.25,
+        "time_share_saved": -0.25,
+    }
+
+
+async def test_simulating_a_job_of_the_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    async with job_service(url, policy=GP_VOI) as server:
+        for _ in range(6):
+            trial = await server.suggest()
+            epochs = {8: 6, 16: 4, 32: 3}[trial.batch_size]
+            await server.report(trial, cost_j=100.0 * epochs, epoch=epochs, metric=0.95)
+        arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "10"]
+        shown = await asyncio.to_thread(simulated, tmp_path, *arguments[1:])
+        assert shown["workload"]["name"] == server.job_id
+        assert shown["oracle"] == {"batch_size": 32, "cost_j": pytest.approx(300)}
+        assert shown["spending"]["default"]["energy_j"] == pytest.approx(10 * 400)
+        recorded = shown["spending"]["recorded"]
+        assert recorded["recurrences"] == 6
+        assert recorded["energy_j"] + recorded["saved"]["energy_j"] == pytest.approx(6 * 400)
+        text = capsys.readouterr().out
+        assert "what it really did" in text
+        assert "was never measured" not in text
+        assert await asyncio.to_thread(main, [*arguments, "--all"]) == 1
+        assert "leave out --all" in capsys.readouterr().err
+
+
+def test_nothing_to_simulate_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--all", "--power-trace", "power.csv"]) == 1
+    assert "Give --train-trace, or --job for a job's own trials" in capsys.readouterr().err
+
+
+async def test_a_default_that_ran_out_of_memory_is_stood_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    async with job_service(url, policy=GP_VOI) as server:
+        await server.end(await server.suggest(), TrialState.INFEASIBLE)
+        await server.reach(await server.suggest())
+        arguments = ["simulate", "--job", server.job_id, "--database-url", url, "--seeds", "1", "--recurrences", "2"]
+        assert await asyncio.to_thread(main, arguments) == 0
+    text = capsys.readouterr().out
+    assert "always 8" in text
+    assert "the default size, 16, was never measured: the nearest one that was stands for it" in text

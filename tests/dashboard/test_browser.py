@@ -1,0 +1,333 @@
+"""The dashboard in a real browser: Chromium of the system, driven by Playwright."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support import dashboards
+from tests.support.jobs import job
+from tests.support.screenshots import browser_path
+from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.tokens import bearer
+
+EXECUTABLE = browser_path()
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
+axe = pytest.importorskip(
+    "axe_playwright_python.sync_playwright", reason="needs axe: pip install axe-playwright-python"
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(EXECUTABLE is None, reason="needs a browser: apt-get install chromium-headless-shell"),
+]
+
+# Milliseconds; more than any machine takes, and only waited for where something is wrong.
+PATIENCE_MS = 60_000
+JOB = "jobs/resnet50-cifar100"
+PAGES = [
+    "",
+    JOB,
+    "jobs/bert-sst2",
+    "jobs/llama-sft",
+    f"{JOB}?at=6",
+    f"{JOB}/trials/1",
+    f"{JOB}/trials/15",
+    f"{JOB}/whatif?eta=0.9&beta=",
+    "health",
+    "tokens",
+    "jobs/unknown",
+]
+
+Page = Any
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=EXECUTABLE, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page that must say nothing in the browser's console, and may ask its own server alone."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        context = browser.new_context(**options)
+        context.set_default_timeout(PATIENCE_MS)
+        self.page: Page = context.new_page()
+        self.said: list[str] = []
+        self.asked: list[str] = []
+        self.page.on("console", lambda message: self.said.append(message.text))
+        self.page.on("pageerror", lambda error: self.said.append(str(error)))
+        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.url = url
+
+    def open(self, address: str = "") -> Page:
+        self.page.goto(f"{self.url}/ui/{address}")
+        return self.page
+
+    def close(self) -> None:
+        assert [text for text in self.said if "404" not in text] == []
+        assert {url for url in self.asked if not url.startswith(self.url)} == set()
+        self.page.context.close()
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """A server of all kinds of jobs."""
+    folder = tmp_path_factory.mktemp("dashboard")
+    url = f"sqlite:///{folder / 'bso.sqlite3'}"
+    dashboards.filled(url, dashboards.everything)
+    server = ServerProcess(url, folder / "server.log")
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def tab(browser: Any, full: ServerProcess) -> Iterator[Tab]:
+    """A tab on that server."""
+    tab = Tab(browser, full.url)
+    yield tab
+    tab.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("address", PAGES)
+def test_a_page_is_accessible_and_fits_every_screen(
+    browser: Any, full: ServerProcess, address: str, scheme: str
+) -> None:
+    tab = Tab(browser, full.url, color_scheme=scheme, reduced_motion="reduce")
+    page = tab.open(address)
+    for width in (360, 1280, 1920):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), width
+        found = axe.Axe().run(page).response["violations"]
+        assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in found] == [], width
+    tab.close()
+
+
+def test_a_page_without_scripts_says_the_same(browser: Any, full: ServerProcess) -> None:
+    texts = []
+    for scripts in (True, False):
+        tab = Tab(browser, full.url, java_script_enabled=scripts)
+        texts.append(re.sub(r"\d+\s\w+ ago", "", tab.open(JOB).inner_text("main")))
+        assert tab.page.is_visible("#theme") == scripts
+        tab.close()
+    assert texts[0] == texts[1]
+
+
+def test_the_theme_that_was_chosen_stays(browser: Any, full: ServerProcess) -> None:
+    tab = Tab(browser, full.url, color_scheme="light")
+    page = tab.open(JOB)
+
+    def paper() -> str:
+        return str(page.evaluate("getComputedStyle(document.documentElement).backgroundColor"))
+
+    light = paper()
+    page.click("#theme")
+    dark = paper()
+    assert light != dark
+    tab.open()
+    assert paper() == dark
+    page.click("#theme")
+    assert paper() == light
+    tab.close()
+
+
+def test_a_chart_is_read_with_the_keyboard(tab: Tab) -> None:
+    page = tab.open(JOB)
+    page.focus("#costs")
+    page.keyboard.press("ArrowRight")
+    assert page.inner_text("#tip").startswith("Run 1: batch size 64, reached the target")
+    page.keyboard.press("End")
+    page.keyboard.press("ArrowLeft")
+    assert page.inner_text("#tip").startswith("Run 14:")
+    page.keyboard.press("Escape")
+    assert page.query_selector("#tip") is None
+    page.keyboard.press("Home")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/trials/1")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    tab.close()
+
+
+def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
+    page = tab.open(JOB)
+    page.click("#moments")
+    page.wait_for_selector("h1:has-text('Run 15 got')")
+    page.click("#before")
+    page.wait_for_selector("h1:has-text('Run 14 got')")
+    page.click("#costs a[href$='?at=3']")
+    page.wait_for_selector("h1:has-text('Run 3 got 512')")
+    assert "Tried 512: about an even chance to beat 256" in page.inner_text(".lead")
+    # Nothing of what came later was known.
+    assert len(page.query_selector_all("#costs > a")) == 2
+    assert page.inner_text("tr.best >> nth=0").startswith("256")
+    page.click("#outcome")
+    page.wait_for_url("**/trials/3")
+    page.click("#moment")
+    page.wait_for_selector("h1:has-text('Run 3 got')")
+    tab.close()
+
+
+def test_a_mark_tells_of_itself_when_pointed_at(tab: Tab) -> None:
+    page = tab.open(JOB)
+    page.hover("#costs a[href$='trials/10']")
+    assert page.inner_text("#tip") == "Run 10: batch size 256, crashed"
+    page.hover("h1")
+    assert page.query_selector("#tip") is None
+    page.click("#costs a[href$='trials/10']")
+    page.wait_for_url("**/trials/10")
+    tab.close()
+
+
+def test_the_slider_shows_at_once_what_another_eta_means(tab: Tab) -> None:
+    page = tab.open(JOB)
+    page.click("#what-if")
+    page.wait_for_selector("h1:has-text('At its own η, 0.5')")
+    page.focus("#eta")
+    page.keyboard.press("End")
+    page.wait_for_selector("h1:has-text('At η = 1')")
+    assert page.url.endswith("/whatif?beta=2&eta=1")
+    # The slider is still the one that is being moved.
+    page.keyboard.press("Home")
+    page.wait_for_selector("h1:has-text('At η = 0,')")
+    assert page.inner_text("#replay").endswith("--eta 0.5 --eta 0 --beta 2")
+    tab.close()
+
+
+def begun(server: ServerProcess, token: str, **fields: object) -> tuple[httpx.Client, dict[str, Any]]:
+    """A job of which a training has begun, and who reports of it."""
+    http = httpx.Client(base_url=server.url, headers=bearer(token))
+    http.post("/jobs", json=job(job_id="job-live", **fields)).raise_for_status()
+    trial = http.get("/jobs/batch_size", params={"job_id": "job-live"}).raise_for_status().json()
+    return http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+
+def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> None:
+    result = {"time": 100 * epoch, "energy": 5000 * epoch, "metric": 0.1 * epoch, "current_epoch": epoch}
+    http.post("/report", json={**trial, **result, "energy_source": "nvml"}).raise_for_status()
+
+
+@pytest.fixture
+def token(server: ServerProcess) -> str:
+    command = ("token", "create", "--name", "all", "--scope", "admin", "--database-url", server.database_url)
+    made = bso_server(*command)
+    found = re.search(r"zbso_\w+_[\w-]+", made.stdout)
+    assert found, made
+    return found[0]
+
+
+def log_in(tab: Tab, token: str, address: str = "") -> Page:
+    page = tab.open(address)
+    page.fill("#token", token)
+    page.click("text=Log in >> nth=-1")
+    page.wait_for_selector("#token", state="detached")
+    return page
+
+
+def without_refusals(tab: Tab) -> None:
+    """The browser itself says that a page was answered 401."""
+    tab.said = [text for text in tab.said if "401" not in text and "ERR_CONNECTION" not in text]
+
+
+def test_somebody_logs_in_and_sees_an_epoch_arrive(browser: Any, server: ServerProcess, token: str) -> None:
+    http, trial = begun(server, token)
+    report(http, trial, 1)
+    tab = Tab(browser, server.url, viewport={"width": 800, "height": 500})
+    page = log_in(tab, token, "jobs/job-live/trials/1")
+    assert page.url.endswith("/ui/jobs/job-live/trials/1")
+    assert "0.1 after 1" in page.inner_text("h1")
+    page.click("#epochs > summary")
+    page.evaluate("scrollTo(0, 300)")
+    report(http, trial, 2)
+    page.wait_for_selector("h1:has-text('0.2 after 2')")
+    assert page.evaluate("document.querySelectorAll('#epochs[open] tbody tr').length") == 2
+    assert page.evaluate("scrollY") == 300
+    assert page.evaluate("document.activeElement.matches('#epochs > summary')")
+
+    page.goto(f"{server.url}/ui/")
+    page.fill("#q", "half a na")
+    http.get("/jobs/batch_size", params={"job_id": "job-live"}).raise_for_status()
+    page.wait_for_selector(".live:has-text('2')")
+    assert page.input_value("#q") == "half a na"
+    page.click("text=Log out")
+    page.wait_for_selector("#token")
+    without_refusals(tab)
+    tab.close()
+    http.close()
+
+
+def test_a_page_says_that_its_server_is_away_and_goes_on_when_it_is_back(browser: Any, server: ServerProcess) -> None:
+    tab = Tab(browser, server.url)
+    page = tab.open()
+    server.kill()
+    page.wait_for_selector(".stale >> text=Stale since")
+    server.start()
+    page.wait_for_selector(".stale", state="detached")
+    without_refusals(tab)
+    tab.close()
+
+
+def test_a_hidden_tab_asks_for_nothing(tab: Tab) -> None:
+    page = tab.open()
+    page.wait_for_load_state("networkidle")
+    hide = "Object.defineProperty(document, 'hidden', { value: %s, configurable: true })"
+    page.evaluate(f"{hide % 'true'}; document.dispatchEvent(new Event('visibilitychange'))")
+    before = len(tab.asked)
+    page.wait_for_timeout(5000)  # two polls of one that is looked at
+    assert len(tab.asked) == before
+    with page.expect_request(lambda _: True):
+        page.evaluate(f"{hide % 'false'}; document.dispatchEvent(new Event('visibilitychange'))")
+    tab.close()
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_behind_a_proxy_below_a_path_all_goes_on_as_ever(
+    browser: Any, server: ServerProcess, token: str, tmp_path: Path
+) -> None:
+    http, trial = begun(server, token)
+    report(http, trial, 1)
+    port = free_port()
+    (tmp_path / "nginx.conf").write_text(
+        f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/error.log; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {tmp_path}/body; proxy_temp_path {tmp_path}/proxy;\n"
+        f"fastcgi_temp_path {tmp_path}/f; uwsgi_temp_path {tmp_path}/u; scgi_temp_path {tmp_path}/s;\n"
+        f"server {{ listen 127.0.0.1:{port}; location /zeus/bso/ {{ proxy_pass {server.url}/;\n"
+        f"proxy_set_header Host $http_host; }} }} }}\n"
+    )
+    command = ["nginx", "-c", str(tmp_path / "nginx.conf"), "-p", str(tmp_path)]
+    with subprocess.Popen(command) as proxy:
+        try:
+            prefix = f"http://127.0.0.1:{port}/zeus/bso"
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as asking:
+                asking.get(f"{prefix}/health/live").raise_for_status()
+            tab = Tab(browser, prefix)
+            page = log_in(tab, token)
+            page.click("text=job-live")
+            page.wait_for_url("**/zeus/bso/ui/jobs/job-live")
+            page.click("#run-1")
+            page.wait_for_url("**/trials/1")
+            report(http, trial, 2)
+            page.wait_for_selector("h1:has-text('0.2 after 2')")
+            page.click("#theme")
+            page.click(".home")
+            page.wait_for_url(f"{prefix}/ui/")
+            assert page.get_attribute("html", "data-theme") == "dark"
+            without_refusals(tab)
+            tab.close()
+        finally:
+            proxy.terminate()
+            http.close()

@@ -1,0 +1,184 @@
+"""The parts of the dashboard's charts and figures: axes, units, savings run by run."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bso_server.core.savings import Line, Sums, Tally, best_by_eta, cost_of_default_j, gain_j, savings
+from bso_server.service.views import SizeMeans
+from bso_server.ui import units
+from bso_server.ui.charts import COLOURS, colours, pareto
+from bso_server.ui.html import templates
+from bso_server.ui.plot import Label, Mark, Picture, Scale, apart
+from bso_server.ui.words import sentence
+from tests.support.histories import make_job
+from zeus_plugins.protocol import Origin, TrialState
+
+VALUES = st.lists(st.floats(-1e12, 1e12).filter(lambda value: value == 0 or abs(value) > 1e-9), max_size=20)
+
+
+class TestScale:
+    @given(VALUES, st.booleans(), st.sampled_from([None, False]))
+    def test_it_has_room_for_all_values_and_round_ticks(
+        self, values: list[float], zero: bool, log: bool | None
+    ) -> None:
+        scale = Scale.over(values, zero=zero, log=log)
+        assert scale.low < scale.high
+        for value in values:
+            assert -1e-9 <= scale.at(value) <= 1 + 1e-9
+        ticks = scale.ticks(6)
+        assert ticks == sorted(set(ticks))
+        assert len(ticks) <= 8
+        for tick in ticks:
+            assert -1e-6 <= scale.at(tick) <= 1 + 1e-6
+        if not scale.is_log:
+            steps = {
+                round(after - before, 9 - math.floor(math.log10(after - before))) for before, after in pairwise(ticks)
+            }
+            assert {f"{step:e}"[0] for step in steps} <= set("125")
+            assert len(ticks) >= 2
+
+    def test_far_apart_values_get_a_logarithmic_axis(self) -> None:
+        scale = Scale.over([1.0, 1000.0])
+        assert scale.is_log
+        assert scale.ticks(5) == pytest.approx([1, 10, 100, 1000])
+        assert not Scale.over([1.0, 20.0]).is_log
+        assert scale.at(1.0) == pytest.approx(1 - scale.at(1000.0))
+
+    def test_labels_keep_their_distance(self) -> None:
+        assert apart([0.0, 0.05, 0.1, 0.11, 0.3], 0.1) == [True, False, True, False, True]
+
+
+class TestUnits:
+    @pytest.mark.parametrize(
+        ("joules", "told"),
+        [
+            (0, "0 J"),
+            (0.25, "250 mJ"),
+            (999.4, "999 J"),
+            (1000, "1 kJ"),
+            (212_345, "212 kJ"),
+            (3.5e6, "3500 kJ"),
+            (3.6e6, "1 kWh"),
+            (-8.1e7, "−22.5 kWh"),
+            (3.6e9, "1 MWh"),
+        ],
+    )
+    def test_energy(self, joules: float, told: str) -> None:
+        assert units.energy(joules).replace(units.SPACE, " ") == told
+
+    @pytest.mark.parametrize(
+        ("seconds", "told"),
+        [
+            (0, "0 s"),
+            (0.034, "0.034 s"),
+            (59.6, "1 min"),
+            (90, "1 min 30 s"),
+            (8040, "2 h 14 min"),
+            (-3600, "−1 h"),
+            (90_000, "1 d 1 h"),
+        ],
+    )
+    def test_durations(self, seconds: float, told: str) -> None:
+        assert units.duration(seconds).replace(units.SPACE, " ") == told
+
+    @pytest.mark.parametrize(
+        ("seconds", "told"), [(2, "just now"), (200, "3 min ago"), (-200, "in 3 min"), (90_000, "1 d ago")]
+    )
+    def test_ages(self, seconds: float, told: str) -> None:
+        now = datetime(2026, 1, 1, tzinfo=UTC)
+        assert units.ago(now - timedelta(seconds=seconds), now).replace(units.SPACE, " ") == told
+
+    @given(st.floats(-1e11, 1e11))
+    def test_a_number_has_its_first_digits(self, value: float) -> None:
+        told = units.number(value, 4).replace(units.SPACE, "").replace(units.MINUS, "-")
+        assert float(told) == pytest.approx(value, rel=5.1e-4)
+
+
+def test_words_tell_energies_in_units_that_fit() -> None:
+    reason = "the cheapest so far, 7.194e+05 J at 512 and 48 J at 256"
+    assert sentence(reason).replace(units.SPACE, " ") == "The cheapest so far, 719 kJ at 512 and 48 J at 256."
+
+
+@given(st.lists(st.integers(1, 2**20), min_size=1, max_size=40, unique=True).map(sorted))
+def test_a_colour_for_each_size_as_long_as_there_are_enough(sizes: list[int]) -> None:
+    found = colours(sizes)
+    assert len(set(found.values())) == min(len(sizes), COLOURS)
+    assert set(found.values()) <= {f"s{index}" for index in range(COLOURS)}
+
+
+def test_text_in_a_chart_stays_text() -> None:
+    told = 'a"><script>'
+    parts = [Mark("1%", 2.0, "completed", "s0", told, "jobs/<b>"), Mark("1%", 2.0, "end", "s0", told)]
+    picture = Picture(20, [*parts, Label("1%", 2.0, told, "tick")], told)
+    drawn = str(templates().get_template("charts.html").module.picture(picture))  # type: ignore[attr-defined]  # a macro
+    assert drawn.count("a&#34;&gt;&lt;script&gt;") == 4
+    assert "<script>" not in drawn
+    assert "<b>" not in drawn
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=8))
+def test_the_front_is_what_nothing_beats(points: list[tuple[int, int]]) -> None:
+    means = [
+        SizeMeans(batch_size=index, runs=1, time_s=time, energy_j=energy, cost_j=0)
+        for index, (time, energy) in enumerate(points)
+    ]
+    beaten = {
+        each.batch_size
+        for each in means
+        if any(
+            (other.time_s <= each.time_s and other.energy_j < each.energy_j)
+            or (other.time_s < each.time_s and other.energy_j <= each.energy_j)
+            for other in means
+        )
+    }
+    front = pareto(means)
+    assert not {each.batch_size for each in front} & beaten
+    assert {(each.time_s, each.energy_j) for each in front} == {
+        (each.time_s, each.energy_j) for each in means if each.batch_size not in beaten
+    }
+
+
+COSTS = st.integers(1, 1000).map(float)
+
+
+@given(st.lists(st.tuples(COSTS, COSTS), max_size=8))
+def test_the_best_size_by_eta_is_what_trying_many_finds(costs: list[tuple[float, float]]) -> None:
+    lines = [Line(2**index, at_time, at_energy) for index, (at_time, at_energy) in enumerate(costs)]
+    spans = best_by_eta(lines)
+    assert bool(spans) == bool(lines)
+    assert [span.low for span in spans[1:]] == [span.high for span in spans[:-1]]
+    if spans:
+        assert (spans[0].low, spans[-1].high) == (0, 1)
+    for eta in np.linspace(0, 1, 101):
+        least = min((line.at(eta) for line in lines), default=None)
+        for span in spans:
+            if span.low <= eta <= span.high:
+                (line,) = (line for line in lines if line.batch_size == span.batch_size)
+                assert line.at(eta) == pytest.approx(least)
+
+
+TRIALS = st.lists(
+    st.tuples(st.sampled_from([8, 16, 32]), st.sampled_from(list(TrialState)), st.floats(1, 1e6)), max_size=30
+)
+
+
+@given(TRIALS)
+def test_what_trials_have_saved_adds_up_to_what_the_job_has(trials: list[tuple[int, TrialState, float]]) -> None:
+    job = make_job((8, 16, 32), 16)
+    tallies = [
+        Tally(size, state, Origin.EXPLORATION, 1, Sums(cost_j, 0.0, cost_j**2, 0.0, 0.0))
+        for size, state, cost_j in trials
+    ]
+    view, default_j = savings(job, tallies, None), cost_of_default_j(job, tallies)
+    assert (view is None) == (default_j is None)
+    if view is not None and default_j is not None:
+        gains = [gain_j(job, each.batch_size, each.state, each.sums.energy_j, default_j) for each in tallies]
+        assert sum(gains) == pytest.approx(view.cost_j.saved, rel=1e-6, abs=1e-3)

@@ -1,0 +1,176 @@
+"""Access to the dashboard: the form that takes a token, and the cookie that stands for it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urljoin
+
+import httpx
+import pytest
+
+from bso_server.core.access import Scope
+from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
+from tests.support.dashboard_pages import Page
+from tests.support.service import open_store, run_apart
+from tests.support.tokens import bearer
+from tests.support.wire import assert_refused
+
+
+def token_in(database_url: str, scope: Scope = Scope.READ) -> str:
+    async def run() -> str:
+        async with open_store(database_url) as store:
+            token, _ = await Tokens(store).create("somebody", [scope])
+        return token
+
+    return run_apart(run)
+
+
+class TestLogin:
+    async def test_a_token_opens_the_pages_and_nothing_else(
+        self, new_database: str, new_http: httpx.AsyncClient
+    ) -> None:
+        token = token_in(new_database, Scope.ADMIN)
+        asked = await new_http.get("/ui/jobs/none?x=1", headers={"Sec-Fetch-Site": "cross-site", **LINK})
+        assert asked.status_code == 401
+        assert "www-authenticate" not in asked.headers
+        assert 'name="to" value="jobs/none?x=1"' in asked.text
+        assert "../login" in Page(asked.text).links
+        form = {"token": token, "to": "jobs/none?x=1"}
+        answer = await new_http.post("/ui/login", data=form, headers={"Origin": "http://localhost:8000"})
+        assert (answer.status_code, answer.headers["location"]) == (303, "./jobs/none?x=1")
+        cookie = answer.headers["set-cookie"]
+        assert "; HttpOnly; SameSite=Lax" in cookie
+        assert "Path" not in cookie
+        assert "Secure" not in cookie
+        assert token not in cookie
+
+        assert (await new_http.get("/ui/")).status_code == 200
+        assert "Log out" in (await new_http.get("/ui/")).text
+        # httpx keeps to the cookie's path; a client that does not is refused elsewhere all the same.
+        shown = {"Cookie": cookie.partition(";")[0]}
+        assert_refused(await new_http.get("/api/jobs", headers=shown), 401, None)
+        assert (await new_http.post("/ui/logout")).status_code == 303
+        assert (await new_http.get("/ui/")).status_code == 401
+        assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
+
+    async def test_behind_https_the_cookie_is_for_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        token = token_in(new_database)
+        answer = await new_http.post("/ui/login", data={"token": token}, headers={"X-Forwarded-Proto": "https"})
+        assert answer.headers["set-cookie"].endswith("; Secure")
+
+    @pytest.mark.parametrize("to", ["//evil.example", "https://evil.example", "a\r\nSet-Cookie: b", "a b", "\\evil"])
+    async def test_it_leads_to_no_other_site(self, new_database: str, new_http: httpx.AsyncClient, to: str) -> None:
+        token = token_in(new_database)
+        answer = await new_http.post("/ui/login", data={"token": token, "to": to})
+        assert urljoin("http://localhost/p/ui/login", answer.headers["location"]).startswith("http://localhost/p/ui/")
+
+    async def test_other_pages_cannot_send_the_forms(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        token = token_in(new_database)
+        for path in ("/ui/login", "/ui/logout"):
+            for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+                answer = await new_http.post(path, data={"token": token}, headers=headers)
+                assert answer.status_code == 403
+                assert "set-cookie" not in answer.headers
+
+    async def test_a_wrong_token_is_asked_for_again(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        token_in(new_database)
+        for token in ("", "nonsense", "zbso_01234567_" + "a" * 43):
+            answer = await new_http.post("/ui/login", data={"token": token, "to": "jobs/a"})
+            assert answer.status_code == 401
+            assert "set-cookie" not in answer.headers
+            assert 'role="alert"' in answer.text
+            assert 'value="jobs/a"' in answer.text
+
+
+class TestTokens:
+    """The page of all tokens, for administrators."""
+
+    async def log_in(self, http: httpx.AsyncClient, token: str) -> None:
+        assert (await http.post("/ui/login", data={"token": token})).status_code == 303
+
+    async def test_an_administrator_revokes_a_token(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        admin, other = token_in(new_database, Scope.ADMIN), token_in(new_database)
+        other_id = other.split("_")[1]
+        await self.log_in(new_http, admin)
+        page = await new_http.get("/ui/tokens")
+        assert "2 good tokens" in Page(page.text).text.replace("\N{NO-BREAK SPACE}", " ")
+        assert "token_hash" not in (await new_http.get("/ui/tokens.json")).text
+        assert (await new_http.get("/ui/", headers=bearer(other))).status_code == 200
+
+        form = {"token_id": other_id}
+        for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, LINK | CROSS):
+            assert (await new_http.post("/ui/tokens/revoke", data=form, headers=headers)).status_code == 403
+        assert (await new_http.get("/ui/tokens/revoke", params=form)).status_code == 405
+        answer = await new_http.post("/ui/tokens/revoke", data=form, headers={"Origin": "http://localhost:8000"})
+        assert (answer.status_code, urljoin("/p/ui/tokens/revoke", answer.headers["location"])) == (
+            303,
+            "/p/ui/tokens",
+        )
+        assert "set-cookie" not in answer.headers
+        changed = await new_http.get("/ui/tokens.json", headers={"If-None-Match": page.headers["etag"]})
+        assert [token["revoked_at"] is None for token in changed.json()["tokens"]] == [True, False]
+        assert [token["token_id"] for token in changed.json()["tokens"]] == [changed.json()["own"], other_id]
+        unknown = await new_http.post("/ui/tokens/revoke", data={"token_id": "<b>"})
+        assert unknown.status_code == 404
+        assert "<b>" not in unknown.text
+
+    async def test_nobody_else_sees_them(self, new_database: str, new_http: httpx.AsyncClient) -> None:
+        token = token_in(new_database, Scope.REPORT)
+        assert (await new_http.get("/ui/tokens")).status_code == 401
+        for headers in ({}, bearer(token)):
+            await self.log_in(new_http, token)
+            for address in ("tokens", "tokens.json"):
+                assert (await new_http.get(f"/ui/{address}", headers=headers)).status_code == 403
+            form = {"token_id": token.split("_")[1]}
+            assert (await new_http.post("/ui/tokens/revoke", data=form, headers=headers)).status_code == 403
+        assert (await new_http.get("/ui/")).status_code == 200
+
+    async def test_without_tokens_it_says_so(self, new_http: httpx.AsyncClient) -> None:
+        assert "No tokens yet" in Page((await new_http.get("/ui/tokens")).text).text
+
+
+CROSS = {"Sec-Fetch-Site": "cross-site"}
+LINK = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+
+async def test_a_session_ends_with_its_time_its_token_and_its_secret(new_database: str) -> None:
+    async with open_store(new_database) as store:
+        tokens, now, clock = Tokens(store), [datetime(2026, 1, 1, tzinfo=UTC)], [0.0]
+        authenticator = Authenticator(tokens, clock=lambda: clock[0], now=lambda: now[0])
+
+        async def is_good(session: str) -> bool:
+            clock[0] += 100  # so that nothing is remembered
+            try:
+                caller = await authenticator.identify(None, "127.0.0.1", "localhost", session)
+            except Exception:
+                return False
+            assert (caller.token_id, caller.scopes) == (record.token_id, {Scope.READ})
+            administrator = await authenticator.identify(None, "127.0.0.1", "localhost", session, administers=True)
+            assert administrator.is_admin
+            return True
+
+        token, record = await tokens.create("somebody", [Scope.ADMIN])
+        session = await authenticator.begin_session(token)
+        assert await is_good(session)
+        now[0] += timedelta(seconds=SESSION_S - 1)
+        assert await is_good(session)
+        now[0] += timedelta(seconds=1)
+        assert not await is_good(session)
+
+        session = await authenticator.begin_session(token)
+        token_id, ends_at, signature = session.split(".")
+        for forged in (
+            f"{token_id}.{int(ends_at) - 1}.{signature}",
+            f"{token_id}.{ends_at}.{signature[:-1]}{'0' if signature[-1] != '0' else '1'}",
+            f"00000000.{ends_at}.{signature}",
+            token,
+            "",
+        ):
+            assert not await is_good(forged)
+        assert await is_good(session)
+        token, _ = await tokens.rotate(record.token_id)
+        assert not await is_good(session)
+        session = await authenticator.begin_session(token)
+        assert await is_good(session)
+        await tokens.revoke(record.token_id)
+        assert not await is_good(session)

@@ -1,0 +1,114 @@
+"""The dashboard's versions of pages: conditional requests, and pages of moments that have passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from bso_server.core import policy
+from bso_server.core.job import replay
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from tests.support.dashboard_pages import JOB
+from tests.support.jobs import job
+from zeus_plugins.protocol import CreatedJob
+
+
+class TestConditionalRequests:
+    async def test_every_change_gives_pages_another_version_and_nothing_else_does(
+        self, new_http: httpx.AsyncClient
+    ) -> None:
+        addresses = ["/ui/", "/ui/jobs.json", "/ui/jobs/job-1", "/ui/jobs/job-1.json", "/ui/jobs/job-1/trials/1"]
+
+        (await new_http.post("/jobs", json=job(job_id="job-1"))).raise_for_status()
+        trial = (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).json()
+        trial = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+        result = {"energy_source": None, "metric": 0.1}
+        tags: dict[str, str] = {}
+
+        async def changed() -> set[str]:
+            found = set()
+            for address in addresses:
+                answer = await new_http.get(address, headers={"If-None-Match": tags.get(address, "")})
+                assert answer.status_code in {200, 304}
+                if answer.status_code == 200:
+                    found.add(address)
+                    assert answer.headers["etag"] != tags.get(address)
+                tags[address] = answer.headers["etag"]
+            return found
+
+        async def send(method: str, path: str, **options: Any) -> None:
+            (await new_http.request(method, path, **options)).raise_for_status()
+
+        async def report(epoch: int, metric: float) -> None:
+            body = {**trial, "time": 10 * epoch, "energy": 500 * epoch, "current_epoch": epoch}
+            await send("POST", "/report", json=body | result | {"metric": metric})
+
+        everywhere = set(addresses)
+        assert await changed() == everywhere
+        assert await changed() == set()
+        await report(1, 0.1)
+        assert await changed() == everywhere
+        await send("PATCH", "/trials/heartbeat", json={**trial, "regular": True})
+        await changed()
+        await send("PATCH", "/trials/heartbeat", json={**trial, "regular": True})
+        assert await changed() == {"/ui/jobs/job-1/trials/1"}  # which shows the lease
+        await report(2, 0.95)
+        assert await changed() == everywhere
+        await send("POST", "/api/jobs/job-1/trials/1/discard")
+        assert await changed() == everywhere
+        second = (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).json()
+        assert await changed() == everywhere
+        # Of the second one that is not the cheapest the job itself knows nothing.
+        for epochs in (3, 4, 5):
+            trial.update({name: second[name] for name in trial})
+            await report(epochs, 0.95)
+            second = (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).json()
+        assert await changed() >= {"/ui/", "/ui/jobs/job-1"}
+        for number in (4, 3):
+            await send("POST", f"/api/jobs/job-1/trials/{number}/discard")
+            assert await changed() >= {"/ui/", "/ui/jobs.json", "/ui/jobs/job-1", "/ui/jobs/job-1.json"}
+        await send("PUT", "/api/jobs/job-1/share")
+        assert await changed() >= {"/ui/", "/ui/jobs/job-1"}
+        assert await changed() == set()
+
+    async def test_another_theme_is_another_page(self, http: httpx.AsyncClient) -> None:
+        plain = await http.get("/ui/")
+        dark = {"Cookie": "zeus_bso_theme=dark", "If-None-Match": plain.headers["etag"]}
+        assert 'data-theme="dark"' in (await http.get("/ui/", headers=dark)).raise_for_status().text
+        strange = {"Cookie": 'zeus_bso_theme="><script>', "If-None-Match": plain.headers["etag"]}
+        assert (await http.get("/ui/", headers=strange)).status_code == 304
+
+
+@pytest.mark.parametrize("job_id", [JOB, "bert-sst2"])
+async def test_each_moment_tells_what_a_replay_of_the_trials_before_it_would_choose(
+    dashboard_database: str, http: httpx.AsyncClient, job_id: str
+) -> None:
+    store = Store(open_database(dashboard_database))
+    trials = await store.read(Transaction.all_trials, job_id)
+    await store.close()
+    registration = CreatedJob.model_validate((await http.get(f"/ui/jobs/{job_id}.json")).json()["view"]["job"])
+    rng, survivors = np.random.default_rng(registration.mab_seed), None
+    for number, trial in enumerate(trials):
+        chosen = policy.suggest(replay(registration, trials[:number], survivors), rng)
+        survivors = chosen.survivors
+        moment = (await http.get(f"/ui/jobs/{job_id}.json", params={"at": number + 1})).json()
+        assert (moment["trial"]["batch_size"], moment["trial"]["reason"]) == (chosen.batch_size, chosen.reason)
+        assert moment["explanation"]["sentence"].startswith(chosen.reason)
+        assert [point["trial_number"] for point in moment["points"]] == [*range(1, trial.trial_number)]
+        assert {point["state"] for point in moment["points"]} <= {each.state for each in trials[:number]}
+
+
+async def test_a_moment_knows_nothing_of_what_ran_beside_it(new_http: httpx.AsyncClient) -> None:
+    (await new_http.post("/jobs", json=job(job_id="job-1"))).raise_for_status()
+    for _ in range(2):
+        (await new_http.get("/jobs/batch_size", params={"job_id": "job-1"})).raise_for_status()
+    trial = {"job_id": "job-1", "batch_size": 16, "trial_number": 1}
+    result = {"time": 10, "energy": 500, "metric": 0.95, "current_epoch": 2, "energy_source": None}
+    (await new_http.post("/report", json=trial | result)).raise_for_status()
+    (point,) = (await new_http.get("/ui/jobs/job-1.json", params={"at": 2})).json()["points"]
+    assert (point["state"], point["cost_j"]) == ("running", None)

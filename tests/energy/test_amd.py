@@ -1,0 +1,202 @@
+"""AMD GPUs, pretended: nobody here has a real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.energy_bench import probes_of, spent_j, window
+from tests.support.fake_amdsmi import MI250X, MI300X, FakeAmdGpu, FakeAmdSmi
+from tests.support.fake_nvml import Clock, FakeNvml
+from zeus_plugins import energy
+from zeus_plugins.energy import AmdSmiMonitor, AmdSmiPowerMonitor, EnergyUnavailableError, Measurement
+from zeus_plugins.energy.monitor import NoGpuError
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+
+
+def spend_steps(gpu: FakeAmdGpu, steps: int) -> None:
+    assert isinstance(gpu.steps, int)
+    gpu.steps += steps
+
+
+@pytest.mark.parametrize("key", ["energy_accumulator", "power"], ids=["since ROCm 6.2", "before"])
+def test_steps_times_resolution_are_microjoules_summed_over_the_gpus(key: str) -> None:
+    amdsmi, clock = FakeAmdSmi([FakeAmdGpu(key=key), FakeAmdGpu(key=key)]), Clock()
+    monitor = AmdSmiMonitor(amdsmi=amdsmi, clock=clock)
+
+    def spend() -> None:
+        spend_steps(amdsmi.machine[0], 400_000)
+        spend_steps(amdsmi.machine[1], 200_000)
+
+    assert window(monitor, clock, 12.5, spend) == Measurement(12.5, 9.15, "amdsmi")
+    assert monitor.gpus() == GpuConfig(max_power=1500.0, number_of_gpus=2, gpu_model=MI300X)
+
+
+@pytest.mark.parametrize(
+    ("environment", "indices", "measured"),
+    [
+        ({}, None, [0, 1, 2]),
+        ({}, [2], [2]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, None, [0, 2]),
+        ({"HIP_VISIBLE_DEVICES": "2,0"}, [0], [2]),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, None, [1]),
+        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "2"}, None, [2]),
+        ({"ROCR_VISIBLE_DEVICES": "1,2"}, None, [1, 2]),
+        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, None, [2]),
+        ({"ROCR_VISIBLE_DEVICES": "GPU-b"}, None, [1]),
+        ({"HIP_VISIBLE_DEVICES": "1,-1,0"}, None, [1]),
+    ],
+)
+@pytest.mark.parametrize("places", [(0, 1, 2), (2, 0, 1)])
+def test_the_gpus_measured_are_those_that_hip_shows(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    indices: list[int] | None,
+    measured: list[int],
+    places: tuple[int, int, int],
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    by_hip_id = [FakeAmdGpu(hip_id=index, uuid=f"GPU-{'abc'[index]}") for index in range(3)]
+    monitor = AmdSmiMonitor(indices, amdsmi=FakeAmdSmi([by_hip_id[place] for place in places]))
+
+    def spend() -> None:
+        for power_of_ten, gpu in enumerate(by_hip_id):
+            spend_steps(gpu, 4_000_000 * 10**power_of_ten)
+
+    assert spent_j(monitor, spend) == sum(61.0 * 10**index for index in measured)
+    assert monitor.gpus().number_of_gpus == len(measured)
+
+
+def test_hidden_gpus_are_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "-1")
+    with pytest.raises(NoGpuError, match="no AMD GPU is visible: the driver lists 1"):
+        AmdSmiMonitor(amdsmi=FakeAmdSmi()).gpus()
+
+
+def test_gpus_of_several_models_are_refused() -> None:
+    amdsmi = FakeAmdSmi([FakeAmdGpu(), FakeAmdGpu(name=MI250X)])
+    with pytest.raises(ZeusBSOConfigError, match=r"GPU 0 \(AMD Instinct MI300X\), GPU 1 \(AMD Instinct MI250X\)"):
+        AmdSmiMonitor(amdsmi=amdsmi).gpus()
+    assert AmdSmiMonitor([1], amdsmi=amdsmi).gpus().gpu_model == MI250X
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cause"),
+    [
+        (FakeAmdGpu(steps=None), "gives no energy counter: Not Supported"),
+        (FakeAmdGpu(steps="N/A"), "gives no energy counter: amdsmi answers energy_accumulator='N/A'"),
+        (FakeAmdGpu(steps=0), "the energy counter of GPU 0 .* stands at 0"),
+        (FakeAmdGpu(partition="CPX"), r"a part of a GPU \(compute partition CPX\)"),
+    ],
+)
+def test_a_gpu_that_cannot_be_measured_alone_is_unavailable(gpu: FakeAmdGpu, cause: str) -> None:
+    with pytest.raises(EnergyUnavailableError, match=cause):
+        AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu])).gpus()
+
+
+@pytest.mark.parametrize("partition", ["SPX", "N/A", "", None])
+def test_a_whole_gpu_is_measured_whether_it_could_be_cut_or_not(partition: str | None) -> None:
+    amdsmi = FakeAmdSmi([FakeAmdGpu(partition=partition)])
+    assert AmdSmiMonitor(amdsmi=amdsmi).gpus().number_of_gpus == 1
+
+
+def cards_with_two_dies() -> FakeAmdSmi:
+    """As MI250 is reported: the first die counts for both, the second stands at 0."""
+    first, second = FakeAmdGpu(MI250X, max_power_uw=560_000_000), FakeAmdGpu(MI250X, steps=0, max_power_uw=0)
+    return FakeAmdSmi([first, second, FakeAmdGpu(MI250X, max_power_uw=560_000_000), FakeAmdGpu(MI250X, steps=0)])
+
+
+@pytest.mark.parametrize(("indices", "cards"), [([0, 1], 1), ([2, 3], 1), ([1, 0, 3, 2], 2), (None, 2)])
+def test_cards_with_two_dies_are_measured_by_the_first(indices: list[int] | None, cards: int) -> None:
+    amdsmi, clock = cards_with_two_dies(), Clock()
+    monitor = AmdSmiMonitor(indices, amdsmi=amdsmi, clock=clock)
+
+    def spend() -> None:
+        for first in (0, 2):
+            spend_steps(amdsmi.machine[first], 1_000_000)
+
+    assert window(monitor, clock, 5.0, spend) == Measurement(5.0, 15.25 * cards, "amdsmi")
+    assert monitor.gpus() == GpuConfig(max_power=560.0 * cards, number_of_gpus=2 * cards, gpu_model=MI250X)
+
+
+@pytest.mark.parametrize("indices", [[0], [1], [0, 2, 3], [1, 2]])
+def test_half_a_card_is_unavailable(indices: list[int]) -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"shares its energy counter with .* two dies of one card"):
+        AmdSmiMonitor(indices, amdsmi=cards_with_two_dies()).gpus()
+
+
+def test_a_driver_that_does_not_answer_is_no_gpu() -> None:
+    with pytest.raises(NoGpuError, match="the AMD driver does not answer: not loaded"):
+        AmdSmiMonitor(amdsmi=FakeAmdSmi(broken="not loaded")).gpus()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("amdsmi") is not None, reason="amdsmi is installed here")
+def test_without_the_package_there_is_no_gpu() -> None:
+    with pytest.raises(NoGpuError, match="the package amdsmi cannot be imported"):
+        AmdSmiMonitor().gpus()
+
+
+# ---- Counters that are in another unit than they say ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("resolution_uj", "is_believed"), [(15.25, True), (1.6, True), (1.4, False), (150.0, True), (160.0, False)]
+)
+def test_a_counter_that_contradicts_the_power_reading_is_not_believed(resolution_uj: float, is_believed: bool) -> None:
+    gpu, clock = FakeAmdGpu(resolution_uj=resolution_uj, power_w=152.5), Clock()
+
+    def sleep(time_s: float) -> None:
+        clock.now_s += time_s
+        spend_steps(gpu, round(10_000_000 * time_s))  # 152.5 W, at 15.25 µJ a step
+
+    monitor = AmdSmiMonitor(amdsmi=FakeAmdSmi([gpu]), clock=clock, sleep=sleep)
+    if is_believed:
+        assert monitor.gpus().gpu_model == MI300X
+        return
+    with pytest.raises(
+        EnergyUnavailableError, match=r"counter of GPU 0 .* rises by .* W, and its power reading is 152 W"
+    ):
+        monitor.gpus()
+
+
+def test_without_a_counter_to_trust_power_is_integrated(caplog: pytest.LogCaptureFixture) -> None:
+    gpu, clock = FakeAmdGpu(power_w=200.0), Clock()  # whose counter stands still
+    amdsmi = FakeAmdSmi([gpu])
+    chosen = energy.auto(probes=probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=amdsmi))
+    assert isinstance(chosen, AmdSmiPowerMonitor)
+    assert "rises by 0 W, and its power reading is 200 W: energy is integrated from power readings" in caplog.text
+
+    monitor = AmdSmiPowerMonitor(amdsmi=amdsmi, clock=clock)
+    measured = window(monitor, clock, 0.5, lambda: setattr(gpu, "power_w", 300.0))
+    assert measured == Measurement(0.5, 125.0, "amdsmi power, integrated every 0.1 s")
+    assert monitor.gpus() == GpuConfig(max_power=750.0, number_of_gpus=1, gpu_model=MI300X)
+
+
+def test_a_gpu_that_tells_neither_is_unavailable() -> None:
+    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(AMD Instinct MI300X\) gives no power reading"):
+        AmdSmiPowerMonitor(amdsmi=FakeAmdSmi()).gpus()
+
+
+def test_a_gpu_without_a_power_limit_is_measured_and_the_stated_watts_are_its_maximum() -> None:
+    amdsmi = FakeAmdSmi([FakeAmdGpu(max_power_uw=None)])
+    probes = probes_of(FakeNvml(broken="Driver Not Loaded"), amdsmi=amdsmi)
+    assert energy.auto(300.0, probes=probes).gpus().max_power == 300.0
+    with pytest.raises(EnergyUnavailableError, match="gives no power limits"):
+        AmdSmiMonitor(amdsmi=amdsmi).gpus()
+
+
+def test_what_the_import_prints_does_not_come_into_a_commands_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "amdsmi.py").write_text("print('Unable to find libamd_smi.so')\nraise KeyError('ROCM_PATH')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "amdsmi", raising=False)
+    with pytest.raises(NoGpuError, match=r"the package amdsmi cannot be imported: KeyError\('ROCM_PATH'\)"):
+        AmdSmiMonitor().gpus()
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "Unable to find libamd_smi.so\n")

@@ -1,0 +1,174 @@
+"""The parts of a machine's energy beside each other, power, temperature, money and CO2, on pretended devices."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.energy_bench import NOWHERE
+from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.fake_powercap import make_powercap, spend_uj
+from tests.support.fake_trainer import FakeTrainer
+from zeus_plugins.cli import main
+from zeus_plugins.energy import EpochMeter, Measurement, ReplayMonitor
+from zeus_plugins.energy.meter import Breakdown, price_of
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import GpuConfig
+from zeus_plugins.training.energy_run import EnergyRun
+
+GPUS = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="H200")
+
+
+class Machine:
+    """Two GPUs, of which the second lags behind, and two CPU packages with their memory."""
+
+    def __init__(self, root: Path, number: int = 2) -> None:
+        self.clock = Clock()
+        self.gpus = [FakeGpu(uuid=f"GPU-{place}", power_mw=100_000, temperature_c=40) for place in range(number)]
+        self.nvml = FakeNvml(self.gpus)
+        self.powercap = make_powercap(root)
+
+    def breakdown(self, indices: Sequence[int] | None = None) -> Breakdown:
+        return Breakdown(indices, nvml=self.nvml, powercap=self.powercap, clock=self.clock)
+
+    def train(self, breakdown: Breakdown) -> None:
+        self.clock.now_s += 10.0
+        for place, gpu in enumerate(self.gpus):
+            assert gpu.counter_mj is not None
+            gpu.counter_mj += 3_000_000 - 1_000_000 * place
+            gpu.power_mw, gpu.temperature_c = 350_000, 71 + place
+        breakdown.look()
+        for gpu in self.gpus:
+            gpu.power_mw, gpu.temperature_c = 90_000, 60
+        for package in (0, 1):
+            spend_uj(self.powercap, f"intel-rapl:{package}", 500_000_000)
+            spend_uj(self.powercap, f"intel-rapl:{package}:2", 30_000_000)
+
+
+OF_THE_CPU = {"cpu_energy_j": 1000.0, "dram_energy_j": 60.0}
+OF_ONE_GPU = {"gpu_energy_j": 3000.0, "gpu_mean_power_w": 300.0, "gpu_peak_power_w": 350.0, "gpu_temperature_c": 71.0}
+OF_TWO_GPUS = {"gpu_energy_j": 5000.0, "gpu_mean_power_w": 500.0, "gpu_peak_power_w": 700.0, "gpu_temperature_c": 72.0}
+OF_EACH_GPU = {"gpu_0_energy_j": 3000.0, "gpu_1_energy_j": 2000.0}
+
+
+@pytest.mark.parametrize(
+    ("number", "indices", "told"),
+    [(2, None, OF_TWO_GPUS | OF_EACH_GPU), (1, None, OF_ONE_GPU), (2, (), {})],
+    ids=["each GPU alone", "one GPU has no parts", "nothing of idle GPUs"],
+)
+def test_gpus_cpu_and_memory_stand_beside_each_other(
+    tmp_path: Path, number: int, indices: Sequence[int] | None, told: dict[str, float]
+) -> None:
+    here = Machine(tmp_path, number)
+    breakdown = here.breakdown(indices)
+    for _ in range(2):
+        breakdown.begin()
+        here.train(breakdown)
+        assert breakdown.end() == OF_THE_CPU | told
+
+
+def test_what_cannot_be_measured_is_left_out(tmp_path: Path) -> None:
+    nothing = Breakdown(nvml=FakeNvml(broken="Driver Not Loaded"), powercap=NOWHERE)
+    nothing.begin()
+    assert nothing.end() == {}
+
+    here = Machine(tmp_path)
+    breakdown = here.breakdown()
+    breakdown.begin()
+    here.train(breakdown)
+    here.gpus[1].counter_mj = here.gpus[1].temperature_c = None
+    here.gpus[0].power_mw = None
+    told = breakdown.end()
+    assert "gpu_energy_j" not in told
+    assert told["gpu_0_energy_j"] == 3000.0
+    assert told["gpu_temperature_c"] == 72.0
+
+
+def test_a_counter_that_stands_still_is_left_out_and_not_made_up(tmp_path: Path) -> None:
+    here = Machine(tmp_path)
+    breakdown = here.breakdown()
+    breakdown.begin()
+    here.clock.now_s += 10.0
+    assert "gpu_energy_j" not in breakdown.end()
+
+
+def test_a_gpu_without_a_counter_is_integrated() -> None:
+    clock = Clock()
+    gpu = FakeGpu(counter_mj=None, power_mw=100_000)
+    breakdown = Breakdown(nvml=FakeNvml([gpu]), powercap=NOWHERE, clock=clock)
+    breakdown.begin()
+    clock.now_s += 0.5
+    assert breakdown.end()["gpu_energy_j"] == pytest.approx(50.0)
+
+
+def test_money_and_co2_follow_the_stated_rates() -> None:
+    environ = {"ZEUS_PRICE_PER_KWH": "0.30", "ZEUS_CO2_G_PER_KWH": "380"}
+    assert price_of(7_200_000.0, environ) == {"money": pytest.approx(0.6), "co2_g": pytest.approx(760.0)}
+    assert price_of(7_200_000.0, {}) == {}
+    with pytest.raises(ZeusBSOConfigError, match="ZEUS_PRICE_PER_KWH is 'cheap'"):
+        price_of(1.0, {"ZEUS_PRICE_PER_KWH": "cheap"})
+
+
+def test_an_epochs_metrics_have_the_parts_and_the_cost_stays_what_was_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEUS_CO2_G_PER_KWH", "360")
+    here = Machine(tmp_path, 1)
+    monitor = ReplayMonitor([Measurement(10.0, 2500.0, "replay")] * 3, GPUS)
+    breakdown = here.breakdown()
+    meter = EpochMeter(monitor, breakdown=breakdown)
+    meter.begin()
+    here.train(breakdown)
+    first = meter.end_epoch()
+    here.train(breakdown)
+    second = meter.end_epoch()
+    meter.end()
+    assert (first["zeus/epoch_energy_j"], second["zeus/energy_j"]) == (2500.0, 5000.0)
+    assert (first["zeus/co2_g"], second["zeus/co2_g"]) == (0.25, 0.5)
+    for metrics in (first, second):
+        assert metrics["zeus/epoch_gpu_energy_j"] == 3000.0
+        assert metrics["zeus/epoch_cpu_energy_j"] == 1000.0
+        assert metrics["zeus/epoch_gpu_peak_power_w"] == 350.0
+
+
+def test_a_training_without_a_monitor_of_its_own_is_broken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(power_mw=100_000, temperature_c=55)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([gpu]))
+    port = FakeTrainer()
+    port.gpu_indices = [0]
+    run = EnergyRun()
+    run.begin(port, None)
+    gpu.counter_mj = 7_250_000
+    metrics = run.end_epoch()
+    run.close()
+    assert metrics is not None
+    assert (metrics["zeus/epoch_energy_j"], metrics["zeus/epoch_gpu_energy_j"]) == (250.0, 250.0)
+    assert (metrics["zeus/epoch_gpu_peak_power_w"], metrics["zeus/epoch_gpu_temperature_c"]) == (100.0, 55.0)
+
+
+def test_a_command_is_told_the_parts_and_the_money(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(power_mw=100_000, temperature_c=55)]))
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "0.36")
+    arguments = ["energy", "--monitor", "estimate", "--power-w", "1000000", "--json", "--", "sleep", "0.05"]
+    assert main(arguments) == 0
+    told = json.loads(capfd.readouterr().err)
+    assert told["money"] == pytest.approx(told["energy_j"] * 1e-7)
+    assert (told["gpu_peak_power_w"], told["gpu_temperature_c"]) == (100.0, 55.0)
+    assert main([each for each in arguments if each != "--json"]) == 0
+    assert ", gpu_peak_power_w 100, gpu_temperature_c 55, money " in capfd.readouterr().err
+
+
+def test_a_price_that_is_none_is_refused_before_the_command_runs(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZEUS_PRICE_PER_KWH", "-1")
+    assert main(["energy", "--monitor", "estimate", "--power-w", "1", "--", "echo", "run"]) == 125
+    printed = capfd.readouterr()
+    assert printed.out == ""
+    assert "ZEUS_PRICE_PER_KWH is '-1'" in printed.err

@@ -1,0 +1,230 @@
+"""``zeus-plugins doctor --gpu-check`` on a simulated GPU, and each of its verdicts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import FakeNvml
+from tests.support.simulated_gpu import SimulatedGpu, SimulatedLoad
+from zeus_plugins.cli import doctor, main
+from zeus_plugins.gpu_check import (
+    Examination,
+    Load,
+    Result,
+    Span,
+    Verdict,
+    _may_administrate,
+    agreement_result,
+    ask_mapping,
+    period_result,
+    table,
+)
+
+CHECKS = [
+    *("other processes", "scope", "period of the counter", "period of the power reading"),
+    *("energy, idle", "energy, load", "energy, bursts", "queued work", "power limits", "setting limits"),
+    *("mapping by index", "mapping by index, bus order", "mapping by UUID"),
+    "mapping by short UUID",
+]
+
+
+def agreeing(variables: Mapping[str, str]) -> Mapping[str, Any]:
+    del variables
+    uuid = "8932f937-d72c-4106-c12f-20bd9faed9f6"
+    return {"cuda": [uuid], "ours": [f"GPU-{uuid}"], "problem": None}
+
+
+def examination(gpu: SimulatedGpu, ask: Any = agreeing, problem: str | None = None) -> Examination:
+    return Examination(gpu, load=lambda _: SimulatedLoad(gpu, problem), ask=ask, clock=gpu.clock, sleep=gpu.sleep)
+
+
+def examined(gpu: SimulatedGpu, **options: Any) -> dict[str, Result]:
+    return {each.check: each for each in examination(gpu, **options).results()}
+
+
+@pytest.fixture(autouse=True)
+def may_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_POWER_LIMIT_COMMAND", "set {uuid} {watts}")
+
+
+def test_a_gpu_that_is_as_it_should_be_passes_everything_and_keeps_its_settings() -> None:
+    gpu = SimulatedGpu()
+    results = examined(gpu)
+    assert list(results) == CHECKS
+    assert {each.check: each.verdict for each in results.values()} == dict.fromkeys(CHECKS, Verdict.OK)
+    assert results["period of the counter"].details["median_s"] == pytest.approx(0.1, abs=0.005)
+    assert "600 W by the counter, mean power" in results["energy, load"].found
+    assert results["queued work"].details["missed"] == pytest.approx(0.975)
+    assert results["mapping by UUID"].found == "both: GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+    assert gpu.gpu.limit_mw == 700_000
+
+
+@pytest.mark.parametrize(
+    ("gpu", "check", "found"),
+    [
+        (SimulatedGpu(misreads=0.5), "energy, load", "mean power -50"),
+        (SimulatedGpu(period_s=0.5), "period of the counter", "every 500 ms in the median"),
+        (SimulatedGpu(period_s=5.0), "period of the counter", "has not moved twice in 3 s"),
+        (SimulatedGpu(pids=[1, 2]), "other processes", "1 beside this one"),
+        (SimulatedGpu(limit_mw=300_000), "power limits", "300 W of 200 W to 700 W, default 700 W"),
+        (SimulatedGpu(max_power_mw=None), "power limits", "Not Supported"),
+    ],
+    ids=["power of half", "a slow counter", "a counter that stands still", "company", "a low limit", "no limits"],
+)
+def test_what_is_doubtful_is_said_to_be(gpu: SimulatedGpu, check: str, found: str) -> None:
+    result = examined(gpu)[check]
+    assert result.verdict is Verdict.DOUBTFUL
+    assert found in result.found
+
+
+def test_without_pytorch_the_gpu_is_looked_at_at_rest() -> None:
+    results = examined(SimulatedGpu(), problem="PyTorch with CUDA is not installed")
+    skipped = [check for check, each in results.items() if each.verdict is Verdict.SKIPPED]
+    assert skipped == ["energy, load", "energy, bursts", "queued work"]
+    assert results["energy, idle"].verdict is Verdict.OK
+
+
+def test_a_reading_that_the_driver_lacks_is_left_out_of_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedGpu, "nvmlDeviceGetFieldValues", FakeNvml.nvmlDeviceGetFieldValues)
+    result = examined(SimulatedGpu())["energy, load"]
+    assert "mean power +" in result.found or "mean power -" in result.found
+    assert result.found.endswith("no instant power")
+    assert (result.verdict, result.details["instant_j"]) == (Verdict.OK, None)
+
+
+def test_a_gpu_without_a_counter_is_told_of_and_the_rest_is_looked_at() -> None:
+    gpu = SimulatedGpu()
+    gpu.gpu.counter_mj = None
+    results = examined(gpu)
+    assert results["readings"].found == "GPU 0 (NVIDIA H200) gives no energy counter: Not Supported"
+    assert results["mapping by UUID"].verdict is Verdict.OK
+
+
+# ---- Single results ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter_j", "mean_j", "instant_j", "verdict"),
+    [
+        (100.0, 95.0, 105.0, "ok"),
+        (100.0, 85.0, 100.0, "doubtful"),
+        (100.0, None, 100.0, "ok"),
+        (100.0, 100.0, 111.0, "doubtful"),
+        (100.0, None, None, "skipped"),
+        (0.0, 0.0, 0.0, "doubtful"),
+    ],
+)
+def test_power_readings_under_load_are_within_a_tenth(
+    counter_j: float, mean_j: float | None, instant_j: float | None, verdict: str
+) -> None:
+    assert agreement_result("GPU 0", "load", Span(4.0, counter_j, mean_j, instant_j)).verdict == verdict
+
+
+def test_periods_are_told_by_their_median() -> None:
+    assert period_result("GPU 0", "counter", [0.02, 0.02, 0.5], 3.0).verdict is Verdict.OK
+    assert period_result("GPU 0", "counter", [0.2, 0.2, 0.01], 3.0).verdict is Verdict.DOUBTFUL
+
+
+@pytest.mark.parametrize(
+    ("told", "verdict"),
+    [
+        ({"cuda": ["a", "b"], "ours": ["GPU-a", "GPU-b"], "problem": None}, "ok"),
+        ({"cuda": ["b"], "ours": ["GPU-a"], "problem": None}, "doubtful"),
+        ({"cuda": [], "ours": [], "problem": None}, "doubtful"),
+        ({"cuda": None, "ours": ["GPU-a"], "problem": "PyTorch cannot start CUDA: no driver"}, "skipped"),
+    ],
+)
+def test_gpus_are_mapped_as_cuda_maps_them(told: Mapping[str, Any], verdict: str) -> None:
+    asked: list[Mapping[str, str]] = []
+
+    def ask(variables: Mapping[str, str]) -> Mapping[str, Any]:
+        asked.append(variables)
+        return told
+
+    results = examined(SimulatedGpu(), ask=ask)
+    assert {each.verdict for check, each in results.items() if check.startswith("mapping")} == {verdict}
+    assert asked == [
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        {"CUDA_VISIBLE_DEVICES": "0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"},
+        {"CUDA_VISIBLE_DEVICES": "GPU-8932f937"},
+    ]
+
+
+def test_a_process_of_its_own_is_asked_and_says_why_it_cannot_tell() -> None:
+    told = ask_mapping({"CUDA_VISIBLE_DEVICES": ""})
+    assert told["cuda"] is None
+    assert told["problem"]
+
+
+@pytest.mark.parametrize(("capabilities", "may"), [("000001ffffffffff", True), ("0000000000000000", False)])
+def test_who_may_administrate_is_read_from_the_capabilities(tmp_path: Path, capabilities: str, may: bool) -> None:
+    (tmp_path / "status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\n")
+    assert _may_administrate(tmp_path / "status") is may
+
+
+@pytest.mark.parametrize("torch", [None, SimpleNamespace(cuda=SimpleNamespace(is_available=lambda: False))])
+def test_a_pytorch_without_cuda_is_no_load(monkeypatch: pytest.MonkeyPatch, torch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert "PyTorch with CUDA is not installed" in (Load("GPU-0").problem() or "")
+
+
+# ---- The command ---------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_for_people(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu(pids=[1, 2])))
+    assert main(["doctor", "--gpu-check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["verdict", "check", "found", "expected"]
+    assert max(map(len, lines)) <= 130
+    assert lines[1:4:2] == [
+        "",
+        "doubtful  other processes               1 beside this one" + " " * 33 + "none computes on the GPU",
+    ]
+    assert lines[2] == "GPU 0 (NVIDIA H200)"
+    assert "this machine" in lines
+    for check in CHECKS:
+        assert any(line[10:].startswith(f"{check} ") for line in lines), check
+
+
+def test_the_command_prints_json_for_programs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "Examination", lambda: examination(SimulatedGpu()))
+    assert main(["doctor", "--gpu-check", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["check"] for each in told["results"]] == CHECKS
+    assert told["doubtful"] == 0
+
+
+def test_the_command_says_that_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "Examination", lambda: Examination(FakeNvml(broken="Driver Not Loaded")))
+    assert main(["doctor", "--gpu-check"]) == 1
+    assert "Driver Not Loaded" in capsys.readouterr().err
+
+
+def test_a_table_wraps_what_is_wide() -> None:
+    found = "one " * 15
+    results = [Result("scope", "known", found, Verdict.OK, "GPU 0"), Result("x", "y", "z", Verdict.SKIPPED)]
+    lines = table(results).splitlines()
+    assert lines[1:] == [
+        "",
+        "GPU 0",
+        f"ok        scope                         {'one ' * 12}  known",
+        f"                                        {'one ' * 3}".rstrip(),
+        "",
+        "this machine",
+        f"skipped   x                             z{' ' * 49}y",
+    ]

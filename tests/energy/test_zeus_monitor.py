@@ -1,0 +1,163 @@
+"""Monitors that measure as Zeus's does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import H200, FakeGpu, FakeNvml
+from tests.support.fake_zeus_monitor import FakeZeusMeasurement, FakeZeusMonitor
+from tests.support.servers import ServerProcess
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.energy import EpochMeter, EstimateMonitor, Measurement, ZeusMonitorAdapter, as_energy_monitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import GpuConfig
+
+GPUS = GpuConfig(max_power=500.0, number_of_gpus=2, gpu_model=H200)
+
+
+def measured(answer: object) -> Measurement:
+    adapter = ZeusMonitorAdapter(FakeZeusMonitor(answer), GPUS)
+    adapter.begin_window("training")
+    return adapter.end_window("training")
+
+
+@pytest.mark.parametrize(
+    ("answer", "energy_j"),
+    [
+        (FakeZeusMeasurement(), 42.5),
+        (SimpleNamespace(time=2.0, total_energy=7), 7.0),
+        (SimpleNamespace(time=2.0, gpu_energy={0: 1.5, 3: 2}), 3.5),
+        (FakeZeusMeasurement(gpu_energy={0: 8.0}, cpu_energy={0: 5.0}), 8.0),
+        (FakeZeusMeasurement(gpu_energy={}, cpu_energy={0: 5.0, 1: 6.0}, dram_energy={0: 0.5}), 11.5),
+        (FakeZeusMeasurement(gpu_energy={}, cpu_energy={0: 5.0}), 5.0),
+    ],
+)
+def test_seconds_and_joules_are_taken_over(answer: object, energy_j: float) -> None:
+    assert measured(answer) == Measurement(2.0, energy_j, "FakeZeusMonitor")
+
+
+@pytest.mark.parametrize("energy_j", [0.0, float("nan"), float("inf"), -3.0])
+def test_joules_that_cannot_be_are_estimated_and_told_of(energy_j: float, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins.energy"):
+        answer = measured(SimpleNamespace(time=2.0, total_energy=energy_j))
+    source = f"FakeZeusMonitor, but estimate: 500 W, for it measured {energy_j:g} J"
+    assert answer == Measurement(2.0, 1000.0, source)
+    assert source in caplog.text
+
+
+def test_less_than_a_second_may_cost_nothing() -> None:
+    assert measured(FakeZeusMeasurement(time=0.9, gpu_energy={0: 0.0})) == Measurement(0.9, 0.0, "FakeZeusMonitor")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, 3.0, SimpleNamespace(time=1.0), SimpleNamespace(total_energy=1.0), {"time": 1.0, "total_energy": 1}],
+)
+def test_an_answer_without_time_or_energy_is_refused(answer: object) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"FakeZeusMonitor.end_window returned .*it has to have the seconds"):
+        measured(answer)
+
+
+@pytest.mark.parametrize(
+    ("soc", "energy_j"),
+    [
+        (SimpleNamespace(cpu_energy_mj=4_000, gpu_energy_mj=5_000, total_energy_mj=12_000), 12.0),
+        (
+            SimpleNamespace(
+                cpu_total_mj=3_000, efficiency_cores_mj=[1_000], dram_mj=500, gpu_mj=6_000, gpu_sram_mj=None, ane_mj=0
+            ),
+            9.5,
+        ),
+    ],
+    ids=["Jetson", "Apple"],
+)
+def test_a_system_on_a_chip_counts_as_a_whole_and_each_part_once(soc: object, energy_j: float) -> None:
+    answer = SimpleNamespace(
+        time=2.0, gpu_energy={}, cpu_energy=None, dram_energy=None, soc_energy=soc, total_energy=0.0
+    )
+    assert measured(answer).energy_j == energy_j
+
+
+@pytest.mark.parametrize(("indices", "number"), [([0], 1), ([1, 2], 2)])
+def test_else_nvml_describes_those_that_the_monitor_measures(indices: list[int], number: int) -> None:
+    nvml = FakeNvml([FakeGpu(uuid=f"GPU-{letter}") for letter in "abc"])
+    described = ZeusMonitorAdapter(FakeZeusMonitor(gpu_indices=indices), nvml=nvml).gpus()
+    assert described == GpuConfig(max_power=700.0 * number, number_of_gpus=number, gpu_model=H200)
+
+
+def test_else_they_have_to_be_given() -> None:
+    with pytest.raises(
+        ZeusBSOConfigError, match=r"which devices .* NVML cannot say \(the NVIDIA driver .*gpus=GpuConfig"
+    ):
+        ZeusMonitorAdapter(FakeZeusMonitor(), nvml=FakeNvml(broken="not loaded")).gpus()
+
+
+def test_a_window_that_the_monitor_refuses_is_not_open() -> None:
+    monitor = FakeZeusMonitor()
+    monitor.open.add("training")
+    adapter = ZeusMonitorAdapter(monitor, GPUS)
+    with pytest.raises(ValueError, match="training"):
+        adapter.begin_window("training")
+    with pytest.raises(ZeusBSOOperationOrderError, match="open windows: none"):
+        adapter.end_window("training")
+
+
+# ---- Recognition ---------------------------------------------------------------------------------------------------
+
+
+def test_a_monitor_of_zeuss_kind_is_adapted_although_it_has_an_attribute_gpus_and_ours_stays_as_it_is() -> None:
+    assert isinstance(as_energy_monitor(FakeZeusMonitor()), ZeusMonitorAdapter)
+    monitor = EstimateMonitor(50.0)
+    assert as_energy_monitor(monitor) is monitor
+    adapter = ZeusMonitorAdapter(FakeZeusMonitor(), GPUS)
+    assert as_energy_monitor(adapter) is adapter
+    assert adapter.gpus() is GPUS
+
+
+@pytest.mark.parametrize("thing", ["val_acc", None, SimpleNamespace(begin_window=print)])
+def test_what_measures_in_neither_way_is_refused(thing: Any) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"{type(thing).__name__} is no energy monitor"):
+        as_energy_monitor(thing)
+
+
+def test_a_training_may_be_given_a_monitor_of_zeuss_kind(
+    monkeypatch: pytest.MonkeyPatch, server: ServerProcess
+) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
+    job = JobSpec(
+        job_id="zeus", job_id_prefix="zeus", batch_sizes=(8,), default_batch_size=8, max_epochs=2, target_metric=0.9
+    )
+    monitor = FakeZeusMonitor(*[FakeZeusMeasurement()] * 3)
+    with BatchSizeOptimizer(monitor, server.url, job) as optimizer, BsoClient(server.url) as client:
+        optimizer.get_batch_size()
+        optimizer.on_train_begin()
+        optimizer.on_evaluate(0.95)
+        (trial,) = client.show_job("zeus").trials
+    assert (trial.time_s, trial.energy_j, trial.energy_source) == (2.0, 42.5, "FakeZeusMonitor")
+
+
+def test_epochs_whose_energy_is_obtained_otherwise_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    silent = FakeZeusMeasurement(gpu_energy={0: 0.0})
+    answers = (FakeZeusMeasurement(), silent, silent, FakeZeusMeasurement(), FakeZeusMeasurement())
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=500_000)]))
+    meter = EpochMeter(FakeZeusMonitor(*answers))
+    with caplog.at_level(logging.INFO, logger="zeus_plugins.energy"):
+        meter.begin()
+        assert meter.end_epoch()["zeus/energy_j"] == 42.5
+        for _ in range(3):
+            meter.end_epoch()
+        meter.end()
+    told = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert told == [
+        "energy of the training: FakeZeusMonitor",
+        "energy of the training: FakeZeusMonitor, but estimate: 500 W, for it measured 0 J",
+        "energy of the training: FakeZeusMonitor",
+    ]

@@ -1,0 +1,111 @@
+"""Real trainings at the server's size: accumulation, what is reported, and what is read from the training."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.frameworks import STEPS_OF_16, FrameworkBench
+from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import TrialState
+
+
+def test_a_size_too_large_for_the_device_is_accumulated(bench: FrameworkBench) -> None:
+    callback = bench.callback(max_per_device_batch_size=20)
+    training = bench.training(callback)
+    training.train()
+    assert training.sizes == [16] * 10 + [8]
+    assert training.accumulation == {3}
+    assert training.steps == (4, 4)
+    assert training.script == (16, 1)
+    assert training.left_behind(callback) == []
+
+
+def test_the_users_accumulation_divides_the_size(bench: FrameworkBench) -> None:
+    training = bench.training(bench.callback(), accumulation=4)
+    training.train()
+    assert training.sizes == [SERVERS_SIZE // 4] * 14
+    assert training.accumulation == {4}
+    assert training.steps == (4, 4)
+
+
+def test_sizes_that_cannot_be_accumulated_are_refused_before_a_trial(bench: FrameworkBench) -> None:
+    training = bench.training(bench.callback(bench.job(batch_sizes=(48, 50))), accumulation=4)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[50\] cannot be spread .*; choose multiples of 4"):
+        training.train()
+    assert not bench.is_registered()
+
+
+def test_validations_within_an_epoch_are_reported_with_its_share(bench: FrameworkBench) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop")
+    watch = bench.Watch(callback)
+    bench.training(callback, watch, epochs=2, validate_every=2).train()
+    assert watch.epochs == [0.5, 1.0, 1.5, 2.0]
+    assert bench.only_trial().epochs == 2
+
+
+def test_a_trainer_that_ends_before_the_job_is_refused(bench: FrameworkBench) -> None:
+    training = bench.training(bench.callback(bench.job(max_epochs=30)), epochs=20)
+    problem = rf"{bench.EPOCHS_OPTION}=20\) ends before the job's max_epochs \(30\)"
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        training.train()
+    assert not bench.is_registered()
+
+
+def test_a_second_training_is_a_second_trial(bench: FrameworkBench) -> None:
+    callback = bench.callback()
+    first, second = bench.training(callback), bench.training(callback)
+    with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
+        _ = callback.trial
+    first.train()
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (1, SERVERS_SIZE)
+    second.train()
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
+    assert (first.sizes, second.sizes) == (EPOCH_OF_48, EPOCH_OF_24)
+    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
+
+
+# Of which a target and a metric are said, and nothing else
+
+
+def test_the_job_is_named_by_its_training(bench: FrameworkBench) -> None:
+    zeus = bench.guessing(job_id=None)
+    bench.training(zeus).train()
+    assert zeus.trial.job_id.endswith("-Classifier-168-1xA40-100W")
+
+
+def test_a_second_training_has_the_job_that_is_registered(bench: FrameworkBench) -> None:
+    zeus = bench.guessing()
+    for size in (16, 24):
+        bench.training(zeus, size=size).train()
+    view = bench.view()
+    assert (view.job.default_batch_size, view.trial_count) == (16, 2)
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_the_begin_and_the_end_are_told_once(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str], *, quiet: bool
+) -> None:
+    with caplog.at_level("INFO"):
+        bench.training(bench.guessing(quiet=quiet)).train()
+    # Lightning has a logger that users see, the Trainer has none.
+    lines = caplog.messages if bench.HAS_LOGGER else capsys.readouterr().err.splitlines()
+    said = [line for line in lines if "zeus: " in line]
+    if quiet:
+        assert said == []
+        return
+    begin, end = said
+    assert begin.startswith(
+        f"zeus: job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size"
+    )
+    assert "Kept in" in begin
+    assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 1 epochs; higher score is better; job=" in begin
+    assert end.startswith("zeus: target reached")
+
+
+def test_a_checkpoint_keeps_what_was_guessed(bench: FrameworkBench) -> None:
+    first = bench.guessing(target=2.0, on_failure="stop")
+    bench.training(first, epochs=2, save_every=0, scores=(0.5, 3.0)).train()
+    assert bench.only_trial().state is TrialState.COMPLETED
+    bench.training(bench.guessing(target=2.0), epochs=2).train(bench.checkpoint(STEPS_OF_16))
+    assert bench.view().trial_count == 1

@@ -1,0 +1,87 @@
+"""Energy in the trainer's own loggers, without a server."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import STEPS_OF_16, VALIDATION, FrameworkBench, Training, Work, energy_rows
+
+EPOCH = STEPS_OF_16 + VALIDATION
+
+
+def metered(bench: FrameworkBench, work: Work, **options: Any) -> tuple[Training, Any]:
+    """A training whose energy is measured, and the callback that does it."""
+    meter = bench.Energy(work.monitor)
+    return bench.training(meter, work=work, **options), meter
+
+
+def test_each_epoch_and_the_totals_are_logged(bench: FrameworkBench, caplog: pytest.LogCaptureFixture) -> None:
+    training, meter = metered(bench, Work(), epochs=2)
+    with caplog.at_level(logging.INFO, logger="zeus_plugins.energy"):
+        training.train()
+    assert training.logged("zeus/energy_j") == energy_rows(EPOCH, EPOCH)
+    assert (meter.time_s, meter.energy_j) == (2.0 * EPOCH, 20.0 * EPOCH)
+    assert caplog.text.count("energy of the training: counted steps") == 1
+
+
+@pytest.mark.parametrize(("save_every", "checkpoint"), [(0, 11), (7, 14)], ids=["after an epoch", "within an epoch"])
+def test_a_resumed_training_continues_its_totals(bench: FrameworkBench, save_every: int, checkpoint: int) -> None:
+    options = {"epochs": 3, "save_every": save_every}
+    first, _ = metered(bench, Work({18: SystemExit(143)}), **options)
+    with pytest.raises(SystemExit):
+        first.train()
+    resumed, _ = metered(bench, Work(), **options)
+    resumed.train(bench.checkpoint(checkpoint))
+    # Steps that were trained again count once: what came after the checkpoint is lost.
+    assert len(resumed.sizes) == 3 * STEPS_OF_16 - checkpoint
+    kept = checkpoint // STEPS_OF_16 if bench.HAS_LOGGER else 0  # the Trainer's checkpoints hold its logs
+    assert resumed.logged("zeus/energy_j") == energy_rows(EPOCH, EPOCH, EPOCH)[kept:]
+
+
+def test_an_error_leaves_no_window_open_and_the_next_training_begins_anew(bench: FrameworkBench) -> None:
+    error = RuntimeError("the user's own")
+    work = Work({STEPS_OF_16 + 2: error})
+    meter = bench.Energy(work.monitor)
+    with pytest.raises(RuntimeError) as raised:
+        bench.training(meter, work=work, epochs=2).train()
+    assert raised.value is error
+    assert work.monitor.open_windows == []
+    assert meter.time_s == EPOCH
+    for _ in range(2):
+        again = bench.training(meter, work=work, epochs=2)
+        again.train()
+        assert again.logged("zeus/energy_j") == energy_rows(EPOCH, EPOCH)
+        assert meter.time_s == 2 * EPOCH
+
+
+def test_by_default_the_machine_is_measured(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "50")  # for a training without a GPU
+    meter = bench.Energy()
+    bench.training(meter).train()
+    assert meter.time_s > 0
+    assert meter.energy_j == pytest.approx(50.0 * meter.time_s)
+
+
+def test_a_checkpoint_without_totals_begins_them(bench: FrameworkBench) -> None:
+    bench.training(epochs=2, save_every=0).train()
+    training, _ = metered(bench, Work(), epochs=2)
+    training.train(bench.checkpoint(STEPS_OF_16))
+    assert training.logged("zeus/energy_j") == energy_rows(EPOCH)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_both_callbacks_measure_side_by_side(bench: FrameworkBench, is_first: bool) -> None:
+    work = Work()
+    optimizer = bench.callback(bench.job(0.0, max_epochs=2), energy_monitor=work.monitor)
+    meter = bench.Energy(work.monitor)
+    both = [meter, optimizer] if is_first else [optimizer, meter]
+    training = bench.training(*both, work=work, epochs=2)
+    training.train()
+    assert training.sizes == [48, 48, 48, 24]
+    assert training.logged("zeus/energy_j") == energy_rows(4 + VALIDATION)
+    assert meter.time_s == bench.only_trial().time_s == 4.0 + VALIDATION
+    assert training.left_behind(meter, optimizer) == []
+    assert work.monitor.open_windows == []

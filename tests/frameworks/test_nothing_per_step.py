@@ -1,0 +1,79 @@
+"""A training step costs nothing of ours: the longer of two epochs calls our code as often as the shorter one."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import zeus_plugins
+from tests.support.frameworks import FrameworkBench, Powered
+from tests.support.job_bench import seconds_and_joules
+from tests.support.power_limit_bench import TABLE
+from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
+
+TRANSPORT = "_transport.py"  # of which the network decides how many pieces an answer comes in
+PACKAGE = str(Path(zeus_plugins.__file__).parent)
+# The first few steps of an epoch are counted.
+STEPS = (6, 9)
+BATCH_SIZE = 16
+
+
+@contextmanager
+def counted_calls() -> Iterator[Counter[str]]:
+    """How often each function of the package is called within the block, by this thread."""
+    calls: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        file = frame.f_code.co_filename
+        if event == "call" and file.startswith(PACKAGE) and not file.endswith(TRANSPORT):
+            calls[frame.f_code.co_qualname] += 1
+
+    sys.setprofile(note)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
+
+
+def batch_size(bench: FrameworkBench) -> Any:
+    bench.job_id = f"digits-{uuid.uuid4().hex}"  # another job for each training
+    return bench.callback(bench.job(batch_sizes=(BATCH_SIZE,), default_batch_size=BATCH_SIZE))
+
+
+def energy(bench: FrameworkBench) -> Any:
+    return bench.Energy(seconds_and_joules(1.0, 10.0))
+
+
+def power_limit(bench: FrameworkBench) -> Any:
+    """A callback that has nothing left to measure."""
+    work = Powered()
+    samples = [
+        PowerLimitSample(limit_w=limit_w, steps=1, time_s=point.time_per_step_s, energy_j=point.average_power_w)
+        for limit_w, point in TABLE.items()
+    ]
+    path = bench.folder / "profile.json"
+    PowerLimitProfile(gpus=work.monitor.gpus(), batch_size=BATCH_SIZE, samples=tuple(samples)).save(path)
+    return bench.PowerLimit(**work.options(profile_path=path, limits_w=tuple(TABLE)))
+
+
+@pytest.mark.parametrize("make", [batch_size, energy, power_limit], ids=lambda make: make.__name__)
+def test_more_steps_call_nothing_more_of_ours(bench: FrameworkBench, make: Callable[[FrameworkBench], Any]) -> None:
+    calls = []
+    for steps in STEPS:
+        callback = make(bench)
+        training = bench.training(callback, samples=steps * BATCH_SIZE)
+        with counted_calls() as counted:
+            training.train()
+        assert training.steps == (steps, steps)
+        assert getattr(callback, "chosen_limit_w", True) is not None
+        calls.append(counted)
+    assert calls[0]
+    assert calls[0] == calls[1]

@@ -1,0 +1,170 @@
+"""A training tries power limits while it trains, keeps the best, and leaves the GPUs as they were."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_zeus_monitor import ReplayedZeusMonitor
+from tests.support.frameworks import STEPS_OF_16, FrameworkBench, Powered
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, Forbidden, is_as_the_table
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit import Energy, PowerLimitProfile
+
+
+def train(bench: FrameworkBench, epochs: int = 2, work: Powered | None = None, **options: Any) -> tuple[Powered, Any]:
+    """A training with a callback of these options, and that callback."""
+    work = work or Powered()
+    callback = bench.PowerLimit(**work.options(**options))
+    bench.training(callback, work=work, epochs=epochs).train()
+    return work, callback
+
+
+def test_the_best_limit_is_found_within_the_epochs_and_kept_until_the_end(bench: FrameworkBench) -> None:
+    work = Powered()
+    callback = bench.PowerLimit(**work.options())
+    training = bench.training(callback, work=work, epochs=3)
+    training.train()
+    assert callback.chosen_limit_w == BEST_W
+    assert is_as_the_table(callback.profile)
+    # 3 steps for each limit; the first epoch ends within the measurement of the fourth, which begins anew.
+    first = [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 2
+    second = [100.0] * 3 + [BEST_W] * 8
+    assert work.limits_of_steps == first + second + [BEST_W] * STEPS_OF_16
+    # Those before the training and after the first epoch; then those under the chosen limit.
+    assert work.limits_of_validations == [FOUND_W] * bench.SANITY_CHECKS + [FOUND_W, BEST_W, BEST_W]
+    assert work.device.limit_w() == FOUND_W
+    assert training.logged("zeus/power_limit_w") == [{"zeus/power_limit_w": BEST_W}]
+    assert training.left_behind(callback) == []
+
+
+def test_a_zeus_monitor_measures_as_well(bench: FrameworkBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([FakeGpu(max_power_mw=250_000)]))  # for its description
+    work = Powered()
+    _, callback = train(bench, work=work, energy_monitor=ReplayedZeusMonitor(work.machine))
+    assert callback.chosen_limit_w == BEST_W
+    assert is_as_the_table(callback.profile)
+    assert {sample.source for sample in callback.profile.samples} == {"ReplayedZeusMonitor"}
+
+
+def test_the_selector_decides(bench: FrameworkBench) -> None:
+    _, callback = train(bench, selector=Energy())
+    assert callback.chosen_limit_w == 150.0
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5])
+def test_validations_within_an_epoch_are_not_measured(bench: FrameworkBench, steps: int) -> None:
+    work = Powered()
+    callback = bench.PowerLimit(**work.options())
+    bench.training(callback, work=work, epochs=3, validate_every=steps).train()
+    assert len(work.limits_of_validations) > 4
+    assert is_as_the_table(callback.profile)
+
+
+def test_checkpoints_are_not_measured(bench: FrameworkBench) -> None:
+    work = Powered()
+    callback = bench.PowerLimit(**work.options())
+    bench.training(bench.slow_saver(work), callback, work=work, epochs=3, save_every=5).train()
+    assert is_as_the_table(callback.profile)
+
+
+def test_epochs_shorter_than_a_window_are_measured_too(bench: FrameworkBench) -> None:
+    _, callback = train(bench, epochs=5, warmup_steps=10, profile_steps=40)
+    assert callback.chosen_limit_w == BEST_W
+    assert [sample.steps for sample in callback.profile.samples] == [8] * 4
+    assert is_as_the_table(callback.profile)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the user's own"), SystemExit(3), KeyboardInterrupt()], ids=["error", "exit", "ctrl-c"]
+)
+@pytest.mark.usefixtures("_sigint_afterwards")
+def test_an_exception_puts_the_limit_back(bench: FrameworkBench, error: BaseException) -> None:
+    work = Powered({5: error})
+    with pytest.raises(type(bench.CTRL_C) if isinstance(error, KeyboardInterrupt) else type(error)):
+        train(bench, work=work)
+    assert work.limits_of_steps[-1] == 200.0
+    assert work.device.limit_w() == FOUND_W
+
+
+def test_what_was_measured_is_kept_for_the_next_training(bench: FrameworkBench, tmp_path: Path) -> None:
+    path, of_16 = tmp_path / "profiles" / "{batch_size}.json", tmp_path / "profiles" / "16.json"
+    train(bench, profile_path=path)
+    assert is_as_the_table(PowerLimitProfile.load(of_16))
+    second, callback = train(bench, epochs=1, profile_path=path)
+    assert second.limits_of_steps == [BEST_W] * STEPS_OF_16
+    assert callback.profile == PowerLimitProfile.load(of_16)
+    other = Powered()
+    bench.training(bench.PowerLimit(**other.options(profile_path=of_16)), work=other, size=8).train()
+    assert set(other.limits_of_steps) == set(LIMITS_W)
+
+
+def test_a_file_that_holds_no_profile_is_measured_anew(
+    bench: FrameworkBench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text("{}")
+    train(bench, profile_path=path)
+    assert "holds no power-limit profile" in caplog.text
+    assert is_as_the_table(PowerLimitProfile.load(path))
+
+
+def test_without_permission_the_limit_in_force_is_measured(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
+        _, callback = train(bench, devices=[Forbidden()], limits_w=None)
+    assert callback.chosen_limit_w is None
+    assert callback.profile.limits_w == (200.0,)
+    assert [record.message for record in caplog.records if record.name == "zeus_plugins"] == [
+        "the power limits are left alone, and only what the training costs under the one in force (200 W) is measured: "
+        "Insufficient Permissions"
+    ]
+
+
+def test_without_a_gpu_the_training_goes_on(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEUS_ESTIMATED_POWER_W", "65")
+    callback = bench.PowerLimit(warmup_steps=1, profile_steps=2)
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
+        bench.training(callback).train()
+    assert callback.chosen_limit_w is None
+    assert callback.profile.samples[0].steps == 2
+    assert [record.message for record in caplog.records if "power limits" in record.message] == [
+        "the power limits are left alone, and only what the training costs under the one in force "
+        f"({callback.profile.limits_w[0]:g} W) is measured: the training runs on no NVIDIA GPU"
+    ]
+
+
+def test_limits_that_the_gpus_cannot_have_are_refused(bench: FrameworkBench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"limits_w has \[300.0\].*they take 100 W to 250 W"):
+        train(bench, limits_w=(300.0, 200.0))
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": -1}, {"profile_steps": 0}, {"limits_w": ()}])
+def test_arguments_that_cannot_work_are_refused(bench: FrameworkBench, options: dict[str, Any]) -> None:
+    with pytest.raises(ZeusBSOConfigError):
+        bench.PowerLimit(**options)
+
+
+def test_a_second_training_finds_its_limit_anew(bench: FrameworkBench) -> None:
+    work = Powered()
+    callback = bench.PowerLimit(**work.options())
+    for _ in range(2):
+        work.limits_of_steps.clear()
+        bench.training(callback, work=work, epochs=2).train()
+        assert set(work.limits_of_steps) == set(LIMITS_W)
+        assert work.device.limit_w() == FOUND_W
+
+
+def test_beside_the_batch_size_callback_the_limit_is_of_its_size(bench: FrameworkBench) -> None:
+    work = Powered()
+    callback = bench.PowerLimit(**work.options())
+    bench.training(bench.callback(energy_monitor=work.monitor), callback, work=work).train()
+    assert callback.profile.batch_size == bench.only_trial().batch_size == 48

@@ -1,0 +1,128 @@
+"""Beside the batch-size callback, trainings share what they measure of power limits through the server."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import FrameworkBench, Powered
+from tests.support.job_bench import NEVER, seconds_and_joules
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, is_as_the_table
+from zeus_plugins.power_limit import Energy
+
+STEPS = 4  # of 48 in an epoch
+# Each limit for one step: an epoch is enough for all of them.
+AT_ONCE: dict[str, Any] = {"warmup_steps": 0, "profile_steps": 1}
+
+
+def recur(
+    bench: FrameworkBench, is_first: bool = True, work: Powered | None = None, zeus: Any = None, **options: Any
+) -> tuple[Powered, Any]:
+    """A recurrence with both callbacks; the power limit's is before the other, or after it.
+
+    It reaches its target after an epoch, and the next one has the same batch size.
+    """
+    work = work or Powered()
+    power = bench.PowerLimit(**work.options(**(AT_ONCE | options)))
+    other = bench.callback(bench.job(batch_sizes=(48,)), energy_monitor=zeus or work.monitor)
+    bench.training(*([power, other] if is_first else [other, power]), work=work).train()
+    assert work.device.limit_w() == FOUND_W
+    return work, power
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_the_second_recurrence_measures_nothing(bench: FrameworkBench, is_first: bool) -> None:
+    first, measured = recur(bench, is_first)
+    assert first.limits_of_steps == list(LIMITS_W)
+    assert is_as_the_table(measured.profile)
+    second, known = recur(bench, is_first)
+    assert second.limits_of_steps == [BEST_W] * STEPS
+    assert known.profile == measured.profile
+    assert bench.power_profiles() == [(1, 4)]
+    assert bench.power_limits() == [(BEST_W, 4)] * 2
+
+
+def test_each_training_chooses_by_its_own_selector(bench: FrameworkBench) -> None:
+    recur(bench)
+    work, power = recur(bench, selector=Energy())
+    assert work.limits_of_steps == [150.0] * STEPS
+    assert power.chosen_limit_w == 150.0
+    assert bench.power_limits() == [(BEST_W, 4), (150.0, 4)]
+
+
+def test_only_missing_limits_are_measured(bench: FrameworkBench) -> None:
+    recur(bench, limits_w=(150.0, 100.0))
+    work, power = recur(bench)
+    assert work.limits_of_steps == [250.0, 200.0, BEST_W, BEST_W]
+    assert is_as_the_table(power.profile)
+    fewer, _ = recur(bench, limits_w=(100.0, 150.0))
+    assert fewer.limits_of_steps == [150.0] * STEPS
+    assert bench.power_profiles() == [(1, 2), (2, 4)]
+    assert bench.power_limits() == [(150.0, 2), (BEST_W, 4), (150.0, 4)]
+
+
+def test_trainings_too_short_for_all_limits_share_the_work(bench: FrameworkBench) -> None:
+    tried = []
+    for _ in range(5):
+        work, _ = recur(bench, warmup_steps=1, profile_steps=2)
+        tried.append(work.limits_of_steps)
+    # A measurement takes three of an epoch's four steps.
+    assert tried[:3] == [[250.0] * 3 + [200.0], [200.0] * 3 + [150.0], [150.0] * 3 + [100.0]]
+    assert tried[3:] == [[100.0] * 3 + [BEST_W], [BEST_W] * STEPS]
+    assert bench.power_profiles() == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert bench.power_limits() == [(None, 1), (None, 2), (None, 3), (BEST_W, 4), (BEST_W, 4)]
+
+
+def test_what_a_file_knows_comes_to_the_server(bench: FrameworkBench, tmp_path: Path) -> None:
+    path = tmp_path / "{batch_size}.json"
+    alone = Powered()
+    bench.training(bench.PowerLimit(**alone.options(profile_path=path, **AT_ONCE)), work=alone, size=48).train()
+    first, _ = recur(bench, profile_path=path)
+    assert first.limits_of_steps == [BEST_W] * STEPS
+    assert bench.power_profiles() == [(1, 4)]
+
+
+def test_limits_of_other_devices_are_neither_kept_nor_taken(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
+        _, power = recur(bench, zeus=seconds_and_joules(1.0, 10.0))
+    assert power.chosen_limit_w == BEST_W
+    assert len([record for record in caplog.records if "measured on other devices" in record.message]) == 1
+    assert bench.power_profiles() == []
+    assert bench.power_limits() == [(None, None)]
+
+
+@pytest.mark.parametrize("begins_without", [False, True], ids=["killed at the first batch", "away from the start"])
+def test_limits_measured_while_the_server_is_away_come_later(
+    mortal_bench: FrameworkBench, *, begins_without: bool
+) -> None:
+    kill = mortal_bench.server.kill
+    if begins_without:
+        kill()
+    first, _ = recur(mortal_bench, work=Powered({} if begins_without else {1: kill}))
+    assert first.limits_of_steps == list(LIMITS_W)
+    mortal_bench.server.start()
+    second, _ = recur(mortal_bench)
+    assert second.limits_of_steps == [BEST_W] * STEPS
+    assert mortal_bench.power_profiles() == [(1, 4)]
+    assert mortal_bench.power_limits() == [(BEST_W, 4)] * 2
+
+
+def test_a_resumed_training_measures_nothing(bench: FrameworkBench) -> None:
+    job = bench.job(NEVER, batch_sizes=(48,), max_epochs=2)
+
+    def train(work: Powered, checkpoint: Path | None = None) -> None:
+        zeus = bench.callback(job, energy_monitor=work.monitor, on_failure="stop")
+        power = bench.PowerLimit(**work.options(**AT_ONCE))
+        bench.training(zeus, power, work=work, epochs=2, save_every=0).train(checkpoint)
+
+    with pytest.raises(SystemExit):
+        train(Powered({STEPS + 2: SystemExit(143)}))
+    resumed = Powered()
+    train(resumed, bench.checkpoint(STEPS))
+    assert resumed.limits_of_steps == [BEST_W] * STEPS
+    assert bench.power_profiles() == [(1, 4)]

@@ -1,0 +1,138 @@
+"""Trainings that go on from a checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.support.frameworks import VALIDATION, FrameworkBench, Training, Work
+from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import TrialState
+
+STEPS = len(EPOCH_OF_48)
+EPOCH = STEPS + VALIDATION  # of a `Work`'s count
+TWO_EPOCHS = 2 * STEPS
+
+
+def resumable(
+    bench: FrameworkBench, work: Work, job: dict[str, Any] | None = None, lr_scaling: str = "none", **options: Any
+) -> tuple[Training, Any]:
+    """A training of a job of four epochs that never gets to its target, with a checkpoint after each, and its callback.
+
+    Args:
+        bench: The framework.
+        work: What is measured.
+        job: Other fields of the job.
+        lr_scaling: The callback's.
+        options: The training's.
+    """
+    spec = bench.job(**({"target": NEVER, "max_epochs": 4} | (job or {})))
+    callback = bench.callback(spec, energy_monitor=work.monitor, lr_scaling=lr_scaling, on_failure="stop")
+    return bench.training(callback, work=work, **({"epochs": 4, "save_every": 0} | options)), callback
+
+
+def interrupt(bench: FrameworkBench, batch: int = TWO_EPOCHS + 2, **options: Any) -> None:
+    """Train until this batch, which raises `SystemExit` or another error."""
+    error = options.pop("error", SystemExit(143))
+    training, _ = resumable(bench, Work({batch: error}), **options)
+    with pytest.raises(type(error)):
+        training.train()
+
+
+def test_a_checkpoint_holds_the_trial_in_plain_types(bench: FrameworkBench) -> None:
+    interrupt(bench)
+    trial = bench.saved_trial(TWO_EPOCHS)
+    assert (trial["job_id"], trial["trial_number"], trial["batch_size"]) == (bench.job_id, 1, SERVERS_SIZE)
+    assert (trial["epoch"], trial["time_s"], trial["energy_j"]) == (2.0, 2.0 * EPOCH, 20.0 * EPOCH)
+
+
+def test_a_checkpoint_within_an_epoch_counts_what_is_not_reported_yet(bench: FrameworkBench) -> None:
+    training, _ = resumable(bench, Work(), {"max_epochs": 2}, epochs=2, save_every=3)
+    training.train()
+    trial, time_s = bench.saved_trial(6), EPOCH + 2.0
+    assert (trial["epoch"], trial["time_s"], trial["energy_j"]) == (1.0, time_s, 10.0 * time_s)
+    assert bench.only_trial().time_s == 2.0 * EPOCH
+
+
+def test_epochs_after_the_checkpoint_are_trained_again_and_paid_twice(bench: FrameworkBench) -> None:
+    seen: list[tuple[float | None, float | None, float | None]] = []
+
+    def look() -> None:
+        trial = bench.only_trial()
+        seen.append((trial.epochs, trial.time_s, trial.energy_j))
+
+    first, _ = resumable(bench, Work({3 * STEPS + 1: look, 3 * STEPS + 2: SystemExit(143)}))
+    with pytest.raises(SystemExit):
+        first.train()
+    assert seen.pop() == (3.0, 3.0 * EPOCH, 30.0 * EPOCH)
+    assert bench.only_trial().state is TrialState.SUSPENDED
+    again, callback = resumable(bench, Work({STEPS + 1: look, 2 * STEPS + 1: look}))
+    again.train(bench.checkpoint(STEPS))
+    assert again.sizes == EPOCH_OF_48 * 3
+    look()
+    # Three epochs were reported before, and three are trained now; none of what is known to the server shrinks.
+    assert seen == [(epochs, known * EPOCH, 10 * known * EPOCH) for epochs, known in ((3.0, 4), (3.0, 5), (4.0, 6))]
+    trial = bench.only_trial()
+    assert (trial.state, trial.trial_number) == (TrialState.EXHAUSTED, 1)
+    assert callback.trial.time_s == 6 * EPOCH
+
+
+def test_a_trial_that_is_over_on_the_server_trains_on_unreported(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt(bench, error=ValueError("no such label"))
+    again, callback = resumable(bench, Work())
+    again.train(bench.checkpoint(TWO_EPOCHS))
+    assert again.sizes == EPOCH_OF_48 * 2
+    assert again.script == (16, 1)
+    assert again.left_behind(callback) == []
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs) == (TrialState.FAILED, 2)
+    assert "it is failed" in caplog.text
+    assert "nothing more of it is measured or reported" in caplog.text
+    assert bench.saved_trial(4 * STEPS)["batch_size"] == SERVERS_SIZE
+
+
+def test_a_checkpoint_of_a_trial_that_reached_its_target_trains_on_unreported(bench: FrameworkBench) -> None:
+    bench.training(bench.callback(), save_every=0).train()
+    again = bench.training(bench.callback(), epochs=2)
+    again.train(bench.checkpoint(STEPS))
+    assert again.sizes == EPOCH_OF_48
+    assert bench.only_trial().epochs == 1
+
+
+def test_a_checkpoint_without_a_trial_keeps_the_scripts_own_size(
+    bench: FrameworkBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.training(save_every=0, epochs=2).train()
+    callback = bench.callback()
+    training = bench.training(callback, epochs=2)
+    training.train(bench.checkpoint(11))
+    assert training.sizes == [16] * 10 + [8]
+    (warning,) = [record for record in caplog.records if record.name == "zeus_plugins"]
+    assert warning.levelno == logging.WARNING
+    assert "the checkpoint holds no trial" in warning.getMessage()
+    assert not bench.is_registered()
+    with pytest.raises(ZeusBSOOperationOrderError, match="holds no trial"):
+        _ = callback.trial
+
+
+def test_a_job_that_no_longer_has_the_trials_size_goes_on_with_it(bench: FrameworkBench) -> None:
+    interrupt(bench)
+    other = {"batch_sizes": (NEXT_SIZE,), "default_batch_size": NEXT_SIZE}
+    training, _ = resumable(bench, Work(), other, lr_scaling="sqrt")
+    training.train(bench.checkpoint(TWO_EPOCHS))
+    assert training.sizes == EPOCH_OF_48 * 2
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_a_size_that_these_devices_cannot_have_is_refused_and_the_trial_stays_resumable(bench: FrameworkBench) -> None:
+    interrupt(bench)
+    training, _ = resumable(bench, Work(), accumulation=5)
+    with pytest.raises(ZeusBSOConfigError, match=r"the batch sizes \[48\] cannot be spread evenly over 1 devices × 5"):
+        training.train(bench.checkpoint(TWO_EPOCHS))
+    assert training.sizes == []
+    assert bench.only_trial().state is TrialState.SUSPENDED

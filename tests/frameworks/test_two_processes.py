@@ -1,0 +1,191 @@
+"""Two processes train together: one asks the server, both obey."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frameworks.conftest import IS_ABSENT
+from tests.support import ROOT
+from tests.support.rank_training import BATCH_SIZE, MEAN_SCORE, NOWHERE, SCORES, WORLD_SIZE, job_id_of
+from tests.support.ranks import run_ranks
+from tests.support.servers import ServerProcess, free_port
+from tests.support.warm import LIGHTNING, TRANSFORMERS
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.protocol import JobView, TrialState
+
+# A process that waits for another one for ever shows as a test that fails by this limit.
+LIMIT_S = 240
+MODULES = {"lightning_bench": LIGHTNING, "hf_bench": TRANSFORMERS}
+PER_PROCESS = BATCH_SIZE // WORLD_SIZE
+# Accelerate fills the last batch with samples of the first one.
+EPOCHS = {"lightning_bench": [PER_PROCESS] * 3 + [PER_PROCESS // 2], "hf_bench": [PER_PROCESS] * 4}
+
+
+@dataclass(frozen=True)
+class Start:
+    """A framework, and the launcher of its processes, with its port last; None: they are forked, in an instant."""
+
+    bench: str
+    launcher: str | None = None
+
+    def train(self, server_url: str, folder: Path, *ways: str) -> tuple[bool, str]:
+        """Whether both processes ended well, and all that they said."""
+        output = folder / "output"
+        command = ["tests.support.rank_training", self.bench, server_url, str(folder), *ways]
+        if self.launcher is None:
+            ended = run_ranks(*command, modules=MODULES[self.bench], output=output)
+            return not any(ended), output.read_text()
+        launcher = self.launcher.split()
+        port = [str(free_port())] if launcher else []
+        with output.open("w") as file:
+            training = subprocess.Popen(
+                [sys.executable, "-m", *launcher, *port, *(["-m"] if launcher else []), *command],
+                cwd=ROOT,
+                start_new_session=True,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        try:
+            return training.wait(LIMIT_S) == 0, output.read_text()
+        except subprocess.TimeoutExpired:
+            os.killpg(training.pid, signal.SIGKILL)  # the other processes are children of the first
+            training.wait()
+            pytest.fail(f"the processes hang: {output.read_text()}")
+
+
+NEEDS_TRANSFORMERS = pytest.mark.skipif(IS_ABSENT, reason="needs the transformers")
+STARTS = [
+    pytest.param(Start("lightning_bench"), id="lightning"),
+    # As a user starts a script; Lightning starts the second process.
+    pytest.param(Start("lightning_bench", ""), id="lightning, script", marks=pytest.mark.slow),
+    pytest.param(Start("hf_bench"), id="huggingface", marks=NEEDS_TRANSFORMERS),
+    pytest.param(
+        Start("hf_bench", f"torch.distributed.run --nproc_per_node {WORLD_SIZE} --master_port"),
+        id="huggingface, torchrun",
+        marks=[NEEDS_TRANSFORMERS, pytest.mark.slow],
+    ),
+    pytest.param(
+        # Its name for several processes of one machine; the training itself asks for the CPU.
+        Start(
+            "hf_bench",
+            f"accelerate.commands.launch --multi_gpu --num_processes {WORLD_SIZE} --num_machines 1 "
+            "--mixed_precision no --dynamo_backend no --main_process_port",
+        ),
+        id="huggingface, accelerate",
+        marks=[NEEDS_TRANSFORMERS, pytest.mark.slow],
+    ),
+]
+
+
+@dataclass
+class Ran:
+    """What two processes left behind that trained in every way."""
+
+    start: Start
+    server: ServerProcess
+    folder: Path
+
+    @property
+    def epoch(self) -> list[int]:
+        """The batches of each process in an epoch."""
+        return EPOCHS[self.start.bench]
+
+    def seen(self, way: str) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / f"{way} {rank}.json").read_text()) for rank in range(WORLD_SIZE)]
+
+    def job(self, way: str) -> JobView:
+        with client_from_environment(self.server.url) as client:
+            return client.show_job(job_id_of(way))
+
+
+@pytest.fixture(scope="module", params=STARTS)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    folder = tmp_path_factory.mktemp("ran")
+    server = ServerProcess(f"sqlite:///{folder / 'bso.sqlite3'}", folder / "server.log")
+    server.start()
+    ways = ("plain", "guessed", "never", "unreachable", "without server", "preempted")
+    went_well, output = request.param.train(server.url, folder, *ways)
+    assert went_well, output
+    yield Ran(request.param, server, folder)
+    server.kill()
+
+
+def test_both_processes_share_one_trial_and_report_the_mean(ran: Ran) -> None:
+    seen = ran.seen("plain")
+    for each in seen:
+        assert (each["converged"], each["trial_number"]) == (True, 1)
+        assert each["sizes"] == ran.epoch
+        assert each["steps"] == [len(ran.epoch), 2 * len(ran.epoch)]
+    # What was reported is the mean, and what other callbacks see stays each process's own.
+    assert tuple(each["score"] for each in seen) == SCORES[ran.start.bench]
+    (trial,) = ran.job("plain").trials
+    assert (trial.state, trial.metric, trial.epochs) == (TrialState.COMPLETED, MEAN_SCORE, 1)
+
+
+def test_the_first_process_measures_the_energy(ran: Ran) -> None:
+    first, second = ran.seen("plain")
+    assert (first["energy_rows"], second["energy_rows"]) == (1, 0)
+    assert first["time_s"] > 0
+    assert second["time_s"] == 0
+
+
+def test_a_job_is_read_from_a_training_on_two_processes(ran: Ran) -> None:
+    for each in ran.seen("guessed"):
+        assert (each["converged"], set(each["sizes"][:-1])) == (True, {16})
+    view = ran.job("guessed")
+    # The script's own size is that of a step over all processes; the others are as many samples for each of them.
+    assert (view.job.default_batch_size, view.job.max_epochs) == (WORLD_SIZE * 16, 2)
+    assert view.job.batch_sizes == (4, 8, 16, 32, 64, 128)
+    assert [trial.state for trial in view.trials] == [TrialState.COMPLETED]
+
+
+def test_a_failed_trial_raises_on_both_processes(ran: Ran) -> None:
+    assert [each["error"] for each in ran.seen("never")] == ["ZeusBSOTrainFailError"] * WORLD_SIZE
+    assert [trial.state for trial in ran.job("never").trials] == [TrialState.EXHAUSTED]
+
+
+def test_an_unreachable_server_raises_on_both_processes_where_that_is_wanted(ran: Ran) -> None:
+    for each in ran.seen("unreachable"):
+        assert (each["error"], each["sizes"]) == ("ZeusBSOServerUnreachableError", [])
+        assert NOWHERE in each["message"]
+
+
+def test_both_processes_train_without_the_server(ran: Ran) -> None:
+    for each in ran.seen("without server"):
+        assert (each["converged"], each["trial_number"]) == (True, None)
+        assert each["sizes"] == ran.epoch
+
+
+def test_a_preempted_trial_goes_on_on_both_processes(ran: Ran) -> None:
+    for each in ran.seen("preempted"):
+        assert each["error"] == "ZeusBSOTrainFailError"
+        # The batch that was interrupted comes twice.
+        assert each["sizes"] == [*ran.epoch, PER_PROCESS, *ran.epoch]
+        assert each["steps"] == [2 * len(ran.epoch)] * 2
+    (trial,) = ran.job("preempted").trials
+    assert (trial.state, trial.trial_number, trial.epochs) == (TrialState.EXHAUSTED, 1, 2)
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_memory_that_ran_out_on_the_second_process_excludes_the_size(
+    server: ServerProcess, tmp_path: Path, start: Start
+) -> None:
+    embedded = f"embedded://{tmp_path / 'embedded.sqlite3'}"
+    for url in (server.url, embedded) if start.launcher is None else (server.url,):
+        went_well, output = start.train(url, tmp_path, "memory")
+        assert not went_well
+        assert "CUDA out of memory" in output
+        with client_from_environment(url) as client:
+            (trial,) = client.show_job(job_id_of("memory")).trials
+        assert trial.state is TrialState.INFEASIBLE, output
+        assert "CUDA out of memory" in (trial.message or "")

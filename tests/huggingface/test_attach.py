@@ -1,0 +1,122 @@
+"""How the callbacks take charge of a Trainer, and what several trainings with one callback come to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import Trainer, TrainerCallback
+
+from tests.support.frameworks import Powered
+from tests.support.hf_bench import Bench, Watch, sizes_of
+from tests.support.hf_models import USERS_SIZE, Classifier, val_digits
+from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, seconds_and_joules
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.huggingface import ZeusEnergyTrainerCallback, ZeusPowerLimitTrainerCallback
+from zeus_plugins.protocol import TrialState
+
+KINDS: dict[str, Callable[[Bench], Any]] = {
+    "ZeusBSOTrainerCallback": lambda bench: bench.callback(),
+    "ZeusEnergyTrainerCallback": lambda _: ZeusEnergyTrainerCallback(seconds_and_joules(1.0, 10.0)),
+    "ZeusPowerLimitTrainerCallback": lambda _: ZeusPowerLimitTrainerCallback(**Powered().options()),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_a_callback_added_without_attaching_says_what_to_do(bench: Bench, make: Callable[[Bench], Any]) -> None:
+    trainer = bench.trainer()
+    trainer.add_callback(make(bench))
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"callback.attach\(trainer\)"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_two_callbacks_on_one_trainer_are_refused(bench: Bench, name: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=f"two {name}: keep one"):
+        bench.trainer(KINDS[name](bench), KINDS[name](bench))
+
+
+def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
+    trainer, callback = bench.trainer(), bench.callback()
+    callback.attach(trainer)
+    callback.attach(trainer)
+    meter = ZeusEnergyTrainerCallback(seconds_and_joules(1.0, 10.0))
+    meter.attach(trainer)
+    trainer.train()
+    assert (meter.time_s, meter.energy_j) == (1.0, 10.0)
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.callback_handler.callbacks.count(callback) == 1
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+def test_a_removed_callback_leaves_the_training_alone(bench: Bench) -> None:
+    callback = bench.callback()
+    trainer = bench.trainer(callback)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert set(sizes_of(trainer)[:-1]) == {USERS_SIZE}
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize("run", ["evaluate", "predict"])
+def test_a_trainer_that_only_evaluates_has_no_trial(bench: Bench, run: str) -> None:
+    callback = bench.callback()
+    getattr(bench.trainer(callback), run)(val_digits())
+    with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
+        _ = callback.trial
+    assert not bench.is_registered()
+
+
+def test_a_search_of_hyperparameters_is_refused(bench: Bench) -> None:
+    pytest.importorskip("optuna", reason="the search needs optuna")
+    trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
+    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
+        trainer.hyperparameter_search(n_trials=1)
+    assert not bench.is_registered()
+
+
+def test_a_trial_of_a_search_is_refused(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), data={"model_init": lambda: Classifier()})
+    with pytest.raises(ZeusBSOConfigError, match="search without the ZeusBSOTrainerCallback"):
+        trainer.train(trial={"learning_rate": 0.5})
+    assert not bench.is_registered()
+
+
+# Several trainings
+
+
+def test_a_second_training_is_a_second_trial(bench: Bench) -> None:
+    callback = bench.callback(lr_scaling="linear")
+    watch = Watch()
+    trainer = bench.trainer(callback, watch, lr_scheduler_type="constant")
+    trainer.train()
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48 + EPOCH_OF_24
+    assert callback.trial.trial_number == 2
+    # The trainer keeps its optimizer, whose rate must not be scaled on top of an earlier scaling.
+    assert watch.rates == pytest.approx([0.1] * 4 + [0.05] * 7)
+    trainer.remove_callback(callback)
+    trainer.train()
+    assert set(sizes_of(trainer)[11:-1]) == {USERS_SIZE}
+    assert watch.rates[11:] == pytest.approx([0.1] * 11)
+
+
+class TrainsAnother(TrainerCallback):
+    def __init__(self, other: Trainer) -> None:
+        self._other = other
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self._other.state.global_step = 1
+        self._other.evaluate()
+        self._other.train()
+
+
+def test_one_callback_in_two_trainings_at_a_time_is_refused(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER))
+    trainer = bench.trainer(callback, TrainsAnother(bench.trainer(callback)))
+    with pytest.raises(ZeusBSOOperationOrderError, match="make a callback for each Trainer"):
+        trainer.train()
+    # The other trainer's evaluation was none of this trial's.
+    assert bench.only_trial().metric is None

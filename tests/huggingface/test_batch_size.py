@@ -1,0 +1,477 @@
+"""Real trainings of tiny models with the Hugging Face Trainer against a real server process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Sampler
+from transformers import (
+    EarlyStoppingCallback,
+    Seq2SeqTrainer,
+    Trainer,
+    TrainerCallback,
+    get_linear_schedule_with_warmup,
+)
+
+from tests.support import hf_models as models
+from tests.support.frameworks import Work
+from tests.support.hf_bench import Bench, Watch, sizes_of
+from tests.support.hf_models import USERS_SIZE, Classifier, Digits, val_digits
+from tests.support.job_bench import EPOCH_OF_24, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
+from zeus_plugins.protocol import EndReason, TrialState
+
+# The batch size: how a user may give model, data and arguments.
+LOSS = {"monitor": "loss", "target": 1000.0, "higher_is_better_metric": False}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "loader in a subclass": {"kind": models.HardCodedTrainer},
+    "prepared loader in a subclass": {"kind": models.PreparedTrainer},
+    "loader built once": {"kind": models.BuiltOnceTrainer},
+    "model_init": {"data": {"model_init": lambda: Classifier()}},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "split_batches": {"accelerator_config": {"split_batches": True}},
+    "dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "stream": {"data": {"train_dataset": models.Stream()}, "max_steps": 4},
+    "stream in shares": {
+        "data": {"train_dataset": models.Stream()},
+        "max_steps": 4,
+        "accelerator_config": {"dispatch_batches": False},
+    },
+    "workers that stay": {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+    "BERT by length": {
+        "data": {"model": models.tiny_bert, "train_dataset": models.Tokens(), "eval_dataset": models.Tokens()},
+        "train_sampling_strategy": "group_by_length",
+    },
+    "BERT in balanced batches": {
+        "data": {"model": models.tiny_bert, "train_dataset": models.Tokens(), "eval_dataset": models.Tokens()},
+        "train_sampling_strategy": "batch_rebalance",
+    },
+    "Seq2SeqTrainer": {
+        "kind": Seq2SeqTrainer,
+        "data": {
+            "model": models.tiny_t5,
+            "train_dataset": models.Tokens(to_sequence=True),
+            "eval_dataset": models.Tokens(to_sequence=True),
+            "compute_metrics": None,
+        },
+        "job": LOSS,
+    },
+}
+
+
+def made(options: dict[str, Any]) -> dict[str, Any]:
+    """With a new model for each test."""
+    data = dict(options.get("data", {}))
+    if "model" in data:
+        data["model"] = data["model"]()
+    return {**{name: value for name, value in options.items() if name != "job"}, "data": data}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+def test_every_way_trains_at_the_servers_size(bench: Bench, way: dict[str, Any]) -> None:
+    spec = dict(way.get("job", {}))
+    callback = bench.callback(monitor=spec.pop("monitor", "score"), job=bench.job(**spec))
+    trainer = bench.trainer(callback, **made(way))
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_48
+    assert trainer.state.global_step == trainer.state.max_steps == len(EPOCH_OF_48)
+    assert trainer.state.train_batch_size == SERVERS_SIZE
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+class FixedBatchesTrainer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return DataLoader(list(DataLoader(Digits(), batch_size=16)), batch_size=None)
+
+
+def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), kind=FixedBatchesTrainer)
+    with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
+        trainer.train()
+    assert sizes_of(trainer) == []
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+class Buckets(Sampler[list[int]]):
+    """Makes its batches once, in the beginning; its `batch_size` says whatever it is told later."""
+
+    def __init__(self) -> None:
+        self.batch_size = 16
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (list(range(first, first + 16)) for first in range(0, 160, 16))
+
+    def __len__(self) -> int:
+        return 10
+
+
+class BucketsTrainer(Trainer):
+    def get_train_dataloader(self) -> Any:
+        loader = DataLoader(Digits(), batch_sampler=Buckets())
+        return self.accelerator.prepare(loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": BucketsTrainer}, r"\(DataLoader with Buckets\) delivered 16 samples in each batch, in place of 48"),
+        ({"data": {"train_dataset": Digits(length=24)}}, "a single batch of 24 samples in place of 48"),
+    ],
+    ids=["batches made before", "little data"],
+)
+def test_a_training_at_another_size_is_refused(bench: Bench, options: dict[str, Any], problem: str) -> None:
+    trainer = bench.trainer(bench.callback(), **options)
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        trainer.train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason, trial.epochs) == (TrialState.WITHDRAWN, EndReason.REFUSED, None)
+
+
+def test_a_training_that_ends_by_its_own_rule_says_which(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=9), on_failure="stop")
+    options = {"num_train_epochs": 9, "metric_for_best_model": "score", "load_best_model_at_end": True}
+    bench.trainer(callback, EarlyStoppingCallback(1), save_strategy="epoch", **options).train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.end_reason) == (TrialState.FAILED, EndReason.ENDED_EARLY)
+    assert (trial.message or "").endswith("(EarlyStoppingCallback(early_stopping_patience=1))")
+
+
+def test_max_steps_within_the_first_epoch_are_refused_before_there_is_a_trial(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), max_steps=6)
+    with pytest.raises(ZeusBSOConfigError, match=r"max_steps=6\) ends within .* \[24\], .*max_steps=7"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_schedule_for_the_default_size_is_warned_of(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.complete_first_trial(bench.job())
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, len(EPOCH_OF_48))
+    bench.trainer(bench.callback(), data={"model": model, "optimizers": (optimizer, schedule)}).train()
+    (warning,) = (record.getMessage() for record in caplog.records if "docs/schedules.md" in record.getMessage())
+    assert warning.startswith("LambdaLR ends after 4 of the 7 steps that this training makes at batch size 24")
+
+
+def test_an_optimizer_without_a_schedule_gets_one_of_the_trial_s_length(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.complete_first_trial(bench.job())
+    model, rates = Classifier(), Watch()
+    data = {"model": model, "optimizers": (torch.optim.SGD(model.parameters(), lr=0.1), None)}
+    bench.trainer(bench.callback(), rates, data=data, lr_scheduler_type="linear").train()
+    assert rates.rates == pytest.approx([0.1 * (1 - step / 7) for step in range(7)])
+    assert "docs/schedules.md" not in caplog.text
+
+
+class Meddler(TrainerCallback):
+    """Sets another accumulation when everything is ready."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        args.gradient_accumulation_steps = 4
+
+
+def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), Meddler())
+    with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
+        trainer.train()
+    assert sizes_of(trainer) == []
+
+
+# Taking everything back
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after train", "after an error"])
+def test_everything_is_taken_back(bench: Bench, error: Exception | None) -> None:
+    trainer = bench.trainer(
+        bench.callback(),
+        kind=models.BuiltOnceTrainer,
+        data={"model": Classifier(Work({2: error} if error else None))},
+        gradient_accumulation_steps=2,
+        auto_find_batch_size=error is None,
+    )
+    before = trainer.args.to_dict()
+    loader = trainer.get_train_dataloader()
+    with pytest.raises(RuntimeError, match="the user's own") if error else contextlib.nullcontext():
+        trainer.train()
+    assert sizes_of(trainer)[0] == SERVERS_SIZE // 2
+    assert trainer.args.to_dict() == before
+    assert trainer._train_batch_size == USERS_SIZE
+    assert cast("Any", loader).base_dataloader.batch_sampler.batch_size == USERS_SIZE
+    assert set(vars(trainer)) & {"get_train_dataloader", "create_scheduler", "_save_checkpoint"} == set()
+
+
+# Accumulation
+
+
+# The learning rate
+
+
+class OwnRateTrainer(Trainer):
+    """Makes an optimizer whose rate is not the arguments'."""
+
+    def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(cast("torch.nn.Module", self.model).parameters(), lr=0.1)
+        return self.optimizer
+
+
+def own_optimizer() -> dict[str, Any]:
+    model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {"data": {"model": model, "optimizers": (optimizer, LambdaLR(optimizer, lambda step: 0.9**step))}}
+
+
+RATES: dict[str, Callable[[], dict[str, Any]]] = {
+    "linear": dict,
+    "floor": lambda: {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.02}},
+    "polynomial": lambda: {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0.02}},
+    "own optimizer": own_optimizer,
+    "optimizer in a subclass": lambda: {"kind": OwnRateTrainer},
+}
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize("make", RATES.values(), ids=RATES.keys())
+def test_the_learning_rate_follows_the_batch_size(
+    bench: Bench, make: Callable[[], dict[str, Any]], scaling: str, factor: float
+) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    unscaled, scaled = Watch(), Watch()
+    bench.trainer(unscaled, **make(), per_device_train_batch_size=NEXT_SIZE).train()
+    trainer = bench.trainer(bench.callback(job, lr_scaling=scaling), scaled, **make())
+    trainer.train()
+    assert sizes_of(trainer) == EPOCH_OF_24
+    assert scaled.rates == pytest.approx([rate * factor for rate in unscaled.rates])
+
+
+# Reports
+
+
+@pytest.mark.parametrize("evaluation", [{"eval_strategy": "epoch"}, {"eval_strategy": "steps", "eval_steps": 4}])
+def test_an_epoch_that_max_steps_cuts_short_counts_as_one(bench: Bench, evaluation: dict[str, Any]) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+    watch = Watch(callback)
+    bench.trainer(callback, watch, max_steps=10, **evaluation).train()
+    assert watch.epochs == [1.0, 2.0, 3.0]
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_an_evaluation_before_the_first_step_is_not_reported(bench: Bench) -> None:
+    callback = bench.callback()
+    watch = Watch(callback)
+    bench.trainer(callback, watch, eval_on_start=True).train()
+    assert watch.epochs == [None, 1.0]
+
+
+class EvaluatesMore(TrainerCallback):
+    """A script's own evaluation of other data, within the epoch."""
+
+    trainer: Trainer
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if state.global_step == 1:
+            self.trainer.evaluate(Digits(), metric_key_prefix="train")
+
+
+def test_evaluations_of_other_data_are_not_reported(bench: Bench) -> None:
+    more = EvaluatesMore()
+    callback = bench.callback(bench.job(0.9))
+    trainer = bench.trainer(more, callback, scores=(0.1, 0.9))
+    more.trainer = trainer
+    trainer.train()
+    assert bench.only_trial().metric == 0.9
+
+
+SETS = {"left": val_digits(), "right": val_digits()}
+
+
+@pytest.mark.parametrize(("monitor", "metric"), [("eval_left_score", 0.3), ("right_score", 0.7)])
+def test_one_of_several_evaluation_sets_is_reported(bench: Bench, monitor: str, metric: float) -> None:
+    callback = bench.callback(bench.job(0.1), monitor=monitor)
+    bench.trainer(callback, scores=(0.3, 0.7), data={"eval_dataset": SETS}).train()
+    assert bench.only_trial().metric == metric
+
+
+@pytest.mark.parametrize("data", [{}, {"eval_dataset": SETS}], ids=["one set", "two sets"])
+def test_a_metric_that_is_not_computed_is_an_error_that_lists_those_that_are(
+    bench: Bench, data: dict[str, Any]
+) -> None:
+    trainer = bench.trainer(bench.callback(monitor="f1"), data=data)
+    last = "eval_right_score" if data else "eval_score"
+    with pytest.raises(ZeusBSOConfigError, match=f"'f1' is not among .*{last}"):
+        trainer.train()
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+def test_without_evaluations_the_loss_of_each_epoch_is_reported(bench: Bench) -> None:
+    job = bench.job(-1.0, higher_is_better_metric=False, max_epochs=2)
+    callback = bench.callback(job, "loss", on_failure="stop")
+    trainer = bench.trainer(callback, eval_strategy="no", num_train_epochs=2, logging_strategy="steps", logging_steps=3)
+    trainer.train()
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs) == (TrialState.EXHAUSTED, 2)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert trial.metric == pytest.approx(losses[-1])
+    assert callback.trial.time_s == 2.0
+
+
+class LoggingTrainer(Trainer):
+    """Logs a metric of its own at every step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.log({"progress": self.state.global_step / 10})
+        return super().training_step(*args, **kwargs)
+
+
+def test_without_evaluations_a_metric_that_the_script_logs_is_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(0.6, max_epochs=3), "progress")
+    trainer = bench.trainer(callback, kind=LoggingTrainer, eval_strategy="no", num_train_epochs=3)
+    trainer.train()
+    assert (bench.only_trial().metric, bench.only_trial().epochs) == (0.7, 2)
+    assert trainer.state.epoch == 2
+
+
+def test_without_evaluations_a_metric_that_nobody_logs_is_an_error(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(monitor="speed"), kind=LoggingTrainer, eval_strategy="no")
+    with pytest.raises(ZeusBSOConfigError, match="'speed' was not logged"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("monitor", ["eval_loss", "score"])
+def test_a_metric_of_evaluations_that_never_come_is_refused_before_a_trial(bench: Bench, monitor: str) -> None:
+    trainer = bench.trainer(bench.callback(monitor=monitor), eval_strategy="no")
+    with pytest.raises(ZeusBSOConfigError, match="set eval_strategy='epoch' or 'steps'"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_score_in_single_precision_reaches_its_target(bench: Bench) -> None:
+    single = float(torch.tensor(0.9))
+    assert single < 0.9
+    bench.trainer(bench.callback(bench.job(0.9)), scores=(single,)).train()
+    assert bench.only_trial().metric == 0.9
+
+
+class AddingTrainer(Trainer):
+    """Adds a metric to what it logs of an evaluation, and not to what the evaluation returns."""
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log({**logs, "eval_added": 0.7} if "eval_loss" in logs else logs, start_time)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "sets", "known"),
+    [("accuracy", False, "['loss']"), ("eval_loss", True, "['left_loss', 'right_loss']")],
+)
+def test_a_metric_that_no_evaluation_returns_is_refused_before_a_trial(
+    bench: Bench, monitor: str, *, sets: bool, known: str
+) -> None:
+    data: dict[str, Any] = {"compute_metrics": None}
+    if sets:
+        data["eval_dataset"] = {"left": val_digits(), "right": val_digits()}
+    trainer = bench.trainer(bench.callback(monitor=monitor), data=data)
+    with pytest.raises(ZeusBSOConfigError, match=f"'{monitor}' will never be among .*one of {re.escape(known)}"):
+        trainer.train()
+    assert not bench.is_registered()
+
+
+def test_a_metric_that_is_only_logged_with_an_evaluation_is_reported(bench: Bench) -> None:
+    bench.trainer(bench.callback(monitor="added"), kind=AddingTrainer).train()
+    assert bench.only_trial().metric == 0.7
+
+
+# Verdicts
+
+
+def test_reaching_the_target_within_an_epoch_ends_the_training_there(bench: Bench) -> None:
+    trainer = bench.trainer(bench.callback(), eval_strategy="steps", eval_steps=2)
+    trainer.train()
+    assert sizes_of(trainer) == [48, 48]
+
+
+class Logs(TrainerCallback):
+    def __init__(self) -> None:
+        self.entries: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        self.entries.append(dict(logs))
+
+
+def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench) -> None:
+    logs = Logs()
+    trainer = bench.trainer(
+        bench.callback(bench.job(NEVER)),
+        logs,
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        metric_for_best_model="score",
+    )
+    with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
+        trainer.train()
+    assert logs.entries[0] == {"zeus/batch_size": 48.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0}
+    assert "train_runtime" in logs.entries[-1]
+    assert trainer.state.best_model_checkpoint == str(bench.folder / "checkpoint-4")
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+@pytest.mark.parametrize("cut", ["max_steps", "another callback"])
+def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
+    options: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    others: list[Any] = []
+    if cut == "another callback":
+        others = [EarlyStoppingCallback(early_stopping_patience=1)]
+        options = {
+            "num_train_epochs": 3,
+            "save_strategy": "epoch",
+            "metric_for_best_model": "score",
+            "load_best_model_at_end": True,
+        }
+    trainer = bench.trainer(bench.callback(bench.job(NEVER, max_epochs=3)), *others, **options)
+    with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
+        trainer.train()
+    assert bench.only_trial().state is TrialState.FAILED
+
+
+# Errors
+
+ENDS = {
+    "out of memory": (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), TrialState.INFEASIBLE),
+    "Ctrl-C": (KeyboardInterrupt(), TrialState.SUSPENDED),
+    "SIGTERM": (SystemExit(143), TrialState.SUSPENDED),
+    "other": (RuntimeError("the user's own"), TrialState.FAILED),
+}
+
+
+@pytest.mark.parametrize(("error", "state"), ENDS.values(), ids=ENDS.keys())
+def test_the_users_error_arrives_where_a_smaller_size_would_be_tried(
+    bench: Bench, error: BaseException, state: TrialState
+) -> None:
+    trainer = bench.trainer(bench.callback(), data={"model": Classifier(Work({2: error}))}, auto_find_batch_size=True)
+    with pytest.raises(type(error)) as raised:
+        trainer.train()
+    assert raised.value is error
+    assert bench.only_trial().state is state
+
+
+def test_sigterm_suspends_the_trial(bench: Bench) -> None:
+    class Preempted(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = bench.trainer(bench.callback(), Preempted())
+    with pytest.raises(SystemExit) as leaving:
+        trainer.train()
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert bench.only_trial().state is TrialState.SUSPENDED
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -1,0 +1,310 @@
+"""What `zeus_plugins/huggingface/_trainer.py` relies on that transformers does not promise.
+
+All of it was seen to hold with transformers 5.23.0 and accelerate 1.15.0. Where a test fails with another version,
+that module has to change with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from transformers import ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback, WandbCallback
+
+from tests.support.hf_models import Classifier, Stream, Tokens, quiet_arguments, quiet_trainer, tiny_bert
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.huggingface._trainer import (
+    HuggingFacePort,
+    arguments_of_train,
+    check_deepspeed,
+    checkpointed,
+    engine_batch_sizes,
+    resize_deepspeed,
+    saved_in_checkpoint,
+    scale_deepspeed_rates,
+    trainer_under_construction,
+)
+from zeus_plugins.training.batches import BatchSplit, process_batch_sizes
+from zeus_plugins.training.lr_scaling import scale_learning_rate
+from zeus_plugins.training.patches import Patches
+
+SEEN_WITH = "it was seen to hold with transformers 5.23.0 and accelerate 1.15.0"
+
+
+def holds(condition: object, what: str) -> None:
+    assert condition, (
+        f"transformers {version('transformers')}, accelerate {version('accelerate')}: {what}; {SEEN_WITH}, and "
+        "zeus_plugins/huggingface/_trainer.py needs it"
+    )
+
+
+@dataclass
+class Recorder(TrainerCallback):
+    """Does in a real training what the callback does, and notes what comes of it."""
+
+    trainer: Any = None
+    under_construction: list[Any] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    loaders: list[bool] = field(default_factory=list)
+    controls: list[bool] = field(default_factory=list)
+    states: list[bool] = field(default_factory=list)
+    delivered: list[Any] = field(default_factory=list)
+    port: Any = None
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.under_construction.append(trainer_under_construction(state))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.events.append("train begin")
+        self.states.append(state is self.trainer.state)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.events.append("epoch begin")
+        self.loaders.append(kwargs["train_dataloader"] is self.trainer.callback_handler.train_dataloader)
+        self.delivered.append(self.port.delivered())
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.events.append("evaluate")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.events.append("save")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.controls.append(control is self.trainer.control)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.rates.append(kwargs["optimizer"].param_groups[0]["lr"])
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        self.events.append("train end")
+
+
+def train(folder: Path, kept: str, **arguments: Any) -> Recorder:
+    """One epoch at another size, with every patch in place."""
+    recorder, patches = Recorder(), Patches()
+    trainer = recorder.trainer = quiet_trainer(
+        folder, recorder, save_strategy="epoch", lr_scheduler_type="constant", optim="sgd", **arguments
+    )
+    recorder.port = HuggingFacePort(trainer)
+    recorder.port.deliver(BatchSplit(24, 2), patches)
+
+    def keep() -> None:
+        recorder.events.append("before save")
+        checkpointed(trainer.state)["contract"] = {"kept": kept}
+
+    def scale(_: Any) -> None:
+        recorder.events.append(f"scheduler {trainer.optimizer is not None} {trainer.lr_scheduler is not None}")
+        scale_learning_rate(cast("Any", [trainer.optimizer]), cast("Any", [trainer.lr_scheduler]), 2)
+
+    patches.extend(trainer, "_save_checkpoint", first=keep)
+    patches.extend(trainer, "create_scheduler", then=scale)
+    patches.extend(
+        trainer,
+        "_evaluate",
+        first=lambda: recorder.events.append("before evaluate"),
+        then=lambda _: recorder.events.append("after evaluate"),
+    )
+    trainer.train(resume_from_checkpoint=arguments["num_train_epochs"] > 1)
+    patches.undo()
+    return recorder
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Recorder, Path]:
+    """A training of an epoch, the second one, which goes on from its checkpoint, and their folder."""
+    folder = tmp_path_factory.mktemp("contract")
+    return train(folder, "first", num_train_epochs=1), train(folder, "second", num_train_epochs=2), folder
+
+
+Trainings = tuple[Recorder, Recorder, Path]
+
+
+def test_the_constructor_calls_on_init_end_and_stands_on_the_stack(trainings: Trainings) -> None:
+    first, _, _ = trainings
+    holds(first.under_construction == [first.trainer], "on_init_end is called within the constructor of the Trainer")
+
+
+def test_the_train_batch_size_follows_an_attribute(trainings: Trainings) -> None:
+    first, _, _ = trainings
+    holds(first.trainer.model.seen_sizes == [24] * 7, "get_train_dataloader() gives the loader that trains")
+    holds(first.trainer.state.train_batch_size == 24, "Trainer._train_batch_size is the size in the trainer's state")
+    holds(first.trainer.state.global_step == first.trainer.state.max_steps == 4, "max_steps follows the arguments")
+    trainer = first.trainer
+    holds(
+        trainer._train_batch_size == trainer.args.train_batch_size, "Trainer._train_batch_size = args.train_batch_size"
+    )
+    before = trainer.get_total_train_batch_size(trainer.args)
+    patches = Patches()
+    patches.set_attribute(trainer, "_train_batch_size", 3 * trainer._train_batch_size)
+    holds(
+        trainer.get_total_train_batch_size(trainer.args) == 3 * before,
+        "get_total_train_batch_size() is a multiple of Trainer._train_batch_size",
+    )
+    patches.undo()
+
+
+def test_each_epochs_loader_is_with_the_callbacks_handler(trainings: Trainings) -> None:
+    for recorder in trainings[:2]:
+        holds(recorder.loaders == [True], "callback_handler.train_dataloader is the loader of the epoch")
+        holds(recorder.delivered == [{24.0}], "the loader of the epoch says its batch size, also on resuming")
+
+
+def test_the_events_come_in_this_order(trainings: Trainings) -> None:
+    epoch = ["epoch begin", "before evaluate", "evaluate", "after evaluate", "before save", "save"]
+    for recorder in trainings[:2]:
+        holds(
+            recorder.events == ["scheduler True True", "train begin", *epoch, "train end"],
+            "train() calls create_scheduler, _evaluate and _save_checkpoint of the instance, in this order",
+        )
+
+
+def test_a_hooks_state_and_control_are_the_trainers(trainings: Trainings) -> None:
+    for recorder in trainings[:2]:
+        holds(recorder.states == [True], "the state of an event is Trainer.state")
+        holds(all(recorder.controls), "the control of an event is Trainer.control")
+
+
+def test_a_checkpoints_rates_follow_create_scheduler(trainings: Trainings) -> None:
+    first, second, _ = trainings
+    holds(set(first.rates) == {0.2}, "rates that are scaled after create_scheduler() are in force")
+    holds(set(second.rates) == {0.2}, "the optimizer's state of a checkpoint is loaded after create_scheduler()")
+
+
+def test_the_state_of_callbacks_goes_with_checkpoints(trainings: Trainings) -> None:
+    first, _, folder = trainings
+    args = first.trainer.args
+    holds(saved_in_checkpoint(folder / "checkpoint-4", args, "contract") == {"kept": "first"}, "named checkpoints")
+    holds(saved_in_checkpoint(True, args, "contract") == {"kept": "second"}, "the latest checkpoint of the folder")
+    holds(saved_in_checkpoint(True, args, "nobody's") is None, "what nobody kept is not there")
+    saved = json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+    holds("contract" in saved["stateful_callbacks"], "state.stateful_callbacks is saved in trainer_state.json")
+
+
+def test_a_trainer_may_have_a_train_of_its_own(tmp_path: Path) -> None:
+    recorder = Recorder()
+    trainer = quiet_trainer(tmp_path, recorder, trainer_options={"model": Classifier()})
+    vars(trainer)["train"] = lambda: "its own"
+    holds(trainer.train() == "its own", "Trainer.train can be replaced on an instance")
+    holds(recorder in trainer.callback_handler.callbacks, "callback_handler.callbacks lists the trainer's callbacks")
+
+
+def test_what_train_is_called_with() -> None:
+    first, second, *_ = list(inspect.signature(Trainer.train).parameters)[1:]
+    holds((first, second) == ("resume_from_checkpoint", "trial"), "train(resume_from_checkpoint, trial, …)")
+    assert arguments_of_train("folder", None, "more") == ("folder", None)
+    assert arguments_of_train(trial={"learning_rate": 0.5}) == (None, {"learning_rate": 0.5})
+
+
+@pytest.mark.parametrize("split_batches", [False, True])
+def test_accelerates_samplers_keep_a_batch_size(split_batches: bool) -> None:
+    inner = BatchSampler(SequentialSampler(range(96)), 24, drop_last=False)
+    shard = BatchSamplerShard(inner, 2, 0, split_batches=split_batches)
+    holds(shard.batch_size == 24, "BatchSamplerShard.batch_size")
+    holds(shard.split_batches is split_batches, "BatchSamplerShard.split_batches")
+    holds(shard.batch_sampler is inner, "BatchSamplerShard.batch_sampler")
+    stream = IterableDatasetShard(Stream(), batch_size=24, num_processes=2, split_batches=split_batches)
+    holds((stream.batch_size, stream.split_batches) == (24, split_batches), "IterableDatasetShard.split_batches")
+
+
+@pytest.mark.parametrize("dispatch_batches", [None, True])
+def test_accelerates_loaders_say_their_batch_size(dispatch_batches: bool | None) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config.dispatch_batches = dispatch_batches
+    loader = accelerator.prepare(DataLoader(list(range(96)), batch_size=24))
+    holds(process_batch_sizes(loader, 1) == {24.0}, "a prepared loader wraps base_dataloader")
+    holds(hasattr(accelerator, "split_batches"), "Accelerator.split_batches")
+
+
+def test_a_rebalancing_sampler_says_its_size(tmp_path: Path) -> None:
+    trainer = quiet_trainer(
+        tmp_path,
+        trainer_options={"model": tiny_bert(), "train_dataset": Tokens(), "eval_dataset": Tokens()},
+        train_sampling_strategy="batch_rebalance",
+    )
+    trainer.callback_handler.train_dataloader = trainer.get_train_dataloader()
+    holds(
+        HuggingFacePort(trainer).delivered() == {float(trainer.args.train_batch_size)},
+        "the sampler of train_sampling_strategy='batch_rebalance' has effective_batch_size",
+    )
+
+
+def test_a_trainer_says_where_it_trains(tmp_path: Path) -> None:
+    trainer = quiet_trainer(tmp_path, trainer_options={"model": Classifier()})
+    holds(trainer.is_deepspeed_enabled is False, "Trainer.is_deepspeed_enabled")
+    holds(trainer.args.auto_find_batch_size is False, "TrainingArguments.auto_find_batch_size")
+    args = trainer.args
+    ranks = (args.process_index, args.local_process_index, args.world_size)
+    holds(ranks == (0, 0, 1), "TrainingArguments.process_index, .local_process_index and .world_size")
+
+
+# DeepSpeed's configuration; the trainings themselves are in tests/huggingface/test_sharded.py.
+
+
+def deepspeed_trainer(tmp_path: Path, **numbers: Any) -> Any:
+    """A trainer with the objects that transformers and accelerate keep a configuration in, without DeepSpeed itself."""
+    # Where DeepSpeed is not installed, transformers leaves out the base class.
+    kinds = (HfTrainerDeepSpeedConfig, HfDeepSpeedConfig)
+    configuration: Any = object.__new__(kinds[0] if issubclass(*kinds) else type("Configuration", kinds, {}))
+    HfDeepSpeedConfig.__init__(configuration, {**numbers, "optimizer": {"type": "Adam", "params": {"lr": "auto"}}})
+    configuration.mismatches = []
+    arguments = quiet_arguments(tmp_path)
+    configuration.trainer_config_process(arguments)
+    plugin = argparse.Namespace(hf_ds_config=configuration, deepspeed_config=configuration.config)
+    state = argparse.Namespace(deepspeed_plugin=plugin)
+    return argparse.Namespace(args=arguments, accelerator=argparse.Namespace(state=state))
+
+
+AUTO = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"), "auto")
+
+
+@pytest.mark.parametrize("numbers", [AUTO, {"train_batch_size": 16}, {}], ids=["auto", "numbers", "none"])
+def test_deepspeeds_configuration_follows_a_trial_and_is_put_back(tmp_path: Path, numbers: dict[str, Any]) -> None:
+    trainer, patches = deepspeed_trainer(tmp_path, **numbers), Patches()
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    before = plugin.hf_ds_config.config
+    check_deepspeed(trainer, scales_rates=False)
+    resize_deepspeed(trainer, BatchSplit(6, 4), 2, patches)
+    scale_deepspeed_rates(trainer, 0.5, patches)
+    holds(plugin.hf_ds_config.get_value("train_micro_batch_size_per_gpu") == 6, "HfDeepSpeedConfig.config is read")
+    assert [plugin.deepspeed_config[name] for name in AUTO] == [6, 4, 48]
+    assert (plugin.deepspeed_config["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.05, 0.05)
+    patches.undo()
+    assert plugin.hf_ds_config.config is plugin.deepspeed_config is before
+    assert (before["optimizer"]["params"]["lr"], trainer.args.learning_rate) == (0.1, 0.1)
+    assert before.get("train_batch_size", 16) == 16
+
+
+def test_deepspeeds_numbers_that_contradict_the_arguments_are_refused(tmp_path: Path) -> None:
+    trainer = deepspeed_trainer(tmp_path, **AUTO | {"gradient_accumulation_steps": 2})
+    with pytest.raises(ZeusBSOConfigError, match=r'gradient_accumulation_steps=2 vs .*_steps=1.* to "auto"'):
+        check_deepspeed(trainer, scales_rates=False)
+
+
+def test_the_integrations_keep_what_they_log_to_under_known_names() -> None:
+    kinds: dict[str, Any] = {"tb_writer": TensorBoardCallback, "_wandb": WandbCallback, "_ml_flow": MLflowCallback}
+    for name, kind in kinds.items():
+        holds(f"self.{name} = " in inspect.getsource(kind.__init__), f"{kind.__name__} has {name} from the start")
+        holds(hasattr(kind, "on_train_begin"), f"{kind.__name__} begins in on_train_begin")
+    holds(ProgressCallback().training_bar is None, "a progress bar is made when the training begins")
+
+
+def test_an_engine_with_other_numbers_is_told() -> None:
+    trainer: Any = argparse.Namespace(deepspeed=None)
+    assert engine_batch_sizes(trainer, 2, 4) == set()
+    trainer.deepspeed = argparse.Namespace(train_micro_batch_size_per_gpu=lambda: 6, train_batch_size=lambda: 48)
+    assert engine_batch_sizes(trainer, 2, 4) == {6.0}
+    trainer.deepspeed.train_batch_size = lambda: 24  # of two accumulated batches
+    assert engine_batch_sizes(trainer, 2, 4) == {6.0, 3.0}

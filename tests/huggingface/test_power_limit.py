@@ -1,0 +1,46 @@
+"""The Trainer's own ways beside power limits: accumulated batches, trainers that exist already, and `evaluate`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.frameworks import Powered
+from tests.support.hf_bench import Bench
+from tests.support.hf_models import val_digits
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE
+from zeus_plugins.huggingface import ZeusPowerLimitTrainerCallback
+
+
+def test_accumulated_batches_are_one_step(bench: Bench) -> None:
+    work = Powered()
+    callback = ZeusPowerLimitTrainerCallback(**work.options())
+    bench.training(callback, work=work, epochs=5, accumulation=2).train()
+    assert callback.profile is not None
+    assert [sample.steps for sample in callback.profile.samples] == [2] * 4
+    # The last step of an epoch accumulates one batch alone.
+    assert callback.profile.samples[-1].time_per_step_s == pytest.approx(2 * TABLE[FOUND_W].time_per_step_s)
+    assert callback.profile.batch_size == 32
+
+
+@pytest.mark.parametrize("outside", ["evaluate", "predict"])
+def test_outside_train_no_limit_is_set(bench: Bench, outside: str) -> None:
+    work = Powered()
+    run = bench.training(ZeusPowerLimitTrainerCallback(**work.options()), work=work)
+    getattr(run.trainer, outside)(val_digits())
+    assert work.device.set_w == []
+
+
+def test_a_trainer_that_exists_already_shares_its_limits_through_the_server(bench: Bench) -> None:
+    limits_of_steps = []
+    for _ in range(2):
+        work = Powered()
+        run = bench.training(work=work)
+        bench.callback(bench.job(batch_sizes=(48,)), energy_monitor=work.monitor).attach(run.trainer)
+        callback = ZeusPowerLimitTrainerCallback(**work.options(warmup_steps=0, profile_steps=1))
+        callback.attach(run.trainer)
+        run.train()
+        assert callback.chosen_limit_w == BEST_W
+        limits_of_steps.append(work.limits_of_steps)
+    assert limits_of_steps == [list(LIMITS_W), [BEST_W] * 4]
+    assert bench.power_profiles() == [(1, 4)]
+    assert bench.power_limits() == [(BEST_W, 4)] * 2

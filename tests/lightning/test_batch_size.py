@@ -1,0 +1,377 @@
+"""Real fits of a tiny network against a real server process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner.tuning import Tuner
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
+
+from tests.support import lightning_models as models
+from tests.support.frameworks import Work
+from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
+from tests.support.lightning_bench import QUIET, Bench, Watch
+from tests.support.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
+from zeus_plugins.energy import EstimateMonitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
+from zeus_plugins.lightning import ZeusBSOCallback
+from zeus_plugins.protocol import TrialState
+
+pytestmark = QUIET
+
+# How a user may give the training data: the module, and what to pass to fit.
+DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
+DATA: dict[str, DataKind] = {
+    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": models.AttributeData()}),
+    "datamodule.hparams": lambda: (Classifier(), {"datamodule": models.HyperparameterData()}),
+    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
+    "read-only property": lambda: (Classifier(), {"datamodule": models.PropertyData()}),
+    "built once in setup": lambda: (Classifier(), {"datamodule": models.BuiltOnceData()}),
+    "module.batch_size": lambda: (models.SizedModule(), {}),
+    "hard-coded in the module": lambda: (models.HardCodedModule(), {}),
+    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
+    "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
+    "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
+    "stream with a length": lambda: (Classifier(), {"train_dataloaders": models.measured_stream_loader()}),
+    "persistent workers": lambda: (Classifier(), {"train_dataloaders": models.persistent_loader()}),
+    "own distributed sampler": lambda: (Classifier(), {"train_dataloaders": models.own_distributed_sampler_loader()}),
+    "module.hparams": lambda: (models.HyperparameterModule(), {}),
+    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
+}
+COLLECTIONS: dict[str, DataKind] = {
+    "list": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_list()}),
+    "dict": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_dict()}),
+    "combined": lambda: (Classifier(), {"train_dataloaders": models.combined_loader()}),
+}
+
+
+def kinds(data: dict[str, DataKind]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", data.values(), ids=data.keys())
+
+
+# The batch size
+
+
+# Lightning's own remark on a stream with a length.
+@pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning")
+@kinds(DATA)
+def test_every_way_to_give_data_trains_at_the_servers_size(bench: Bench, kind: DataKind) -> None:
+    module, data = kind()
+    trainer = quiet_trainer(bench.callback())
+    trainer.fit(module, **data)
+    assert module.seen_sizes == EPOCH_OF_48
+    # The length of a stream is unknown, and Lightning's estimate then says -1.
+    assert module.estimated_steps in (-1, trainer.global_step)
+    assert trainer.global_step == len(EPOCH_OF_48)
+
+
+@kinds(COLLECTIONS)
+def test_every_loader_of_a_collection_gets_the_servers_size(bench: Bench, kind: DataKind) -> None:
+    module, data = kind()
+    trainer = quiet_trainer(bench.callback())
+    trainer.fit(module, **data)
+    assert module.seen_sizes == [size for size in EPOCH_OF_48 for _ in range(2)]
+    assert module.estimated_steps == trainer.global_step == len(EPOCH_OF_48)
+
+
+def test_reloaded_loaders_get_the_servers_size(bench: Bench) -> None:
+    module = models.HardCodedModule()
+    trainer = quiet_trainer(
+        bench.callback(bench.job(NEVER, max_epochs=2), on_failure="stop"),
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+    )
+    trainer.fit(module)
+    assert module.seen_sizes == EPOCH_OF_48 * 2
+    assert module.estimated_steps == trainer.global_step
+
+
+class AtTrainStart(Callback):
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:  # noqa: ARG002
+        self._look()
+
+
+def test_attributes_and_hyperparameters_name_the_servers_size_while_training(bench: Bench) -> None:
+    module, data = models.SizedModule(), models.HyperparameterData()
+    seen: list[int] = []
+    look = AtTrainStart(lambda: seen.extend([module.batch_size, data.hparams["batch_size"]]))
+    quiet_trainer(bench.callback(), look).fit(module, data)
+    assert seen == [SERVERS_SIZE, SERVERS_SIZE]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: train_loader(batch_size=None), models.list_of_batches, models.list_of_tensors],
+    ids=["batch_size=None", "list of batches", "list of tensors"],
+)
+def test_data_that_comes_in_fixed_batches_is_refused_and_ends_the_trial(bench: Bench, make: Callable[[], Any]) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="does not say how many samples"):
+        quiet_trainer(bench.callback()).fit(Classifier(), make())
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+def test_accumulation_that_another_callback_changes_later_is_refused(bench: Bench) -> None:
+    trainer = quiet_trainer(GradientAccumulationScheduler({0: 4}), bench.callback())
+    module = Classifier()
+    with pytest.raises(ZeusBSOConfigError, match=r"deliver \[48\] samples per batch instead of 12"):
+        trainer.fit(module, train_loader())
+    assert module.seen_sizes == []
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+# In an interpreter of its own, where nobody has set up logging.
+@pytest.mark.slow
+def test_the_begin_and_the_end_are_told_once_without_any_logging_set_up(bench: Bench) -> None:
+    environ = os.environ | {"ZEUS_SERVER_URL": bench.server.url, "ZEUS_JOB_ID": bench.job_id}
+    command = [sys.executable, "-m", "tests.support.lightning_bare"]
+    trained = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
+    assert trained.returncode == 0, trained.stderr
+    begin, end = [line for line in (trained.stdout + trained.stderr).splitlines() if line.startswith("zeus: ")]
+    assert f"job {bench.job_id}, trial 1: batch size 16 (your own): first run: your default size. Kept in" in begin
+    assert "Guessed: batch sizes 2, 4, 8, 16, 32, 64, 128; at most 2 epochs; higher val_acc is better; job" in begin
+    assert "target reached: metric" in end
+    assert trained.stderr.count("State the watts") <= 1
+
+
+def test_the_callback_can_be_pickled_before_fit(bench: Bench) -> None:
+    monitor = EstimateMonitor(65.0)
+    copy = pickle.loads(pickle.dumps(bench.callback(energy_monitor=monitor)))  # noqa: S301 - our own bytes
+    module = Classifier()
+    quiet_trainer(copy).fit(module, train_loader())
+    assert module.seen_sizes == EPOCH_OF_48
+    assert bench.only_trial().energy_source == monitor.source
+
+
+# Taking everything back
+
+
+def sizes_in(loader: Any) -> list[int]:
+    return [loader.batch_size, loader.batch_sampler.batch_size]
+
+
+# What the user gives to fit, and where its batch size stands.
+GIVEN: dict[str, tuple[Callable[[], Any], Callable[[Any], list[int]]]] = {
+    "attribute": (models.AttributeData, lambda data: [data.batch_size]),
+    "hyperparameter": (models.HyperparameterData, lambda data: [data.hparams["batch_size"]]),
+    "built once": (models.BuiltOnceData, lambda data: sizes_in(data.loader)),
+    "loader": (train_loader, sizes_in),
+    "batch sampler": (models.batch_sampler_loader, lambda loader: [loader.batch_sampler.batch_size]),
+}
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("the user's own")], ids=["after fit", "after an error"])
+@pytest.mark.parametrize(("make", "sizes"), GIVEN.values(), ids=GIVEN.keys())
+def test_everything_is_taken_back(
+    bench: Bench, make: Callable[[], Any], sizes: Callable[[Any], list[int]], error: Exception | None
+) -> None:
+    module = models.SizedModule()
+    module.work = Work({2: error} if error else None)
+    given = make()
+    trainer = quiet_trainer(bench.callback(), accumulate_grad_batches=2)
+    with pytest.raises(RuntimeError, match="the user's own") if error else contextlib.nullcontext():
+        trainer.fit(module, given)
+    assert module.seen_sizes[0] == SERVERS_SIZE // 2
+    assert set(sizes(given)) == {USERS_SIZE}
+    assert module.batch_size == USERS_SIZE
+    assert trainer.accumulate_grad_batches == 2
+    assert "dataloader" not in vars(trainer.fit_loop._data_source)
+    assert "run" not in vars(trainer.fit_loop.epoch_loop)
+
+
+class CountsSteps(ZeusBSOCallback):
+    """A user's subclass with a hook of each step."""
+
+    steps = 0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        super().on_train_batch_end(*args)
+        self.steps += 1
+
+
+def test_lightning_calls_no_hook_of_each_step_but_a_subclasss(bench: Bench) -> None:
+    callback = CountsSteps(bench.job(), "score", **bench.callback_options({}))
+    seen: list[Any] = []
+    look = AtTrainStart(lambda: seen.extend([callback.on_train_batch_start, callback.on_train_batch_end]))
+    quiet_trainer(callback, look).fit(Classifier(), train_loader())
+    assert seen == [None, callback.on_train_batch_end]
+    assert callback.steps == len(EPOCH_OF_48)
+    assert "on_train_batch_start" not in vars(callback)
+
+
+def test_the_signal_that_lightning_makes_an_error_of_suspends_the_trial(bench: Bench) -> None:
+    module, error = Classifier(), SIGTERMException()
+    module.work = Work({2: error})
+    with pytest.raises(SIGTERMException) as raised:
+        quiet_trainer(bench.callback()).fit(module, train_loader())
+    assert raised.value is error
+    trial = bench.only_trial()
+    assert trial.state is TrialState.SUSPENDED
+    assert "SIGTERMException" in (trial.message or "")
+
+
+def test_a_second_fit_is_a_second_trial(bench: Bench) -> None:
+    callback = bench.callback()
+    data = models.BuiltOnceData()
+    first, second = Classifier(), Classifier()
+    quiet_trainer(callback).fit(first, data)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (1, SERVERS_SIZE)
+    quiet_trainer(callback).fit(second, data)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
+    assert first.seen_sizes == EPOCH_OF_48
+    assert second.seen_sizes == [NEXT_SIZE] * 7
+    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
+
+
+# The learning rate
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> OneCycleLR:
+    return OneCycleLR(optimizer, max_lr=0.5, total_steps=steps)
+
+
+def cosine(optimizer: torch.optim.Optimizer, steps: int) -> CosineAnnealingLR:
+    return CosineAnnealingLR(optimizer, T_max=steps, eta_min=0.02)
+
+
+@pytest.mark.parametrize(("scaling", "factor"), [("none", 1.0), ("linear", 0.5), ("sqrt", 0.5**0.5)])
+@pytest.mark.parametrize(
+    ("scheduler", "first_rate"),
+    [(None, 0.1), (one_cycle, 0.5 / 25), (cosine, 0.1)],
+    ids=["none", "one cycle", "cosine"],
+)
+def test_the_learning_rate_follows_the_batch_size(
+    bench: Bench, scaling: str, factor: float, scheduler: Callable[..., Any] | None, first_rate: float
+) -> None:
+    job = bench.job()
+    bench.complete_first_trial(job)
+    module = Classifier(scheduler=scheduler)
+    quiet_trainer(bench.callback(job, lr_scaling=scaling)).fit(module, train_loader())
+    assert module.seen_sizes[0] == NEXT_SIZE
+    assert module.seen_rates[0] == pytest.approx(first_rate * factor)
+    assert module.seen_rates == pytest.approx(
+        [rate * factor for rate in unscaled_rates(scheduler, len(module.seen_rates))]
+    )
+
+
+def unscaled_rates(scheduler: Callable[..., Any] | None, steps: int) -> list[float]:
+    """What the module's optimizer and scheduler do without anybody's help."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    schedule = scheduler(optimizer, steps) if scheduler else None
+    rates = []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        if schedule:
+            schedule.step()
+    return rates
+
+
+# Reports
+
+
+def test_the_sanity_check_is_not_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(max_epochs=2))
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, max_epochs=2).fit(Classifier(AT_ONCE), train_loader())
+    assert watch.sanity_metrics == [None]
+    assert watch.epochs == [1.0]
+
+
+def test_validations_within_a_stream_do_not_count_as_whole_epochs(bench: Bench) -> None:
+    callback = bench.callback(bench.job(NEVER), on_failure="stop")
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, val_check_interval=2).fit(Classifier(), models.stream_loader())
+    assert watch.epochs == [0.5, 1.0]
+
+
+def test_without_a_validation_loop_each_epoch_is_reported(bench: Bench) -> None:
+    callback = bench.callback(bench.job(2.0, max_epochs=3), monitor="train_epoch")
+    watch = Watch(callback)
+    trainer = quiet_trainer(callback, watch, max_epochs=3)
+    trainer.fit(TrainOnly(), train_loader())
+    assert watch.epochs == [1.0, 2.0]
+    assert (bench.only_trial().metric, bench.only_trial().state) == (2.0, TrialState.COMPLETED)
+
+
+def test_a_metric_that_is_not_logged_is_an_error_that_lists_those_that_are(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(monitor="val_accuracy"))
+    with pytest.raises(ZeusBSOConfigError, match=r"'val_accuracy' is not among .* \['score', 'val_acc'\]"):
+        trainer.fit(Classifier(), train_loader())
+    assert bench.only_trial().state is TrialState.WITHDRAWN
+
+
+@pytest.mark.parametrize("run", ["fast_dev_run", "validate", "test", "predict"])
+def test_everything_but_a_training_leaves_the_callback_idle(bench: Bench, run: str) -> None:
+    callback = bench.callback()
+    trainer = quiet_trainer(callback, fast_dev_run=run == "fast_dev_run")
+    loader = train_loader()
+    getattr(trainer, "fit" if run == "fast_dev_run" else run)(Classifier(), loader)
+    assert loader.batch_size == USERS_SIZE
+    with pytest.raises(ZeusBSOOperationOrderError, match="there is no trial before"):
+        _ = callback.trial
+    assert not bench.is_registered()
+
+
+def test_a_tuner_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+    trainer = quiet_trainer(bench.callback(), default_root_dir=tmp_path)
+    module = models.SizedModule()
+    Tuner(trainer).scale_batch_size(module, max_trials=1, init_val=8, steps_per_trial=1)
+    assert 0 < max(module.seen_sizes) < SERVERS_SIZE
+    assert not bench.is_registered()
+
+
+# Verdicts
+
+
+def test_a_failed_trial_raises_after_everything_was_saved(bench: Bench, tmp_path: Path) -> None:
+    callback = bench.callback(bench.job(NEVER))
+    trainer = quiet_trainer(
+        callback,
+        ModelCheckpoint(tmp_path / "saved", "last-{epoch}"),
+        logger=CSVLogger(tmp_path, name=None, version=""),
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    with pytest.raises(ZeusBSOTrainFailError, match="all that max_epochs allows; launch the training again"):
+        trainer.fit(Classifier(), train_loader())
+    header, first_row, *_ = (tmp_path / "metrics.csv").read_text().splitlines()
+    logged = dict(zip(header.split(","), first_row.split(","), strict=True))
+    assert (logged["zeus/batch_size"], logged["zeus/trial_number"], logged["zeus/lr_factor"]) == ("48.0", "1.0", "1.0")
+    assert (tmp_path / "saved" / "last-epoch=0.ckpt").exists()
+    assert callback.trial.verdict is not None
+    assert bench.only_trial().state is TrialState.EXHAUSTED
+
+
+def test_no_report_follows_a_verdict_that_min_epochs_delays(bench: Bench) -> None:
+    callback = bench.callback(bench.job(max_epochs=3))
+    trainer = quiet_trainer(callback, min_epochs=3, max_epochs=3)
+    trainer.fit(Classifier(AT_ONCE), train_loader())
+    assert trainer.current_epoch == 3
+    assert bench.only_trial().epochs == 1
+
+
+@pytest.mark.parametrize("cut", ["max_steps", "another callback"])
+def test_a_training_cut_short_fails_its_trial(bench: Bench, cut: str) -> None:
+    job = bench.job(NEVER, max_epochs=3)
+    others = [] if cut == "max_steps" else [EarlyStopping("score", patience=1)]
+    trainer = quiet_trainer(bench.callback(job), *others, max_epochs=3, max_steps=2 if cut == "max_steps" else -1)
+    with pytest.raises(ZeusBSOTrainFailError, match="the training ended before the target was reached"):
+        trainer.fit(Classifier(), train_loader())
+    assert bench.only_trial().state is TrialState.FAILED

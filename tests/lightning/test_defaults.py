@@ -1,0 +1,118 @@
+"""Lightning trainings of which a target and a metric are said, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch.utils.data import DataLoader
+
+from tests.support import lightning_models as models
+from tests.support.lightning_bench import QUIET, Bench
+from tests.support.lightning_models import USERS_SIZE, Classifier, Loader, TrainOnly, quiet_trainer
+from zeus_plugins.errors import ZeusBSOConfigError
+
+pytestmark = QUIET
+
+SIZES = (2, 4, 8, 16, 32, 64, 128)
+
+
+class MakesDataInSetup(Classifier):
+    """The train loader needs what its own `setup` makes, which comes after that of callbacks."""
+
+    def __init__(self, batch_size: int | None = None) -> None:
+        super().__init__()
+        if batch_size is not None:
+            self.batch_size = batch_size
+
+    def setup(self, stage: str) -> None:
+        assert stage == "fit"
+        self.data = models.digits()[0]
+
+    def train_dataloader(self) -> Loader:
+        return DataLoader(self.data, batch_size=USERS_SIZE)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda: (Classifier(), {"datamodule": models.AttributeData()}),
+        lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
+        lambda: (models.HyperparameterModule(), {}),
+        lambda: (Classifier(), {"train_dataloaders": models.train_loader()}),
+        lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
+        lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_dict()}),
+    ],
+    ids=["data module", "hard-coded", "hyperparameter", "loader", "batch sampler", "dict"],
+)
+def test_the_size_is_read_from_the_data(bench: Bench, kind: Callable[[], tuple[TrainOnly, dict[str, Any]]]) -> None:
+    module, data = kind()
+    quiet_trainer(bench.guessing(), max_epochs=7).fit(module, **data)
+    view = bench.view()
+    assert (view.job.batch_sizes, view.job.default_batch_size) == (SIZES, USERS_SIZE)
+    assert (view.job.max_epochs, view.job.higher_is_better_metric, view.job.target_metric) == (7, True, 0.0)
+    assert module.seen_sizes[0] == USERS_SIZE
+    assert view.job.fingerprint is not None
+    told = {"model": type(module).__name__, "framework": "lightning", "optimizer": "SGD"}
+    assert view.job.fingerprint.model_dump() == told
+
+
+def test_accumulated_batches_and_a_stream_count(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.guessing(), max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Classifier(), models.stream_loader())
+    job = bench.view().job
+    assert (job.default_batch_size, job.batch_sizes) == (2 * USERS_SIZE, (4, 8, 16, 32, 64, 128, 256))
+
+
+def test_a_module_that_makes_its_data_in_its_own_setup_says_its_size(bench: Bench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match="cannot be told before it begins: give the data a batch_size"):
+        quiet_trainer(bench.guessing()).fit(MakesDataInSetup())
+    assert not bench.is_registered()
+    quiet_trainer(bench.guessing()).fit(MakesDataInSetup(USERS_SIZE))
+    assert bench.view().job.batch_sizes == SIZES
+
+
+def test_the_script_is_asked_for_its_loader_as_often_as_ever(bench: Bench) -> None:
+    calls: list[str] = []
+
+    class Counted(models.HardCodedData):
+        def train_dataloader(self) -> Loader:
+            calls.append("loader")
+            return super().train_dataloader()
+
+    for callbacks in ([], [bench.guessing(target=2.0, on_failure="stop")]):
+        calls.append("fit")
+        trainer = quiet_trainer(*callbacks, max_epochs=3, reload_dataloaders_every_n_epochs=1)
+        trainer.fit(Classifier(), datamodule=Counted())
+    without, with_ours = calls[: calls.index("fit", 1)], calls[calls.index("fit", 1) :]
+    assert len(without) == len(with_ours) > 3
+
+
+def test_a_loss_is_better_when_lower(bench: Bench) -> None:
+    class Losing(Classifier):
+        def validation_step(self, batch: models.Batch) -> None:
+            super().validation_step(batch)
+            self.log("val_loss", 1.5)
+
+    quiet_trainer(bench.guessing(target=2.0, monitor="val_loss")).fit(
+        Losing(), models.train_loader(), models.val_loader()
+    )
+    view = bench.view()
+    assert (view.job.higher_is_better_metric, view.trials[0].state) == (False, "completed")
+
+
+def test_the_progress_bar_has_a_field_while_it_trains(bench: Bench) -> None:
+    seen: list[Any] = []
+
+    class Bar(TQDMProgressBar):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            seen.append(self.get_metrics(trainer, pl_module).get("zeus"))
+
+    bar = Bar()
+    trainer = quiet_trainer(bench.guessing(), bar, enable_progress_bar=True, max_epochs=5)
+    trainer.fit(Classifier(), models.train_loader(), models.val_loader())
+    assert seen == [f"{USERS_SIZE} (≤5 epochs)"]
+    assert "zeus" not in bar.get_metrics(trainer, trainer.lightning_module)

@@ -1,0 +1,167 @@
+"""Trainings that go on from a checkpoint."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from tests.support import resumed_training as script
+from tests.support import warm
+from tests.support.frameworks import Work
+from tests.support.job_bench import NEVER, NEXT_SIZE
+from tests.support.lightning_bench import QUIET, RESUMES, Bench
+from tests.support.lightning_models import TRAIN_IMAGES, USERS_SIZE, Classifier, quiet_trainer, train_loader
+from tests.support.servers import ServerProcess
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.errors import ZeusBSOOperationOrderError
+from zeus_plugins.protocol import TrialState, TrialView
+
+pytestmark = [*QUIET, *RESUMES]
+
+LIMIT_S = 240
+JOB_ID = "digits-nightly"
+STEPS_OF_48 = 4
+
+
+# Real signals to real processes
+
+
+def run_script(server: ServerProcess, folder: Path, number: int) -> tuple[int, str]:
+    """Exit status and output of a training that sends itself the signal, or none if that is 0."""
+    command = ["tests.support.resumed_training", server.url, JOB_ID, str(folder), str(int(number))]
+    training = warm.start(*command, modules=warm.LIGHTNING, output=folder / "output")
+    return training.wait(LIMIT_S), (folder / "output").read_text()
+
+
+def trial_on(server: ServerProcess) -> TrialView:
+    with BsoClient(server.url) as client:
+        (trial,) = client.show_job(JOB_ID).trials
+    return trial
+
+
+def seen_in(folder: Path) -> dict[str, Any]:
+    seen: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    return seen
+
+
+def rates_of(steps: range) -> list[float]:
+    """The default size's rate, halved each epoch; the job's first trial has the default size."""
+    per_epoch = -(-TRAIN_IMAGES // (2 * script.BATCH_SIZE))
+    return [script.RATE * 0.5 ** (step // per_epoch) for step in steps]
+
+
+def test_a_training_killed_without_warning_goes_on_as_the_same_trial(server: ServerProcess, tmp_path: Path) -> None:
+    status, output = run_script(server, tmp_path, signal.SIGKILL)
+    assert status == -signal.SIGKILL, output
+    before = trial_on(server)
+    assert (before.state, before.epochs, before.time_s) == (TrialState.RUNNING, 2, 4.0)
+    status, output = run_script(server, tmp_path, 0)
+    assert status == 0, output
+    seen = seen_in(tmp_path)
+    assert seen["sizes"] == [96, 72, 96, 72]
+    assert seen["rates"] == pytest.approx(rates_of(range(4, 8)))
+    assert seen["steps"] == 8
+    assert seen["trial"]["trial_number"] == 1
+    after = trial_on(server)
+    assert (after.state, after.epochs, after.metric) == (TrialState.COMPLETED, 4, 0.9)
+    assert (after.time_s, after.energy_j) == (8.0, 80.0)
+
+
+def test_a_preempted_training_goes_on_within_its_epoch(server: ServerProcess, tmp_path: Path) -> None:
+    status, output = run_script(server, tmp_path, signal.SIGTERM)
+    assert status == 0, output
+    first = seen_in(tmp_path)
+    assert first["left"] == "SIGTERMException"
+    assert trial_on(server).state is TrialState.SUSPENDED
+    status, output = run_script(server, tmp_path, 0)
+    assert status == 0, output
+    second = seen_in(tmp_path)
+    assert len(first["sizes"]) + len(second["sizes"]) == second["steps"] == 8
+    assert first["rates"] + second["rates"] == pytest.approx(rates_of(range(8)))
+    after = trial_on(server)
+    assert (after.state, after.trial_number, after.epochs) == (TrialState.COMPLETED, 1, 4)
+    # The steps between the last report and the signal count, too.
+    assert (after.time_s, after.energy_j) == (8.0, 80.0)
+
+
+# Interrupted in the tests' own process
+
+
+def interrupted(folder: Path, module: Classifier, callback: Any, batch: int) -> Path:
+    """The checkpoint after the second of four epochs of a training that is preempted at this batch of the third one."""
+    module.work = Work({batch: SystemExit(143)})
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    with pytest.raises(SystemExit):
+        quiet_trainer(callback, saver, max_epochs=4, enable_checkpointing=True).fit(module, train_loader())
+    return folder / "epoch=1.ckpt"
+
+
+def scheduled(*scores: float) -> Classifier:
+    return Classifier(
+        *scores, scheduler=lambda optimizer, steps: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, 0.01)
+    )
+
+
+def test_the_scaled_rates_and_the_accumulation_go_on(bench: Bench, tmp_path: Path) -> None:
+    job = bench.job(1.0, max_epochs=4, beta_knob=None)
+    bench.complete_first_trial(job)  # so that the next trial has half of the default size
+    options = {"lr_scaling": "linear", "on_failure": "stop"}
+    first, second = scheduled(), scheduled()
+    callback = bench.callback(job, max_per_device_batch_size=12, **options)
+    checkpoint = interrupted(tmp_path, first, callback, batch=30)
+    assert torch.load(checkpoint, weights_only=True)["callbacks"]["zeus_bso"]["first_epoch"] == 0
+    callback = bench.callback(job, max_per_device_batch_size=8, **options)
+    quiet_trainer(callback, max_epochs=4).fit(second, train_loader(), ckpt_path=checkpoint)
+    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
+    assert set(first.seen_sizes) == {12}
+    assert set(second.seen_sizes) == {8}
+    assert (first.seen_accumulation, second.seen_accumulation) == ({2}, {3})
+    steps_per_epoch = TRAIN_IMAGES // NEXT_SIZE
+    assert second.estimated_steps == 4 * steps_per_epoch
+    whole = [
+        0.5 * (0.01 + 0.09 * (1 + torch.cos(torch.tensor(torch.pi * step / (4 * steps_per_epoch))).item()) / 2)
+        for step in range(4 * steps_per_epoch)
+    ]
+    assert [rate for rate, _ in itertools.groupby(second.seen_rates)] == pytest.approx(whole[2 * steps_per_epoch :])
+
+
+def test_a_checkpoint_of_weights_alone_is_refused_by_lightning(bench: Bench, tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, save_last=True, save_weights_only=True)
+    quiet_trainer(saver, enable_checkpointing=True).fit(Classifier(), train_loader())
+    loader = train_loader()
+    with pytest.raises(KeyError, match="contains only the model"):
+        quiet_trainer(bench.callback(), max_epochs=2).fit(Classifier(), loader, ckpt_path=tmp_path / "last.ckpt")
+    assert loader.batch_size == USERS_SIZE
+    assert not bench.is_registered()
+
+
+@pytest.mark.parametrize("which", ["last", "best"])
+def test_the_same_trainer_goes_on_from_its_own_checkpoint(bench: Bench, tmp_path: Path, which: str) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=4), on_failure="stop")
+    saver = ModelCheckpoint(tmp_path, save_last=True)
+    trainer = quiet_trainer(callback, saver, max_epochs=4, enable_checkpointing=True)
+    module = Classifier()
+    module.work = Work({2 * STEPS_OF_48 + 2: SystemExit(143)})
+    with pytest.raises(SystemExit):
+        trainer.fit(module, train_loader())
+    trainer.fit(module, train_loader(), ckpt_path=which)
+    assert trainer.global_step == 4 * STEPS_OF_48
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs) == (TrialState.EXHAUSTED, 4)
+
+
+def test_evaluating_a_checkpoint_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+    first = bench.callback(bench.job(NEVER, max_epochs=4), on_failure="stop")
+    checkpoint = interrupted(tmp_path, Classifier(), first, batch=2 * STEPS_OF_48 + 2)
+    callback = bench.callback()
+    quiet_trainer(callback).test(Classifier(), train_loader(), ckpt_path=checkpoint)
+    with pytest.raises(ZeusBSOOperationOrderError):
+        _ = callback.trial
+    assert bench.only_trial().state is TrialState.SUSPENDED

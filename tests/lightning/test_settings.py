@@ -1,0 +1,279 @@
+"""The callback beside other settings of the trainer, other callbacks, and Lightning's other package."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.tuner.tuning import Tuner
+
+from tests.support.frameworks import STEPS_OF_16, Powered
+from tests.support.job_bench import EPOCH_OF_48, NEVER, NEXT_SIZE
+from tests.support.lightning_bench import QUIET, Bench, Watch
+from tests.support.lightning_models import (
+    Classifier,
+    Loader,
+    ManualModule,
+    SizedModule,
+    quiet_trainer,
+    train_loader,
+    val_loader,
+)
+from tests.support.power_limit_bench import FOUND_W
+from zeus_plugins.energy import EstimateMonitor
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.lightning import ZeusEnergyCallback, ZeusPowerLimitCallback
+from zeus_plugins.protocol import TrialState
+
+pytestmark = QUIET
+
+
+# Finders
+
+
+class Tunable(SizedModule):
+    """Has its learning rate where finders look for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learning_rate = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.learning_rate)
+
+
+def test_a_learning_rate_finder_takes_the_place_of_scaling(
+    bench: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = bench.job(max_epochs=3)
+    bench.complete_first_trial(job)
+    module = Tunable()
+    finder = LearningRateFinder(min_lr=0.01, num_training_steps=20, early_stop_threshold=None)
+    trainer = quiet_trainer(bench.callback(job, lr_scaling="linear"), finder, max_epochs=3, default_root_dir=tmp_path)
+    with caplog.at_level(logging.INFO, logger="zeus_plugins"):
+        trainer.fit(module)
+    # The search and the training, both at the trial's size.
+    assert set(module.seen_sizes) == {NEXT_SIZE}
+    assert module.seen_rates[-7:] == [module.learning_rate] * 7
+    assert finder.optimal_lr is not None
+    assert module.learning_rate == finder.optimal_lr.suggestion()
+    assert "lr_scaling='linear' is left out" in caplog.text
+    trial = bench.view().trials[-1]
+    assert (trial.state, trial.epochs) == (TrialState.COMPLETED, 1)
+
+
+def test_a_batch_size_finder_is_refused_before_a_trial(bench: Bench) -> None:
+    trainer = quiet_trainer(BatchSizeFinder(), bench.callback())
+    with pytest.raises(ZeusBSOConfigError, match=r"remove BatchSizeFinder, and give .* max_per_device_batch_size"):
+        trainer.fit(SizedModule())
+    assert not bench.is_registered()
+
+
+def test_a_tuners_search_for_the_rate_leaves_the_callback_idle(bench: Bench, tmp_path: Path) -> None:
+    trainer = quiet_trainer(bench.callback(), default_root_dir=tmp_path)
+    module = Tunable()
+    Tuner(trainer).lr_find(module, num_training=3, early_stop_threshold=None)
+    assert set(module.seen_sizes) == {16}
+    assert not bench.is_registered()
+    module.seen_sizes.clear()
+    trainer.fit(module)
+    assert module.seen_sizes == EPOCH_OF_48
+
+
+# When validations are
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs"),
+    [({"check_val_every_n_epoch": 2}, [2.0]), ({"val_check_interval": 3}, [0.75, 1.75, 2.75])],
+    ids=["every second epoch", "within epochs"],
+)
+def test_the_server_hears_of_the_last_epoch_though_it_is_not_validated(
+    bench: Bench, options: dict[str, Any], epochs: list[float]
+) -> None:
+    callback = bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+    watch = Watch(callback)
+    quiet_trainer(callback, watch, max_epochs=3, **options).fit(Classifier(), train_loader())
+    assert watch.epochs == epochs
+    trial = bench.only_trial()
+    assert (trial.state, trial.epochs, trial.metric) == (TrialState.EXHAUSTED, 3, 0.0)
+
+
+def test_a_trainer_that_never_validates_is_refused_before_a_trial(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(bench.job(max_epochs=3)), max_epochs=3, check_val_every_n_epoch=5)
+    with pytest.raises(ZeusBSOConfigError, match="never validates in 3 epochs"):
+        trainer.fit(Classifier(), train_loader())
+    assert not bench.is_registered()
+
+
+class TwoValidations(Classifier):
+    def val_dataloader(self) -> list[Loader]:  # type: ignore[override]  # several in place of one
+        return [val_loader(), val_loader()]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:  # type: ignore[override]  # noqa: ARG002
+        self.log("score", float(dataloader_idx))
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_one_of_several_validations_is_monitored(bench: Bench, index: int) -> None:
+    callback = bench.callback(bench.job(float(index)), monitor=f"score/dataloader_idx_{index}")
+    quiet_trainer(callback).fit(TwoValidations(), train_loader())
+    assert bench.only_trial().metric == index
+
+
+def test_a_name_that_several_validations_share_is_an_error_that_lists_them(bench: Bench) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"'score' is not among .*score/dataloader_idx_0'.*_idx_1'\]"):
+        quiet_trainer(bench.callback()).fit(TwoValidations(), train_loader())
+
+
+# Energy and power limits
+
+
+class OwnHook(ZeusPowerLimitCallback):
+    """A user's subclass that wants to hear of every batch."""
+
+    heard = 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.heard += 1
+        super().on_train_batch_end(*args, **kwargs)
+
+
+def test_hooks_of_a_subclass_stay(bench: Bench) -> None:
+    work = Powered()
+    callback = OwnHook(**work.options(limits_w=(FOUND_W,), warmup_steps=0, profile_steps=1))
+    bench.training(callback, work=work).train()
+    assert callback.heard == STEPS_OF_16
+
+
+def test_a_rehearsal_measures_and_changes_nothing(bench: Bench) -> None:
+    work = Powered()
+    meter = ZeusEnergyCallback(EstimateMonitor(50.0))
+    bench.training(meter, ZeusPowerLimitCallback(**work.options()), work=work, fast_dev_run=True).train()
+    assert work.batches == 1
+    assert work.device.set_w == []
+    assert meter.time_s == 0.0
+
+
+# One trainer, several trainings
+
+
+def test_a_second_fit_of_the_same_trainer_counts_its_own_epochs(bench: Bench) -> None:
+    callback = bench.callback(bench.job(0.5, max_epochs=2), on_failure="stop")
+    trainer = quiet_trainer(callback, max_epochs=4)
+    module = Classifier(1.0, 0.0)
+    trainer.fit(module, train_loader())
+    assert trainer.current_epoch == 1
+    trainer.fit(module, train_loader())
+    assert trainer.current_epoch == 3
+    assert [(trial.state, trial.epochs) for trial in bench.view().trials] == [
+        (TrialState.COMPLETED, 1),
+        (TrialState.EXHAUSTED, 2),
+    ]
+
+
+def test_a_second_fit_with_too_few_epochs_left_is_refused(bench: Bench) -> None:
+    callback = bench.callback(bench.job(max_epochs=2))
+    trainer = quiet_trainer(callback, max_epochs=2)
+    module = Classifier()
+    trainer.fit(module, train_loader())
+    with pytest.raises(ZeusBSOConfigError, match=r"after the 1 epochs .* make a new Trainer"):
+        trainer.fit(module, train_loader())
+    assert bench.only_trial().state is TrialState.COMPLETED
+
+
+# Manual optimization
+
+
+def test_what_cannot_be_accumulated_by_hand_is_refused_before_a_trial(bench: Bench) -> None:
+    trainer = quiet_trainer(bench.callback(max_per_device_batch_size=24))
+    with pytest.raises(ZeusBSOConfigError, match=r"manual optimization .* max_per_device_batch_size=24"):
+        trainer.fit(ManualModule(), train_loader())
+    assert not bench.is_registered()
+
+
+# Lightning's other package
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided:UserWarning")
+def test_the_twin_package_trains_at_the_servers_size_and_resumes(bench: Bench, tmp_path: Path) -> None:
+    twin: Any = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+
+    class Twin(twin.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]  # mypy cannot see it
+        def __init__(self) -> None:
+            super().__init__()
+            self.network = torch.nn.Linear(64, 10)
+            self.sizes: list[int] = []
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            self.sizes.append(len(batch[1]))
+            return torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+        def validation_step(self, batch: list[torch.Tensor]) -> None:  # noqa: ARG002
+            self.log("score", 0.0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.estimate = self.trainer.estimated_stepping_batches
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Stop(twin.Callback):  # type: ignore[misc, name-defined, unused-ignore]  # as above
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+            if trainer.current_epoch == 2:
+                raise SystemExit(143)
+
+    def trainer(*callbacks: Any) -> Any:
+        return twin.Trainer(
+            accelerator="cpu",
+            max_epochs=3,
+            callbacks=list(callbacks),
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def callback() -> Any:
+        return bench.callback(bench.job(NEVER, max_epochs=3), on_failure="stop")
+
+    first = Twin()
+    saver = twin.callbacks.ModelCheckpoint(tmp_path, save_last=True)
+    with pytest.raises(SystemExit):
+        trainer(callback(), Stop(), saver).fit(first, train_loader(), val_loader())
+    assert first.sizes == EPOCH_OF_48 * 2
+    assert first.estimate == 3 * len(EPOCH_OF_48)
+    assert bench.only_trial().state is TrialState.SUSPENDED
+    second = Twin()
+    trainer(callback(), twin.callbacks.ModelCheckpoint(tmp_path, save_last=True)).fit(
+        second, train_loader(), val_loader(), ckpt_path="last"
+    )
+    assert second.sizes == EPOCH_OF_48
+    assert (bench.only_trial().state, bench.only_trial().epochs) == (TrialState.EXHAUSTED, 3)
+
+
+WITHOUT_LIGHTNING = """
+import sys
+sys.modules["lightning"] = None  # as if it were not installed
+import pytorch_lightning
+from zeus_plugins.lightning import ZeusBSOCallback
+assert issubclass(ZeusBSOCallback, pytorch_lightning.Callback)
+"""
+
+
+@pytest.mark.slow
+def test_the_twin_package_is_enough() -> None:
+    pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+    subprocess.run([sys.executable, "-c", WITHOUT_LIGHTNING], check=True)
+
+
+def test_the_twin_packages_finder_is_refused(bench: Bench) -> None:
+    twin = pytest.importorskip("pytorch_lightning", reason="pytorch_lightning is not installed")
+    trainer = quiet_trainer(bench.callback())
+    trainer.callbacks.append(twin.callbacks.BatchSizeFinder())  # type: ignore[attr-defined]
+    with pytest.raises(ZeusBSOConfigError, match="remove BatchSizeFinder"):
+        trainer.fit(SizedModule())

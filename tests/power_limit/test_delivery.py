@@ -1,0 +1,234 @@
+"""What a training found out of its power limits, on its way to a server that comes and goes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.contract_double import CONVERGED, KEEP_TRAINING, ContractDouble
+from tests.support.job_bench import GPUS, seconds_and_joules
+from tests.support.reporting import JOB, Flaky, threads, training, until, warnings_in
+from zeus_plugins.client.delivery import deliver, deliver_waiting
+from zeus_plugins.client.outbox import Outbox, OutboxHeader
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.errors import ZeusBSORuntimeError
+from zeus_plugins.protocol import (
+    CreatedJob,
+    Ending,
+    Evaluation,
+    PowerLimitChoice,
+    PowerLimitSample,
+    PowerProfile,
+    TrialId,
+)
+from zeus_plugins.training.session import TrialSession
+from zeus_plugins.training.trial import TrialInfo
+
+PATH = "/trials/power_profile"
+SAMPLES = tuple(PowerLimitSample(limit_w=w, steps=4, time_s=1.0, energy_j=w) for w in (50.0, 100.0))
+CHOICE = PowerLimitChoice(gpus=GPUS, samples=SAMPLES, chosen_limit_w=50.0)
+TRIAL = TrialId(job_id="digits-1", batch_size=64, trial_number=7)
+SENT = {**TRIAL.model_dump(), **CHOICE.model_dump(mode="json")}
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    yield
+    assert threads() == []
+
+
+@pytest.fixture
+def outbox(state_directory: Path) -> Outbox:
+    return Outbox(state_directory / "outbox")
+
+
+class Keeping(Flaky):
+    """Keeps power limits, or answers with a status."""
+
+    status = 200
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if not self.down and request.url.path == PATH:
+            self.requests.append(
+                (request.method, request.url.path, httpx.Response(200, content=request.content).json())
+            )
+            return httpx.Response(self.status, json=None if self.status == 200 else {"message": "as the test asked"})
+        return super().__call__(request)
+
+
+def test_they_are_sent_while_the_training_goes_on() -> None:
+    server = Keeping(CONVERGED)
+    session = training(server)
+    session.keep_power_limits(CHOICE)
+    until(lambda: server.sent("PUT", PATH) == [SENT])
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert server.sent("PUT", PATH) == [SENT]
+
+
+def test_a_training_that_ends_at_once_has_sent_them() -> None:
+    server = Keeping()
+    session = training(server)
+    session.keep_power_limits(CHOICE)
+    session.end()
+    assert server.sent("PUT", PATH) == [SENT]
+
+
+def test_a_step_does_not_wait_for_the_server() -> None:
+    class Slow(Keeping):
+        def __call__(self, request: httpx.Request) -> httpx.Response:
+            if request.url.path == PATH:
+                until(lambda: has_returned)
+            return super().__call__(request)
+
+    has_returned = False
+    session = training(Slow())
+    session.keep_power_limits(CHOICE)
+    has_returned = True
+    session.end()
+
+
+def test_while_the_server_is_away_they_wait_with_the_results(outbox: Outbox) -> None:
+    server = Keeping(KEEP_TRAINING, CONVERGED)
+    session = training(server)
+    server.down = True
+    session.keep_power_limits(CHOICE)
+    until(outbox.waiting)
+    assert not session.report_evaluation(0.1).stop_train
+    server.down = False
+    until(lambda: not outbox.waiting())
+    assert [path for _, path, _ in server.requests[-2:]] == [PATH, "/report"]
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert server.sent("PUT", PATH) == [SENT]
+
+
+def test_the_next_training_brings_what_an_outage_has_left(outbox: Outbox) -> None:
+    server = Keeping(CONVERGED)
+    session = training(server)
+    server.down = True
+    session.report_evaluation(0.95)  # reaches the target
+    session.keep_power_limits(CHOICE)
+    session.end()
+    assert len(outbox.waiting()) == 1
+    server.down = False
+    (file,) = deliver_waiting(outbox, lambda _: server.client())
+    assert (file.delivered, file.left, file.problem) == (2, 0, None)
+    assert outbox.waiting() == []
+    # The report was the last word on the trial, and its power limits came after it.
+    assert server.sent("PUT", PATH) == [SENT]
+
+
+@pytest.mark.parametrize("status", [404, 409, 422])
+def test_a_refusal_concerns_nothing_else(status: int, outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+    server = Keeping(KEEP_TRAINING, CONVERGED)
+    server.status = status
+    session = training(server)
+    session.keep_power_limits(CHOICE)
+    until(lambda: warnings_in(caplog))
+    assert not session.report_evaluation(0.1).stop_train
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    (warning,) = warnings_in(caplog)
+    assert "does not keep the power limits of trial 7" in warning
+    assert "as the test asked" in warning
+    assert outbox.waiting() == outbox.refused() == []
+    assert server.sent("PUT", PATH) == [SENT]
+
+
+def test_a_server_that_fails_gets_them_again(outbox: Outbox) -> None:
+    server = Keeping()
+    server.status = 503
+    session = training(server)
+    session.keep_power_limits(CHOICE)
+    until(outbox.waiting)
+    server.status = 200
+    until(lambda: not outbox.waiting())
+    session.end()
+    assert server.sent("PUT", PATH)[-1] == SENT
+
+
+def test_a_zeus_server_is_told_nothing() -> None:
+    server = ContractDouble(CONVERGED)  # fails for routes that Zeus does not have
+    session = training(server)
+    assert session.trial.power_profile is None
+    session.keep_power_limits(CHOICE)
+    assert session.report_evaluation(0.95).converged
+    session.end()
+    assert server.sent("PUT", PATH) == []
+
+
+def test_those_of_other_devices_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    server = Keeping()
+    session = training(server)
+    session.keep_power_limits(CHOICE.model_copy(update={"gpus": GPUS.model_copy(update={"gpu_model": "V100"})}))
+    session.end()
+    (warning,) = warnings_in(caplog)
+    assert "measured on other devices" in warning
+    assert server.sent("PUT", PATH) == []
+
+
+def test_without_a_trial_nothing_happens(caplog: pytest.LogCaptureFixture) -> None:
+    server = Keeping()
+    session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0))
+    with caplog.at_level(logging.DEBUG, logger="zeus_plugins"):
+        session.keep_power_limits(CHOICE)
+    session.ask()
+    session.end()
+    session.keep_power_limits(CHOICE)
+    assert server.sent("PUT", PATH) == []
+    assert warnings_in(caplog) == []
+
+
+def test_a_checkpoint_holds_them() -> None:
+    session = training(Keeping())
+    session.keep_power_limits(CHOICE)
+    state: dict[str, Any] = session.state_dict()
+    session.end()
+    assert TrialInfo.model_validate(state).power_profile == PowerProfile(gpus=GPUS, samples=SAMPLES)
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+
+def sender() -> OutboxHeader:
+    return OutboxHeader(
+        server_url="http://bso", registration=CreatedJob.of(JOB, GPUS), batch_size=TRIAL.batch_size, trial=TRIAL
+    )
+
+
+def test_a_file_keeps_them_behind_the_servers_last_word(outbox: Outbox) -> None:
+    server = Keeping(CONVERGED)
+    box = outbox.box(sender())
+    for item in (Evaluation(time=1, energy=1, metric=1, current_epoch=1), CHOICE, Ending(detail="never sent")):
+        box.put(item)
+    assert box.has_ending
+    server.status = 503
+    with pytest.raises(ZeusBSORuntimeError), server.client().with_retries(NO_RETRIES) as client:
+        deliver(box, client)
+    box.close()
+    again = outbox.open(box.path)
+    assert (again.first, len(again)) == (CHOICE, 1)
+    assert not again.has_ending
+    server.status = 200
+    deliver(again, server.client())
+    again.close()
+    assert outbox.waiting() == []
+    assert server.sent("PATCH", "/trials") == []
+    assert server.sent("PUT", PATH) == [SENT, SENT]
+
+
+def test_an_end_before_them_is_the_end(outbox: Outbox) -> None:
+    box = outbox.box(sender())
+    box.put(Ending())
+    box.put(CHOICE)
+    assert box.has_ending
+    box.drop_all()
+    assert box.first == CHOICE
+    box.drop_first()
+    box.close()

@@ -1,0 +1,350 @@
+"""Limits that are clamped, ignored, overruled or left behind, and who may set them."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import signal
+import socketserver
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.reporting import warnings_in
+from zeus_plugins.cli import doctor
+from zeus_plugins.power_limit import (
+    CommandDevice,
+    Energy,
+    MaxSlowdown,
+    NvmlDevice,
+    PowerLimitProfiler,
+    PowerLimitUnavailableError,
+    ReplayMachine,
+    ReplayPoint,
+    Time,
+    ZeusCost,
+    find_devices,
+)
+from zeus_plugins.power_limit.devices import PowerLimitNotAppliedError, ZeusdDevice, set_and_check
+from zeus_plugins.power_limit.guard import LimitGuard, forget, recall, remember, reset_limits
+
+
+def device_of(**of_gpu: Any) -> tuple[NvmlDevice, FakeGpu]:
+    gpu = FakeGpu(**of_gpu)
+    return NvmlDevice("GPU-0", 0, "GPU 0 (H200)", FakeNvml([gpu])), gpu
+
+
+# Each step takes longer under a lower limit, and draws what it may. Cost at η = 0.5 with 700 W at most:
+# 700 W 1.0·(350+350) = 700 J, 600 W 1.02·650 = 663 J, 500 W 1.1·600 = 660 J, 400 W 1.4·550 = 770 J,
+# 300 W 1.7·500 = 850 J, 200 W 2.6·450 = 1170 J
+TABLE = {
+    700.0: ReplayPoint(1.0, 700.0),
+    600.0: ReplayPoint(1.02, 600.0),
+    500.0: ReplayPoint(1.1, 500.0),
+    400.0: ReplayPoint(1.4, 400.0),
+    300.0: ReplayPoint(1.7, 300.0),
+    200.0: ReplayPoint(2.6, 200.0),
+}
+
+
+class Replayed:
+    """A GPU of NVML whose training costs what the table says."""
+
+    def __init__(self, **of_gpu: Any) -> None:
+        self.device, self.gpu = device_of(**of_gpu)
+        self._where = ReplayMachine(TABLE)
+
+    def profiler(self, selector: Any = None, **options: Any) -> PowerLimitProfiler:
+        where = self._where
+        return PowerLimitProfiler(
+            [self.device],
+            selector or ZeusCost(0.5),
+            warmup_steps=0,
+            profile_steps=1,
+            monitor=where.monitor,
+            **({"limits_w": list(TABLE)} | options),
+        )
+
+    def train(self, zeus: PowerLimitProfiler, steps: int, *, ends: bool = True) -> list[float]:
+        limits_w = []
+        zeus.on_epoch_begin()
+        for _ in range(steps):
+            assert self.gpu.limit_mw is not None
+            limits_w.append(self.gpu.limit_mw / 1000)
+            self._where.devices[0].set_limit_w(min(TABLE, key=lambda limit_w: abs(limit_w - limits_w[-1])))
+            self._where.train()
+            zeus.on_step_end()
+        if ends:
+            zeus.on_epoch_end()
+        return limits_w
+
+
+# ---- Read back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("of_gpu", "in_force"),
+    [({"clamps_to_mw": 450_000}, 450), ({"ignores_limits": True}, 700)],
+    ids=["clamped", "ignored"],
+)
+def test_a_limit_that_is_accepted_and_not_applied_is_an_error(of_gpu: dict[str, Any], in_force: int) -> None:
+    device, _ = device_of(**of_gpu)
+    with pytest.raises(PowerLimitNotAppliedError, match=f"limit of 400 W, and has one of {in_force} W in force"):
+        set_and_check(device, 400.0)
+
+
+def test_limits_below_a_clamp_are_not_measured_under_a_wrong_name(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed(clamps_to_mw=450_000)
+    zeus = here.profiler()
+    assert here.train(zeus, 6) == [700, 600, 500, 500, 500, 500]
+    assert zeus.profile is not None
+    assert zeus.profile.limits_w == (500, 600, 700)
+    assert zeus.chosen_limit_w == 500
+    assert "has one of 450 W in force: the best of the limits that were measured before is taken" in caplog.text
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+
+
+def test_a_limit_that_is_ignored_from_the_start_is_never_measured(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed(ignores_limits=True)
+    zeus = here.profiler(limits_w=[600, 500])
+    here.train(zeus, 3)
+    assert zeus.chosen_limit_w is None
+    assert zeus.profile is not None
+    assert zeus.profile.samples == ()
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("no power limit is chosen")
+    zeus.close()
+
+
+def test_no_limit_is_tried_that_another_limiter_overrules() -> None:
+    here = Replayed(enforced_mw=500_000)
+    zeus = here.profiler(Time(), limits_w=None)
+    assert here.train(zeus, 1) == [500]
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+
+
+# ---- Who sets it ---------------------------------------------------------------------------------------------------
+
+
+def test_a_command_is_told_the_uuid(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    device, gpu = device_of()
+    by_command = CommandDevice(f"sh -c 'echo {{uuid}} {{watts}} > {told}'", device)
+    by_command.set_limit_w(400.0)
+    assert told.read_text() == "GPU-0 400\n"
+    assert gpu.limit_mw == 700_000
+    with pytest.raises(PowerLimitNotAppliedError):  # which the command did not do
+        set_and_check(by_command, 400.0)
+
+
+class Daemon(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    """A pretended zeusd: numbers the machine's GPUs in its own way."""
+
+    daemon_threads = True
+
+    def __init__(self, path: Path, gpus: list[tuple[int, FakeGpu]], *, tells_pci: bool = True) -> None:
+        self.gpus = dict(gpus)
+        self.tells_pci = tells_pci
+        self.authorizations: list[str | None] = []
+        super().__init__(str(path), Answer)
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    server: Daemon
+
+    def address_string(self) -> str:
+        return "unix"
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def _answer(self, status: int, body: Any) -> None:
+        text = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        gpus: list[dict[str, Any]] = [{"id": number, "name": "H200"} for number in self.server.gpus]
+        if self.server.tells_pci:
+            for each in gpus:
+                each["pci_address"] = self.server.gpus[each["id"]].pci_address[4:].lower()
+        self._answer(200, {"gpus": gpus})
+
+    def do_POST(self) -> None:
+        from urllib.parse import parse_qs, urlsplit
+
+        self.server.authorizations.append(self.headers.get("Authorization"))
+        url = urlsplit(self.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        assert (url.path, query["block"]) == ("/gpu/set_power_limit", "true")
+        gpu, limit_mw = self.server.gpus[int(query["gpu_ids"])], int(query["power_limit_mw"])
+        if limit_mw > 700_000:
+            self._answer(400, {"errors": {query["gpu_ids"]: "Invalid Argument"}})
+            return
+        gpu.limit_mw = limit_mw
+        self._answer(200, {})
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Any]:
+    daemons: list[Daemon] = []
+
+    def start(gpus: list[tuple[int, FakeGpu]], **options: Any) -> Daemon:
+        daemon = Daemon(tmp_path / "zeusd.sock", gpus, **options)
+        daemons.append(daemon)
+        threading.Thread(target=daemon.serve_forever, args=(0.01,), daemon=True).start()
+        return daemon
+
+    yield start
+    for daemon in daemons:
+        daemon.shutdown()
+        daemon.server_close()
+
+
+def test_zeusd_sets_the_limit_of_this_very_gpu_whatever_it_counts(
+    serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = FakeGpu(pci_address="00000000:0A:00.0", may_set_limit=False)
+    others = FakeGpu(uuid="GPU-1", pci_address="00000000:01:00.0")
+    daemon = serve([(0, others), (3, ours)])
+    monkeypatch.setenv("ZEUSD_SOCK_PATH", str(tmp_path / "zeusd.sock"))
+    monkeypatch.setenv("ZEUSD_TOKEN", "secret")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (device,) = find_devices(nvml=FakeNvml([ours]))  # in a container that has this GPU alone
+    assert isinstance(device, ZeusdDevice)
+    set_and_check(device, 400.0)
+    assert (ours.limit_mw, others.limit_mw) == (400_000, 700_000)
+    assert daemon.authorizations == ["Bearer secret"]
+    with pytest.raises(PowerLimitUnavailableError, match=r"zeusd refuses /gpu/set_power_limit \(400\): .*Invalid"):
+        device.set_limit_w(900.0)
+
+
+def test_a_zeusd_that_tells_no_addresses_is_asked_only_where_there_is_one_gpu(serve: Any, tmp_path: Path) -> None:
+    device, gpu = device_of()
+    by_zeusd = ZeusdDevice(str(tmp_path / "zeusd.sock"), device)
+    with pytest.raises(PowerLimitUnavailableError, match="zeusd does not answer on"):
+        by_zeusd.set_limit_w(400.0)
+    daemon = serve([(0, FakeGpu()), (1, gpu)], tells_pci=False)
+    with pytest.raises(PowerLimitUnavailableError, match=r"does not tell which of its 2 GPUs is GPU 0 \(H200\)"):
+        by_zeusd.set_limit_w(400.0)
+    del daemon.gpus[0]
+    by_zeusd.set_limit_w(400.0)
+    assert gpu.limit_mw == 400_000
+
+
+# ---- Left behind ---------------------------------------------------------------------------------------------------
+
+
+def test_a_limit_below_the_default_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed(limit_mw=300_000, default_mw=700_000)
+    zeus = here.profiler(limits_w=None)
+    here.train(zeus, 1)
+    (warning,) = warnings_in(caplog)
+    assert "has a power limit of 300 W in force, below its default of 700 W" in warning
+    assert "zeus-plugins doctor --reset-power-limits" in warning
+    zeus.close()
+
+
+def test_the_limit_of_a_killed_training_does_not_become_the_next_ones(caplog: pytest.LogCaptureFixture) -> None:
+    here = Replayed(default_mw=700_000)
+    killed = here.profiler()
+    here.train(killed, 3, ends=False)
+    assert here.gpu.limit_mw == 400_000
+    restorer = killed._rank.guard._restorer  # a container is killed with all that is in it
+    assert restorer is not None
+    restorer.kill()
+    restorer.communicate()
+
+    zeus = here.profiler(limits_w=None)
+    here.train(zeus, 1)
+    assert (
+        "GPU 0 (H200) still has the power limit of 400 W that a killed training left behind: restoring 700 W"
+        in caplog.text
+    )
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+    assert recall("GPU-0") is None
+    killed.close()
+
+
+def test_a_limit_that_somebody_has_set_since_is_not_taken_for_one_that_was_left_behind() -> None:
+    device, gpu = device_of(limit_mw=350_000)
+    remember("GPU-0", 700.0, 400.0)
+    assert LimitGuard([device]).initial_limits_w == (350.0,)
+    gpu.limit_mw = 400_000
+    assert LimitGuard([device]).initial_limits_w == (700.0,)
+
+
+def test_a_rank_without_gpus_leaves_the_handling_of_signals_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    LimitGuard(()).arm(400.0)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_damaged_records_are_none(state_directory: Path) -> None:
+    remember("GPU-0", 700.0, 400.0)
+    (file,) = (state_directory / "power-limits").iterdir()
+    file.write_text('{"original_w": ')
+    assert recall("GPU-0") is None
+    remember(None, 700.0, 400.0)
+    forget("GPU-0")
+    forget("GPU-0")
+    assert list((state_directory / "power-limits").iterdir()) == []
+
+
+def test_the_doctor_puts_limits_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, lowered = device_of(limit_mw=400_000, default_mw=650_000), device_of(limit_mw=300_000, default_mw=650_000)
+    silent, forbidden = device_of(), device_of(limit_mw=300_000, default_mw=650_000, may_set_limit=False)
+    remember("GPU-0", 600.0, 400.0)
+    (first,) = reset_limits([left[0]])
+    assert (first.found_w, first.wanted_w, left[1].limit_mw) == (400.0, 600.0, 600_000)
+    monkeypatch.setattr(doctor, "find_devices", lambda: [lowered[0], silent[0], forbidden[0]])
+    findings = [(each.level, each.text) for each in doctor.reset_power_limits()]
+    assert findings[0] == ("ok", "GPU 0 (H200): 300 W → 650 W")
+    assert (findings[1][0], findings[2][0]) == ("problem", "problem")
+    assert "does not tell its default limit" in findings[1][1]
+    assert "Insufficient Permissions" in findings[2][1]
+    assert lowered[1].limit_mw == 650_000
+
+
+# ---- Descending ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("selector", "tried", "chosen_w"),
+    [
+        (ZeusCost(0.5), [700, 600, 500, 400, 300], 500),  # 770 J and 850 J are clearly more than 660 J
+        (Time(), [700, 600, 500, 400, 300], 700),
+        (Energy(), list(TABLE), 300),  # 510 J; the last one, 520 J, is hardly more
+        (MaxSlowdown(1.1), [700, 600, 500, 400, 300], 500),
+    ],
+)
+def test_no_lower_limit_is_tried_once_the_cost_has_risen_clearly(
+    monkeypatch: pytest.MonkeyPatch, selector: Any, tried: list[float], chosen_w: float
+) -> None:
+    monkeypatch.setattr("zeus_plugins.power_limit.plan.limits_between", lambda *_: tuple(TABLE))
+    here = Replayed()
+    zeus = here.profiler(selector, limits_w=None)
+    limits_w = here.train(zeus, len(TABLE) + 1)
+    assert limits_w[: len(tried)] == tried
+    assert zeus.chosen_limit_w == chosen_w
+    assert set(limits_w[len(tried) :]) == {chosen_w}
+    zeus.close()
+    again = here.profiler(selector, limits_w=None, profile=zeus.profile)
+    assert set(here.train(again, 2)) == {chosen_w}
+    again.close()
+
+
+def test_limits_that_were_asked_for_are_all_tried() -> None:
+    here = Replayed()
+    zeus = here.profiler(Time())
+    assert here.train(zeus, len(TABLE)) == list(TABLE)
+    zeus.close()

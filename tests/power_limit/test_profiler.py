@@ -1,0 +1,411 @@
+"""Selectors, states and profiles with literal numbers, and the profiler on a pretended machine."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.power_limit_bench import (
+    BEST_W,
+    FOUND_W,
+    LIMITS_W,
+    TABLE,
+    Breaks,
+    Failing,
+    Forbidden,
+    machine,
+    profiler,
+    train,
+)
+from tests.support.reporting import warnings_in
+from zeus_plugins.energy import Measurement
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError
+from zeus_plugins.power_limit import (
+    Done,
+    Energy,
+    MaxSlowdown,
+    OptimumSelector,
+    PowerLimitProfile,
+    PowerLimitSample,
+    Profiling,
+    Ready,
+    Time,
+    Warmup,
+    Window,
+    ZeusCost,
+    limits_between,
+)
+from zeus_plugins.power_limit.plan import TRANSITIONS, check_transition
+from zeus_plugins.power_limit.selectors import epoch_cost
+from zeus_plugins.protocol import GpuConfig
+
+GPUS = GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="V100")
+
+
+def profile(**options: Any) -> PowerLimitProfile:
+    samples = [
+        PowerLimitSample(
+            limit_w=limit_w,
+            steps=10,
+            time_s=10 * point.time_per_step_s,
+            energy_j=10 * point.time_per_step_s * point.average_power_w,
+        )
+        for limit_w, point in TABLE.items()
+    ]
+    return PowerLimitProfile(**({"gpus": GPUS, "samples": samples} | options))
+
+
+# Selectors; the numbers are worked out beside the table
+
+
+@pytest.mark.parametrize(
+    ("selector", "limit_w"),
+    [
+        (Energy(), 150.0),
+        (Time(), 250.0),
+        (ZeusCost(1.0), 150.0),
+        (ZeusCost(0.5), 200.0),
+        (ZeusCost(0.0), 250.0),
+        (MaxSlowdown(1.0), 250.0),
+        (MaxSlowdown(1.05), 250.0),
+        (MaxSlowdown(1.06), 200.0),
+        (MaxSlowdown(1.3), 150.0),
+        (MaxSlowdown(3.0), 100.0),
+    ],
+)
+def test_the_selectors_choose(selector: OptimumSelector, limit_w: float) -> None:
+    assert selector.select(profile()) == limit_w
+
+
+@pytest.mark.parametrize(
+    ("limit_w", "eta", "cost_j"),
+    [(100.0, 0.5, 330.0), (150.0, 0.5, 225.0), (200.0, 0.5, 215.0), (250.0, 0.5, 223.25), (150.0, 1.0, 150.0)],
+)
+def test_the_cost_of_an_epoch(limit_w: float, eta: float, cost_j: float) -> None:
+    (sample,) = profile().only([limit_w]).samples
+    assert epoch_cost(sample, 1, 250.0, eta) == pytest.approx(cost_j)
+    assert epoch_cost(sample, 300, 250.0, eta) == pytest.approx(300 * cost_j)
+
+
+@pytest.mark.parametrize("selector", [Energy(), Time(), ZeusCost(0.5), MaxSlowdown(1.0)])
+def test_the_lowest_of_equal_limits_is_chosen(selector: OptimumSelector) -> None:
+    alike = [PowerLimitSample(limit_w=limit_w, steps=5, time_s=1.0, energy_j=9.0) for limit_w in (200, 100, 150)]
+    assert selector.select(profile(samples=alike)) == 100.0
+
+
+@pytest.mark.parametrize(
+    ("selector", "wrong", "problem"),
+    [(ZeusCost, wrong, "from 0 .* to 1") for wrong in (-0.1, 1.1, float("nan"))]
+    + [(MaxSlowdown, wrong, "1 or more") for wrong in (0.9, float("inf"), float("nan"))],
+)
+def test_a_selector_that_makes_no_sense_is_refused(selector: Any, wrong: float, problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        selector(wrong)
+
+
+# States
+
+
+def test_a_limit_warms_up_and_is_measured_step_by_step() -> None:
+    window = Window(warmup_steps=2, profile_steps=2)
+    states = [window.epoch_began(Ready(0), limits=2)]
+    for _ in range(8):
+        states.append(window.steps_ended(states[-1], 1, limits=2))
+    assert states == [
+        Warmup(0, 2),
+        Warmup(0, 1),
+        Profiling(0, 0),
+        Profiling(0, 1),
+        Warmup(1, 2),
+        Warmup(1, 1),
+        Profiling(1, 0),
+        Profiling(1, 1),
+        Done(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("window", "state", "steps", "following"),
+    [
+        (Window(0, 1), Profiling(0), 1, Profiling(1)),
+        (Window(3, 4), Warmup(0, 3), 2, Warmup(0, 1)),
+        (Window(3, 4), Warmup(0, 1), 5, Profiling(0)),
+        (Window(3, 4), Profiling(1, 1), 9, Done()),
+    ],
+)
+def test_steps_may_be_counted_together(window: Window, state: Any, steps: int, following: Any) -> None:
+    assert window.steps_ended(state, steps, limits=2) == following
+    assert Window(0, 1).epoch_began(Ready(0), limits=2) == Profiling(0)  # without a warm-up
+
+
+@pytest.mark.parametrize("state", [Warmup(3, 1), Profiling(3, 1), Ready(3)])
+def test_the_end_of_an_epoch_goes_back_to_the_beginning_of_the_limit(state: Any) -> None:
+    assert Window(1, 2).epoch_ended(state) == Ready(3)
+
+
+@pytest.mark.parametrize(
+    ("steps", "fitted"),
+    [(50, Window(10, 40)), (49, Window(10, 39)), (20, Window(4, 16)), (1, Window(0, 1)), (0, Window(0, 1))],
+)
+def test_windows_shrink_to_what_an_epoch_has(steps: int, fitted: Window) -> None:
+    assert Window(10, 40).fitted(steps) == fitted
+
+
+def test_the_diagram_in_the_documentation_shows_all_moves_and_no_others() -> None:
+    with pytest.raises(ValueError, match=r"from Done\(\) to Ready"):
+        check_transition(Done(), Ready())
+    diagram = (ROOT / "docs" / "power-limit.md").read_text().partition("```mermaid")[2].partition("```")[0]
+    drawn = set(re.findall(r"^ *(\w+) --> (\w+)", diagram, re.MULTILINE))
+    assert drawn == {(old.__name__, new.__name__) for old, news in TRANSITIONS.items() for new in news}
+
+
+def test_the_limits_to_try_go_downwards_from_the_highest() -> None:
+    assert limits_between(100.0, 250.0) == (250.0, 225.0, 200.0, 175.0, 150.0, 125.0, 100.0)
+    assert limits_between(110.0, 180.0, 30.0) == (180.0, 150.0, 120.0)
+    assert limits_between(100.0, 100.0) == (100.0,)
+
+
+# Profiles
+
+
+def test_a_profile_is_saved_and_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "profile.json"
+    profile(batch_size=64).save(path)
+    assert PowerLimitProfile.load(path) == profile(batch_size=64)
+    first = json.loads(path.read_text())["samples"][0]
+    assert first == {"limit_w": 100.0, "steps": 10, "time_s": 20.0, "energy_j": 1600.0, "source": ""}
+
+
+def test_a_profile_that_cannot_be_saved_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    profile().save(path)
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError("No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        profile(batch_size=64).save(path)
+    assert PowerLimitProfile.load(path) == profile()
+    assert [each.name for each in tmp_path.iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"gpus": {"max_power": 1}}'])
+def test_what_is_no_profile_is_an_error_that_says_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text)
+    with pytest.raises(ZeusBSOConfigError, match=r"profile.json holds no power-limit profile"):
+        PowerLimitProfile.load(path)
+
+
+def test_a_limit_measured_twice_is_refused() -> None:
+    twice = profile().samples[:1] * 2
+    with pytest.raises(ValueError, match="two samples have the same limit_w"):
+        profile(samples=twice)
+
+
+def test_a_later_sample_of_a_limit_replaces_the_earlier_one() -> None:
+    later = PowerLimitSample(limit_w=150.0, steps=1, time_s=1.0, energy_j=1.0)
+    assert profile().with_sample(later).limits_w == (100.0, 150.0, 200.0, 250.0)
+    assert profile().with_sample(later).samples[1] == later
+
+
+# The profiler
+
+
+def test_each_limit_is_measured_and_the_best_one_kept() -> None:
+    where = machine()
+    zeus = profiler(where)
+    assert train(where, zeus, 14) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
+    assert (zeus.chosen_limit_w, zeus.state) == (BEST_W, Done())
+    assert zeus.profile is not None
+    assert {sample.limit_w: sample.steps for sample in zeus.profile.samples} == dict.fromkeys(TABLE, 2)
+    assert where.devices[0].limit_w() == BEST_W
+    zeus.close()
+    assert where.devices[0].limit_w() == FOUND_W
+
+
+def test_between_epochs_the_limit_found_is_in_force_and_a_cut_measurement_begins_anew() -> None:
+    where = machine()
+    zeus = profiler(where)
+    train(where, zeus, 5)
+    assert (zeus.state, where.devices[0].limit_w()) == (Ready(1), FOUND_W)
+    assert train(where, zeus, 4) == [200.0] * 3 + [150.0]
+
+
+def test_several_gpus_have_the_same_limit_and_count_together() -> None:
+    where = machine(number_of_gpus=3)
+    zeus = profiler(where)
+    train(where, zeus)
+    assert [device.limit_w() for device in where.devices] == [BEST_W] * 3
+    assert zeus.profile is not None
+    assert zeus.profile.gpus.max_power == 750.0
+    assert zeus.profile.samples[0].average_power_w == pytest.approx(240.0)
+    zeus.close()
+    assert [device.limit_w() for device in where.devices] == [FOUND_W] * 3
+
+
+def test_no_limit_above_the_one_that_was_found_is_tried() -> None:
+    where = machine()
+    where.devices[0].set_limit_w(200.0)
+    zeus = profiler(where, limits_w=None, warmup_steps=0, profile_steps=1)
+    limits_w = [zeus.on_epoch_begin() or where.devices[0].limit_w()]
+    assert limits_w == [200.0]
+    zeus.close()
+    assert where.devices[0].limit_w() == 200.0
+
+
+def test_what_is_known_is_not_measured_again() -> None:
+    where = machine()
+    known = profile(gpus=where.monitor.gpus(), batch_size=64)
+    zeus = profiler(where, profile=known, batch_size=64)
+    assert train(where, zeus) == [BEST_W] * 12
+    assert zeus.profile == known
+    zeus = profiler(where, profile=known.only([100.0, 200.0, 250.0]), batch_size=64)
+    assert train(where, zeus, 4) == [150.0] * 3 + [BEST_W]
+    zeus.close()
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 32}, {"gpus": GPUS}], ids=["size", "GPUs"])
+def test_what_is_known_of_something_else_is_not_used(other: dict[str, Any]) -> None:
+    where = machine()
+    known = profile(**({"gpus": where.monitor.gpus(), "batch_size": 64} | other))
+    zeus = profiler(where, profile=known, batch_size=64)
+    assert train(where, zeus)[:12] == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
+    zeus.close()
+
+
+def test_an_observer_chooses_and_sets_nothing_for_good() -> None:
+    where = machine()
+    zeus = profiler(where, observe=True)
+    assert train(where, zeus, 14)[12:] == [FOUND_W] * 2
+    assert zeus.chosen_limit_w == BEST_W
+
+
+def test_known_epochs_shrink_the_windows() -> None:
+    where = machine()
+    zeus = profiler(where, warmup_steps=10, profile_steps=40)
+    zeus.on_epoch_begin(5)
+    assert zeus.state == Warmup(0, 1)
+    for steps, state in ((1, Profiling(0)), (4, Warmup(1, 1))):
+        where.train(steps)
+        zeus.on_step_end(steps)
+        assert zeus.state == state
+    assert zeus.profile is not None
+    assert zeus.profile.samples[0].steps == 4
+
+
+def test_epochs_of_unknown_length_shrink_the_windows_after_the_first_one() -> None:
+    where = machine()
+    zeus = profiler(where, warmup_steps=10, profile_steps=40)
+    train(where, zeus, steps=5, epochs=5)
+    assert zeus.chosen_limit_w == BEST_W
+    zeus.close()
+
+
+def test_nothing_happens_after_the_end() -> None:
+    where = machine()
+    zeus = profiler(where)
+    train(where, zeus, 2)
+    zeus.close()
+    zeus.close()
+    assert train(where, zeus) == [FOUND_W] * 12
+    assert zeus.is_done
+
+
+def test_work_in_the_queue_is_waited_for_at_both_ends_of_a_window() -> None:
+    where = machine()
+    seen: list[float] = []
+    zeus = profiler(where, synchronize=lambda: seen.append(where.time_s))
+    train(where, zeus, 6)
+    assert seen == [pytest.approx(time_s) for time_s in (0.95, 2.85, 3.85, 5.85)]
+    zeus.close()
+
+
+class Odd:
+    """A selector of a user's that chooses what was not measured."""
+
+    def select(self, profile: PowerLimitProfile) -> float:  # noqa: ARG002
+        return 123.0
+
+
+def test_a_choice_that_was_not_measured_is_an_error_and_leaves_no_limit() -> None:
+    where = machine()
+    zeus = profiler(where, Odd())
+    with pytest.raises(ZeusBSOBadOperationError, match="none of the limits measured"):
+        train(where, zeus)
+    assert where.devices[0].limit_w() == FOUND_W
+
+
+# Devices and monitors that fail
+
+
+@pytest.mark.parametrize("takes", [1, 2, 3, 4])
+def test_a_device_that_fails_later_ends_the_profiling_and_not_the_training(
+    takes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = machine()
+    zeus = profiler(where, devices=[Breaks(where.devices[0], takes)])
+    limits_w = train(where, zeus, epochs=2)
+    assert limits_w[-1] == FOUND_W
+    assert (zeus.chosen_limit_w, zeus.is_done) == (None, True)
+    assert warnings_in(caplog) == [
+        "no power limit is chosen, and the training goes on without one: GPU is lost",
+    ]
+
+
+def test_a_limit_that_cannot_be_put_back_is_said_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    where = machine()
+    device = Breaks(where.devices[0], 6, refuses=2)
+    zeus = profiler(where, devices=[device])
+    train(where, zeus)
+    assert device.takes == 0
+    zeus.close()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [
+        "the power limit of GPU 0 could not be put back to 250 W (GPU is lost): set it, e.g. with nvidia-smi -pl 250"
+    ]
+    assert warnings_in(caplog) == []
+
+
+def test_without_permission_the_limit_in_force_is_measured(caplog: pytest.LogCaptureFixture) -> None:
+    where = machine()
+    device = Forbidden()
+    zeus = profiler(where, devices=[device])
+    train(where, zeus, epochs=2)
+    assert device.asked == [200.0]
+    assert zeus.chosen_limit_w is None
+    assert zeus.profile is not None
+    assert [(sample.limit_w, sample.time_per_step_s) for sample in zeus.profile.samples] == [
+        (200.0, pytest.approx(TABLE[FOUND_W].time_per_step_s))
+    ]
+    (warning,) = warnings_in(caplog)
+    assert "Insufficient Permissions" in warning
+
+
+@pytest.mark.parametrize("fails_at", ["gpus", "begin", "end"])
+def test_a_monitor_that_fails_ends_the_profiling_and_not_the_training(
+    fails_at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = machine()
+    zeus = profiler(where, monitor=Failing(where, fails_at))
+    assert train(where, zeus)[-1] == FOUND_W
+    (warning,) = warnings_in(caplog)
+    assert warning.startswith("no power limit is chosen, and the training goes on without one: the counter is gone")
+
+
+def test_a_limit_that_could_not_be_measured_is_measured_anew() -> None:
+    where = machine()
+    zeus = profiler(where, monitor=Failing(where, "end", only=2))
+    train(where, zeus, 3 * len(LIMITS_W) + 2)
+    assert zeus.chosen_limit_w == BEST_W
+    assert zeus.profile is not None
+    assert zeus.profile.limits_w == tuple(sorted(LIMITS_W))
+    zeus.close()
+
+
+def test_a_measurement_of_no_time_ends_the_profiling(caplog: pytest.LogCaptureFixture) -> None:
+    where = machine()
+    zeus = profiler(where, monitor=Failing(where, "", measurement=Measurement(0.0, 0.0, "odd")))
+    assert train(where, zeus)[-1] == FOUND_W
+    assert "a measurement makes no sense" in warnings_in(caplog)[0]

@@ -1,0 +1,182 @@
+"""Whatever happens in whatever order, each GPU has a limit that it is entitled to, and in the end the one it had."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import event, example, given, settings
+
+from tests.support.power_limit_bench import LIMITS_W, TABLE, Wrapped, profiler
+from tests.support.properties import examples
+from zeus_plugins.energy import EnergyUnavailableError, Measurement
+from zeus_plugins.power_limit import (
+    Done,
+    Energy,
+    PowerLimitProfiler,
+    PowerLimitUnavailableError,
+    Profiling,
+    Ready,
+    ReplayMachine,
+    Time,
+    Warmup,
+    ZeusCost,
+)
+from zeus_plugins.power_limit.plan import TRANSITIONS
+from zeus_plugins.protocol import GpuConfig
+
+EVENTS = st.one_of(
+    st.tuples(st.just("begin"), st.none() | st.integers(0, 12)),
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("end"), st.none()),
+    # What goes wrong next: the next so many settings of a GPU's limit, or the next call of the monitor.
+    st.tuples(st.just("break device"), st.integers(0, 2)),
+    st.tuples(st.just("break monitor"), st.none()),
+    st.tuples(st.just("close"), st.none()),
+)
+# Trainings as they are, epoch by epoch, so that many of the runs come to a choice; then anything.
+TRAININGS = st.lists(st.integers(0, 16), max_size=6).map(
+    lambda epochs: [event for steps in epochs for event in (("begin", None), *[("step", 1)] * steps, ("end", None))]
+)
+
+
+class Fragile(Wrapped):
+    """A GPU that refuses its next limit when it is told to, once."""
+
+    is_broken = False
+
+    def set_limit_w(self, limit_w: float) -> None:
+        if self.is_broken:
+            self.is_broken = False
+            raise PowerLimitUnavailableError("refused")
+        super().set_limit_w(limit_w)
+
+
+class FragileMonitor:
+    """A monitor that fails at its next call when it is told to, once; counts its open windows."""
+
+    source = "fragile"
+
+    def __init__(self, where: ReplayMachine) -> None:
+        self._monitor = where.monitor
+        self.is_broken = False
+        self.open = 0
+
+    def gpus(self) -> GpuConfig:
+        return self._monitor.gpus()
+
+    def begin_window(self, name: str) -> None:
+        self._fail()
+        self._monitor.begin_window(name)
+        self.open += 1
+
+    def end_window(self, name: str) -> Measurement:
+        measured = self._monitor.end_window(name)
+        self.open -= 1
+        self._fail()
+        return measured
+
+    def _fail(self) -> None:
+        if self.is_broken:
+            self.is_broken = False
+            raise EnergyUnavailableError("gone")
+
+
+def entitled_w(profiler: PowerLimitProfiler, found_w: float, may_set: bool) -> set[float]:
+    """The limits that a GPU may have now."""
+    state = profiler.state
+    if not may_set:
+        return {found_w}
+    match state:
+        case Ready():
+            return {found_w}
+        case Warmup(position) | Profiling(position):
+            return {LIMITS_W[position]}
+        case Done():
+            return {found_w if profiler.chosen_limit_w is None else profiler.chosen_limit_w}
+
+
+@settings(max_examples=examples(400), deadline=None)
+@given(
+    found_w=st.sampled_from(sorted(TABLE)),
+    warmup_steps=st.integers(0, 2),
+    profile_steps=st.integers(1, 3),
+    selector=st.sampled_from([Energy(), Time(), ZeusCost(0.5)]),
+    trained=TRAININGS,
+    events=st.lists(EVENTS, max_size=30),
+)
+@example(
+    found_w=100.0,
+    warmup_steps=0,
+    profile_steps=1,
+    selector=Energy(),
+    trained=[("begin", None), *[("step", 1)] * 3],
+    events=[("break device", 1), ("step", 1)],
+)
+# It refuses to be put back once, in the midst of another limit.
+@example(
+    found_w=250.0,
+    warmup_steps=0,
+    profile_steps=1,
+    selector=Energy(),
+    trained=[("begin", None), ("step", 1)],
+    events=[("break device", 1), ("end", None)],
+)
+def test_every_gpu_has_a_limit_it_is_entitled_to(
+    found_w: float,
+    warmup_steps: int,
+    profile_steps: int,
+    selector: Any,
+    trained: list[tuple[str, int | None]],
+    events: list[tuple[str, int | None]],
+) -> None:
+    where = ReplayMachine(TABLE, number_of_gpus=3)
+    devices = [Fragile(device) for device in where.devices]
+    for device in devices:
+        device.set_limit_w(found_w)
+    monitor = FragileMonitor(where)
+    zeus = profiler(
+        where,
+        selector,
+        devices=devices,
+        warmup_steps=warmup_steps,
+        profile_steps=profile_steps,
+        monitor=monitor,
+    )
+    is_closed = has_begun = is_forbidden = False
+    for what, number in [*trained, *events]:
+        before = zeus.state
+        match what:
+            case "begin":
+                # At first it sets what is in force anyway, to see whether it may; the monitor must answer, too.
+                if not has_begun and not is_closed:
+                    is_forbidden = any(device.is_broken for device in devices)
+                    has_begun = True
+                zeus.on_epoch_begin(number)
+            case "step":
+                where.train(number or 1)
+                zeus.on_step_end(number or 1)
+            case "end":
+                zeus.on_epoch_end()
+            case "break device":
+                devices[number or 0].is_broken = True
+            case "break monitor":
+                monitor.is_broken = True
+            case "close":
+                # An exit path puts limits back with what works; a device that refuses then is another test's.
+                for device in devices:
+                    device.is_broken = False
+                zeus.close()
+                is_closed = True
+        if isinstance(before, Ready | Warmup | Profiling) and not is_closed and what in ("step", "end"):
+            assert type(zeus.state) is type(before) or type(zeus.state) in TRANSITIONS[type(before)]
+        assert isinstance(zeus.state, Profiling) or monitor.open == 0
+        limits_w = {device.limit_w() for device in devices}
+        if not any(device.is_broken for device in devices):
+            assert limits_w <= entitled_w(zeus, found_w, not (is_closed or is_forbidden)), (what, zeus.state)
+    event(f"{type(zeus.state).__name__}, chosen: {zeus.chosen_limit_w}")
+    for device in devices:
+        device.is_broken = False
+    zeus.close()
+    assert [device.limit_w() for device in devices] == [found_w] * 3
+    assert monitor.open == 0

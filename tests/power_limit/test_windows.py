@@ -1,0 +1,187 @@
+"""Windows of power limits against counters that move in steps, compilation, and temperatures that rise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
+from tests.support.fake_trainer import FakeTrainer, on_each_rank
+from tests.support.power_limit_bench import FOUND_W, LIMITS_W, machine, profiler
+from zeus_plugins.energy import Measurement, NvmlMonitor
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit import NvmlDevice, PowerLimitProfiler, Ready, Window, ZeusCost
+from zeus_plugins.power_limit.plan import Pace, Part
+from zeus_plugins.power_limit.profiler import PATIENCE_S, Waiting
+from zeus_plugins.training.power_run import PowerLimitFindings
+
+COUNTER_S = 0.1
+WIDE_W = (700.0, 550.0, 400.0, 250.0)
+
+
+class SteppingGpu:
+    """A GPU whose counter moves every 100 ms, and whose steps take 1.5 ms or so.
+
+    Above 500 W it draws what the model needs, which is 500 W; below, its clock falls with the cube root of the limit.
+    """
+
+    def __init__(self, step_s: float = 0.0015) -> None:
+        self.clock = Clock(0.0)
+        self.gpu = FakeGpu(counter_mj=1_000)
+        self.nvml = FakeNvml([self.gpu])
+        self.monitor = NvmlMonitor(nvml=self.nvml, clock=self.clock)
+        self.devices = [NvmlDevice("GPU-0", 0, "GPU 0", self.nvml)]
+        self._step_s = step_s
+        self._energy_mj = 1_000.0
+
+    def step_of(self, limit_w: float) -> tuple[float, float]:
+        """Seconds and watts of a step under a limit."""
+        power_w = min(limit_w, 500.0)
+        return self._step_s * (500.0 / power_w) ** (1 / 3), power_w
+
+    def cost_j(self, limit_w: float) -> float:
+        time_s, power_w = self.step_of(limit_w)
+        return time_s * (0.5 * power_w + 0.5 * 700.0)
+
+    def train(self) -> None:
+        assert self.gpu.limit_mw is not None
+        time_s, power_w = self.step_of(self.gpu.limit_mw / 1000)
+        before_s, self.clock.now_s = self.clock.now_s, self.clock.now_s + time_s
+        moved_s = math.floor(self.clock.now_s / COUNTER_S + 1e-9) * COUNTER_S
+        if moved_s > before_s:
+            self.gpu.counter_mj = round(self._energy_mj + 1000 * power_w * (moved_s - before_s))
+        self._energy_mj += 1000 * power_w * time_s
+
+
+def profiled(here: SteppingGpu, epochs: int, steps: int, **options: Any) -> PowerLimitProfiler:
+    zeus = PowerLimitProfiler(here.devices, ZeusCost(0.5), monitor=here.monitor, clock=here.clock, **options)
+    for _ in range(epochs):
+        zeus.on_epoch_begin(steps)
+        for _ in range(steps):
+            here.train()
+            zeus.on_step_end()
+        zeus.on_epoch_end()
+    return zeus
+
+
+# In an epoch of 0.8 s a window's ends, each of which misses up to 0.1 s of energy, weigh more.
+@pytest.mark.parametrize(
+    ("epochs", "steps", "error"), [(1, 12_000, 0.06), (30, 500, 0.15)], ids=["long epochs", "epochs of 0.8 s"]
+)
+def test_a_counter_that_moves_ten_times_a_second_does_not_mislead(epochs: int, steps: int, error: float) -> None:
+    here = SteppingGpu()
+    zeus = profiled(here, epochs, steps, limits_w=WIDE_W)
+    assert zeus.profile is not None
+    assert len(zeus.profile.samples) == len(WIDE_W)
+    for sample in zeus.profile.samples:
+        assert sample.time_s >= 2.0
+        assert sample.average_power_w == pytest.approx(here.step_of(sample.limit_w)[1], rel=error)
+    chosen_w = zeus.chosen_limit_w
+    assert chosen_w is not None
+    assert here.cost_j(chosen_w) <= 1.03 * min(here.cost_j(limit_w) for limit_w in WIDE_W)
+    zeus.close()
+
+
+def test_a_window_without_a_move_of_the_counter_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    here = SteppingGpu()
+    zeus = profiled(here, 1, 3000, warmup_s=0.0, profile_s=0.0)
+    assert zeus.chosen_limit_w is None
+    assert "the monitor measured 0 J in " in caplog.text
+    zeus.close()
+    assert here.gpu.limit_mw == 700_000
+
+
+def test_a_window_grows_at_the_pace_of_its_steps() -> None:
+    pace = Pace(Window(10, 40), 0.5, 2.0)
+    too_short, long_enough, timeless = (Part(40, time_s, 1.0) for time_s in (0.06, 4.0, 0.0))
+    assert pace.measured(too_short) == (Pace(Window(334, 1400), 0.5, 2.0, part=too_short), None)
+    assert pace.measured(long_enough) == (pace, long_enough)
+    assert pace.measured(timeless) == (pace, timeless)
+
+
+def test_steps_of_several_epochs_count_together() -> None:
+    part = Part(3, 1.5, 30.0, "nvml").plus(Part(1, 0.5, 10.0, "nvml"))
+    assert (part, part.plus(None)) == (Part(4, 2.0, 40.0, "nvml"), part)
+
+
+def test_several_ranks_take_the_longest_time_and_all_energy() -> None:
+    ranks = [Measurement(1.0, 5.0, "nvml"), Measurement(1.5, 7.0, "nvml")]
+    assert Part.of(4, ranks) == Part(4, 1.5, 12.0, "nvml")
+
+
+# ---- Waiting -------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_steps_are_left_to_compilation() -> None:
+    where = machine()
+    zeus = profiler(where, warmup_steps=0, profile_steps=1, wait_steps=3)
+    limits_w = []
+    for steps in (2, 5):
+        zeus.on_epoch_begin(steps)
+        for _ in range(steps):
+            limits_w.append(where.devices[0].limit_w())
+            where.train()
+            zeus.on_step_end()
+        zeus.on_epoch_end()
+    assert limits_w == [FOUND_W] * 3 + list(LIMITS_W)
+    zeus.close()
+
+
+def test_limits_are_not_tried_before_the_temperature_is_stable() -> None:
+    here = SteppingGpu(step_s=0.1)
+    here.gpu.temperature_c = 40
+    zeus = PowerLimitProfiler(here.devices, ZeusCost(), monitor=here.monitor, limits_w=[700, 500], clock=here.clock)
+    zeus.on_epoch_begin()
+    settled_s = None
+    for _ in range(800):
+        here.train()
+        here.gpu.temperature_c = 40 + min(30, round(here.clock.now_s))
+        zeus.on_step_end()
+        if settled_s is None and not isinstance(zeus.state, Ready):
+            settled_s = here.clock.now_s
+    assert settled_s is not None
+    assert 44.0 < settled_s < 47.0  # warm after 30 s, and that for 15 s
+    assert zeus.chosen_limit_w is not None
+    zeus.close()
+
+
+@pytest.mark.parametrize(
+    ("temperatures", "settled_s"),
+    [
+        (lambda _: None, 0),
+        (lambda _: 60.0, 15),
+        (lambda now_s: min(now_s, 50.0), 64),
+        (lambda now_s: now_s, PATIENCE_S),
+    ],
+    ids=["not told", "warm", "rises for 50 s", "rises for ever"],
+)
+def test_a_temperature_is_stable_after_a_quarter_of_a_minute_within_a_degree(
+    temperatures: Any, settled_s: float
+) -> None:
+    waiting = Waiting(0, all)
+    found = next(now_s for now_s in range(1000) if waiting.is_settled(now_s, temperatures(now_s)))
+    assert found == settled_s
+
+
+def test_all_ranks_wait_for_the_last_of_them() -> None:
+    def wait(port: FakeTrainer) -> int:
+        clock = Clock(0.0)
+        gpu = FakeGpu(temperature_c=50)
+        waiting = Waiting(1, port.all_gather, clock)
+        steps = 0
+        while not waiting.is_over:
+            steps += 1
+            clock.now_s += 1.0
+            gpu.temperature_c = 50 + (steps if port.rank == 1 and steps < 30 else 0)
+            waiting.pass_steps(1, [NvmlDevice("GPU-0", 0, "GPU 0", FakeNvml([gpu]))])
+        return steps
+
+    first, second = on_each_rank(2, wait)
+    assert first == second == 51
+
+
+def test_negative_waits_are_refused() -> None:
+    with pytest.raises(ZeusBSOConfigError, match="profile_s -1: none is below 0"):
+        PowerLimitFindings(profile_s=-1)

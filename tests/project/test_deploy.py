@@ -1,0 +1,310 @@
+"""The files of deploy/ agree with each other and with the product: settings, commands, images, ports, statuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from argparse import ArgumentParser
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from bso_server import cli
+from bso_server.app import store_of
+from bso_server.settings import Settings, file_variable_of, variable_of
+from tests.support.artefacts import (
+    COMPOSE,
+    DEPLOY,
+    DOCKERFILES,
+    KUBERNETES,
+    ROOT,
+    SERVER_IMAGE,
+    TRAINING_IMAGE,
+    TRAININGS,
+    WORKFLOW,
+    Launch,
+    documents,
+    launches,
+    manifests,
+    pods,
+)
+from tests.support.servers import ServerProcess, free_port
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.environment import VARIABLES
+from zeus_plugins.errors import ZeusBSOTrainFailError
+from zeus_plugins.protocol import Paths
+
+LAUNCHES = list(launches())
+OF_SERVER = {make(name): name for name in Settings.model_fields for make in (variable_of, file_variable_of)}
+OF_TRAININGS = {variable.name for variable in VARIABLES}
+PORT = Settings.model_fields["server_port"].default
+RELAUNCH = ZeusBSOTrainFailError.exit_status
+
+
+def by_place(launch: Launch) -> str:
+    return f"{launch.place}-{' '.join(launch.arguments)}"
+
+
+def test_all_artefacts_are_seen() -> None:
+    images = [launch.image for launch in LAUNCHES]
+    assert images.count(SERVER_IMAGE) >= 6
+    assert images.count(TRAINING_IMAGE) >= 9
+    kinds = {document["kind"] for _, document in manifests()}
+    assert kinds > {"Deployment", "Job", "CronJob", "TrainJob", "PyTorchJob", "ServiceMonitor", "NetworkPolicy"}
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=by_place)
+def test_the_variables_of_a_launch_exist(launch: Launch) -> None:
+    ours = {name for name in launch.environ if name.startswith("ZEUS")}
+    assert ours <= (OF_SERVER.keys() if launch.image == SERVER_IMAGE else OF_TRAININGS)
+
+
+@pytest.mark.parametrize("launch", LAUNCHES, ids=by_place)
+def test_the_image_of_a_launch_is_the_one_of_this_version(launch: Launch) -> None:
+    assert launch.image in {"", "postgres", SERVER_IMAGE, TRAINING_IMAGE}
+    if launch.image != "postgres" and launch.tag:
+        assert launch.tag == version("zeus-plugins")
+
+
+@pytest.mark.parametrize("launch", [each for each in LAUNCHES if each.image == SERVER_IMAGE], ids=by_place)
+def test_the_server_is_launched_with_settings_and_commands_that_it_takes(
+    launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stated = {name: value for name, value in launch.environ.items() if not name.endswith("_FILE")}
+    assert Settings(**{OF_SERVER[name]: value for name, value in stated.items()}).server_port == PORT
+    if launch.arguments:
+        cli._parser().parse_args(launch.arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", [each for each in LAUNCHES if each.image == TRAINING_IMAGE], ids=by_place)
+def test_a_training_is_launched_with_arguments_that_it_takes(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launch.command[:1] in {(), ("python3",), ("torchrun",)}
+    program, *arguments = (*launch.command[1:], *launch.arguments)
+    assert options_of(program, arguments, monkeypatch).job_id.startswith("digits")
+
+
+def options_of(script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The arguments of an example, as it reads them."""
+    pytest.importorskip("lightning")
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))  # as Python does for a script
+    spec = importlib.util.spec_from_file_location("an_example", ROOT / script)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    parse = ArgumentParser.parse_args
+    taken: list[Any] = []
+
+    def stop(parser: ArgumentParser) -> NoReturn:
+        taken.append(parse(parser))
+        raise SystemExit
+
+    monkeypatch.setattr(ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit):
+        example.main()
+    return taken[0]
+
+
+def test_the_port_is_the_same_everywhere() -> None:
+    dockerfile = DOCKERFILES[0].read_text()
+    assert re.findall(r"^EXPOSE (\d+)$", dockerfile, re.MULTILINE) == [str(PORT)]
+    assert [port.rpartition(":")[2] for port in COMPOSE["services"]["server"]["ports"]] == [str(PORT)]
+    base = KUBERNETES / "base"
+    (service,), (deployment,) = documents(base / "service.yaml"), documents(base / "deployment.yaml")
+    assert [port["port"] for port in service["spec"]["ports"]] == [PORT]
+    (pod,) = pods(deployment)
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"name": service["spec"]["ports"][0]["targetPort"], "containerPort": PORT}]
+    name, namespace = service["metadata"]["name"], "zeus-bso"
+    urls = {launch.environ.get("ZEUS_SERVER_URL") for launch in LAUNCHES} - {None}
+    assert urls == {f"http://{name}.{namespace}.svc:{PORT}"}
+
+
+def test_probes_and_metrics_ask_for_routes_that_exist() -> None:
+    ((_, deployment),) = [found for found in manifests() if found[0] == KUBERNETES / "base" / "deployment.yaml"]
+    ((container,),) = [pod["containers"] for pod in pods(deployment)]
+    paths = {kind: container[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert paths == {"startup": Paths.HEALTH, "liveness": Paths.HEALTH, "readiness": Paths.READY}
+    (monitor,) = documents(KUBERNETES / "components" / "monitoring" / "servicemonitor.yaml")
+    assert [endpoint["path"] for endpoint in monitor["spec"]["endpoints"]] == [Paths.METRICS]
+
+
+def test_images_of_the_overlays_have_this_versions_tag() -> None:
+    for overlay in ("sqlite", "postgresql"):
+        (kustomization,) = documents(KUBERNETES / "overlays" / overlay / "kustomization.yaml")
+        (image,) = kustomization["images"]
+        assert (image["name"], image["newTag"]) == (SERVER_IMAGE, version("zeus-plugins"))
+
+
+class TestCompose:
+    def test_the_database_is_healthy_and_its_schema_there_before_the_server(self) -> None:
+        services = COMPOSE["services"]
+        assert services["upgrade"]["depends_on"] == {"postgres": {"condition": "service_healthy"}}
+        waits = services["server"]["depends_on"]["upgrade"]
+        assert waits == {"condition": "service_completed_successfully"}
+        assert "healthcheck" in services["postgres"]
+        assert "restart" not in services["upgrade"]
+
+    def test_secrets_are_files_that_are_declared(self) -> None:
+        (declared,) = COMPOSE["secrets"].items()
+        assert declared == ("db_password", {"file": "secrets/db_password"})
+        for service in COMPOSE["services"].values():
+            assert service["secrets"] == ["db_password"]
+            named = [value for name, value in service["environment"].items() if name.endswith("_FILE")]
+            assert named == ["/run/secrets/db_password"]
+        assert "deploy/secrets/" in (ROOT / ".gitignore").read_text().splitlines()
+
+    def test_the_server_takes_its_password_from_the_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "db_password").write_text("hush\n")
+        environment = COMPOSE["services"]["server"]["environment"]
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value.replace("/run/secrets", str(tmp_path)))
+        settings = Settings()
+        assert settings.db_password is not None
+        assert settings.db_password.get_secret_value() == "hush"
+        assert "postgres" in store_of(settings).description
+
+
+def launched_as(command: list[str], folder: Path, statuses: tuple[int, ...]) -> tuple[int, int]:
+    """Run a command with a `python` that only pretends, ending with one status after another.
+
+    Returns:
+        How often it was launched, and the exit status of the command.
+    """
+    (folder / "statuses").write_text("".join(f"{status}\n" for status in statuses))
+    python = folder / "python"
+    python.write_text(
+        '#!/bin/sh\ncd "$(dirname "$0")"; echo "$@" >> calls\nexit "$(sed -n "$(wc -l < calls)p" statuses)"\n'
+    )
+    python.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    status = subprocess.run(command, env=environ, check=False).returncode
+    return len((folder / "calls").read_text().splitlines()), status
+
+
+class TestRelaunching:
+    def test_the_cron_job_relaunches_at_a_missed_target_alone(self) -> None:
+        _, cron = documents(TRAININGS / "kubernetes" / "nightly.yaml")
+        assert cron["spec"]["concurrencyPolicy"] == "Forbid"
+        job = cron["spec"]["jobTemplate"]["spec"]
+        assert job["backoffLimit"] > 0
+        (pod,) = pods(job)
+        assert pod["restartPolicy"] == "Never"  # what a policy for failures asks for
+        disruption, status = job["podFailurePolicy"]["rules"]
+        assert disruption["action"] == "Ignore"
+        assert (status["action"], status["onExitCodes"]["operator"]) == ("FailJob", "NotIn")
+        assert status["onExitCodes"]["values"] == [RELAUNCH]
+        assert status["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+        assert "--on-failure=raise" in pod["containers"][0]["args"]
+
+    @pytest.mark.parametrize(
+        ("statuses", "launched", "ended"),
+        [((0,), 1, 0), ((RELAUNCH, RELAUNCH, 0), 3, 0), ((1,), 1, 1), ((RELAUNCH, 2), 2, 2), ((RELAUNCH,) * 9, 5, 75)],
+    )
+    def test_the_workflow_relaunches_at_a_missed_target_alone(
+        self, tmp_path: Path, statuses: tuple[int, ...], launched: int, ended: int
+    ) -> None:
+        (script,) = [step["run"] for step in WORKFLOW["jobs"]["train"]["steps"] if "attempt" in step.get("run", "")]
+        # As GitHub runs it.
+        shell = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]
+        assert launched_as(shell, tmp_path, statuses) == (launched, ended)
+
+    @pytest.mark.parametrize(("statuses", "launched"), [((0,), 1), ((RELAUNCH, RELAUNCH, 0), 3), ((RELAUNCH, 1), 2)])
+    def test_crons_line_relaunches_at_a_missed_target_alone(
+        self, tmp_path: Path, statuses: tuple[int, ...], launched: int
+    ) -> None:
+        page = (ROOT / "docs" / "deployment.md").read_text()
+        (command,) = re.findall(r"^0 2 \* \* \* (flock .*)$", page, re.MULTILINE)
+        command = command.replace("/tmp/digits.lock", str(tmp_path / "lock"))  # noqa: S108 - the documentation's
+        assert launched_as(["sh", "-c", command], tmp_path, statuses)[0] == launched
+
+    @pytest.mark.slow
+    def test_the_workflows_commands_exist(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        script = "\n".join(step.get("run", "") for step in WORKFLOW["jobs"]["train"]["steps"])
+        (command,) = re.findall(r"python (examples/\S+) (.*?) \|\|", script)
+        options = options_of(command[0], command[1].split(), monkeypatch)
+        assert options.on_failure == "raise"
+        assert "zeus-plugins doctor" in script
+
+    @pytest.mark.slow
+    def test_a_training_that_misses_its_target_ends_with_that_status(self, server: ServerProcess) -> None:
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "lightning_digits.py"),
+            "--target",
+            "1",
+            "--job-id",
+            "digits-1",
+        ]
+        done = subprocess.run(
+            [*command, "--on-failure", "raise", "--server-url", server.url],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == RELAUNCH, done.stderr
+        assert "ZeusBSOTrainFailError" in done.stderr
+        with BsoClient(server.url) as client:
+            (trial,) = client.show_job("digits-1").trials
+        assert trial.state == "exhausted"
+
+
+@pytest.mark.slow
+def test_a_data_parallel_job_is_one_trial_of_all_its_nodes(server: ServerProcess, tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    (launch,) = [each for each in LAUNCHES if each.place.endswith("trainjob-data-parallel.yaml")]
+    here = {"--accelerator=gpu": "--accelerator=cpu", "--devices=2": "--devices=1"}
+    arguments = [here.get(argument, argument) for argument in launch.arguments]
+    assert (launch.command[0], set(here) <= set(launch.arguments)) == ("torchrun", True)
+    # What the operator sets, with one process on each node.
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ZEUS_SERVER_URL": server.url,
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+    }
+    nodes = []
+    for rank in range(2):
+        with (tmp_path / f"{rank}.txt").open("w") as output:
+            nodes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "torch.distributed.run", *launch.command[1:], *arguments],
+                    env={**environ, "PET_NODE_RANK": str(rank)},
+                    cwd=ROOT,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    try:
+        # A node whose sibling has died waits for it for long.
+        statuses = [node.wait(300) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert statuses == [0, 0], "\n".join(path.read_text() for path in sorted(tmp_path.glob("*.txt")))
+    with BsoClient(server.url) as client:
+        (trial,) = client.show_job("digits-trainjob-parallel").trials
+    assert (trial.state, trial.batch_size) == ("completed", 64)
+    assert trial.energy_source is not None
+    assert "2 nodes" in trial.energy_source
+
+
+def test_no_file_of_deploy_is_left_out_of_the_documentation() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    own = [*DOCKERFILES, DEPLOY / "compose.yaml", *TRAININGS.rglob("*.yaml"), *DEPLOY.glob("github/*.yaml")]
+    overlays = [path.parent for path in KUBERNETES.glob("[oc]*/*/kustomization.yaml")]
+    assert [path.name for path in [*own, *overlays] if f"deploy/{path.relative_to(DEPLOY)}" not in text] == []

@@ -1,0 +1,255 @@
+"""The documentation says what is so: links, commands, tables of fields and arguments, and the README's examples."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import shlex
+import subprocess
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs import generated
+from tests.support import ROOT
+from tests.support.lightning_bench import QUIET
+from zeus_plugins import JobSpec
+from zeus_plugins.cli import energy
+from zeus_plugins.errors import ZeusBSOTrainFailError
+from zeus_plugins.protocol import EndReason, Origin, Stage, TrialState
+
+pytestmark = QUIET
+
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), ROOT / "examples" / "README.md"]
+REFERENCE = (DOCS / "reference.md").read_text()
+
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of the page's headings in links to them."""
+    headings = re.findall(r"^#+ (.*)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", page.read_text())):
+        if link.startswith(("http://", "https://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path) if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in anchors(target), link
+
+
+def test_every_page_is_in_one_group_of_the_site() -> None:
+    toctrees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.MULTILINE | re.DOTALL)
+    listed = [line for tree in toctrees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = [page.stem for page in DOCS.glob("*.md") if page.name != "index.md"]
+    assert sorted(listed) == sorted(pages), "docs/index.md lists each page of docs/ once, below the group it belongs to"
+    assert "(docs/index.md" in README.read_text()
+
+
+@pytest.mark.parametrize(("page", "least"), [("matrix.md", 50), ("reliability.md", 30)])
+def test_the_tests_that_a_page_names_exist(page: str, least: int) -> None:
+    files = list((ROOT / "tests").rglob("*.py"))
+    names = set(
+        re.findall(r"^ *(?:async )?def (test_\w+)", "\n".join(file.read_text() for file in files), re.MULTILINE)
+    )
+    spans = INLINE.findall((DOCS / page).read_text())
+    patterns = [span.replace("…", r"\w+") for span in spans if span.startswith("test_")]
+    assert len(patterns) > least
+    assert [pattern for pattern in patterns if not any(re.fullmatch(pattern, name) for name in names)] == []
+    assert [span for span in spans if span.startswith("tests/") and not (ROOT / span).exists()] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text().splitlines()) <= 100
+
+
+def commands() -> Iterator[tuple[str, bool]]:
+    """Every command of ours in the documentation, and whether it stands by itself, to be typed as it is."""
+    for page in PAGES:
+        if page.name == "CHANGELOG.md":
+            continue
+        text = page.read_text()
+        for language, block in FENCED.findall(text):
+            if language in {"sh", "bash"}:
+                for line in block.replace("\\\n", " ").splitlines():
+                    if found := re.search(r"(?:^|[\s/])((?:bso-server|zeus-plugins) [^#;]*)", line):
+                        yield found[1].strip(), not re.search(r"[\[|$<…]", found[1])
+        for span in INLINE.findall(FENCED.sub("", text)):
+            if re.match(r"(bso-server|zeus-plugins) ", span):
+                yield span, False
+
+
+@pytest.mark.parametrize(("command", "is_whole"), sorted(set(commands())))
+def test_commands_can_be_typed_as_they_are_shown(command: str, is_whole: bool) -> None:
+    name, *arguments = shlex.split(command)
+    if "--" in arguments:
+        arguments = [*arguments[: arguments.index("--")], "--", "true"]
+    parser = generated.PARSERS[name]()
+    if is_whole:
+        parser.parse_args(arguments)
+    options = re.findall(r"(?<!\S)\[?\|?(--[a-z][a-z-]*)", command) + re.findall(r"\|(--[a-z][a-z-]*)", command)
+    words: list[str] = []
+    for argument in arguments:
+        if argument.startswith(("-", "[")) or "|" in argument:
+            break
+        words.append(argument)
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        parser.parse_args([*words, "--help"])
+    assert ended.value.code == 0
+    assert [option for option in options if option not in shown.getvalue()] == []
+
+
+def shell_lines() -> Iterator[tuple[str, str]]:
+    """Each line that a page lets a reader type into a shell, with the page."""
+    for page in PAGES:
+        for language, block in FENCED.findall(page.read_text()):
+            if language in {"sh", "bash"}:
+                yield from ((page.name, line) for line in block.replace("\\\n", " ").splitlines())
+
+
+def test_what_the_documentation_makes_and_runs_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    spans = [span for page in PAGES for span in INLINE.findall(FENCED.sub("", page.read_text()))]
+    lines = [line.strip() for _, line in shell_lines()] + spans
+    targets = {found[1] for line in lines if (found := re.match(r"make ([a-z.][a-z-]*)", line))}
+    assert len(targets) > 5
+    assert [target for target in targets if not re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE)] == []
+    scripts = [found for line in lines if (found := re.search(r"python (examples/\S+\.py)(.*)", line))]
+    assert len(scripts) > 5
+    for script in scripts:
+        text = (ROOT / script[1]).read_text()
+        assert [
+            option for option in re.findall(r"--[a-z-]+", script[2].split("#")[0]) if f'"{option}"' not in text
+        ] == []
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in shell_lines()}))
+def test_the_shell_of_a_page_parses(page: str) -> None:
+    text = "\n".join(line for name, line in shell_lines() if name == page)
+    checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)  # noqa: S607 - any bash will do
+    assert checked.stderr == ""
+
+
+def table_below(heading: str, text: str = REFERENCE) -> list[tuple[str, str]]:
+    """First two cells of each row of the first table below a heading that begins so, without back-ticks."""
+    section = re.split(r"^## ", text, flags=re.MULTILINE)
+    (found,) = [one for one in section if one.startswith(heading)]
+    rows = [line.split("|")[1:3] for line in found.splitlines() if line.startswith("| `")]
+    return [(name.strip().strip("`"), default.strip().strip("`").replace('"', "'")) for name, default in rows]
+
+
+def test_the_reference_has_the_fields_of_a_job() -> None:
+    fields = JobSpec.model_fields.items()
+    defaults = [(name, "required" if field.is_required() else field.get_default()) for name, field in fields]
+    assert table_below("`zeus_plugins.JobSpec`") == [
+        (name, default if default == "required" else repr(getattr(default, "value", default)))
+        for name, default in defaults
+    ]
+
+
+@pytest.mark.parametrize(
+    ("package", "heading", "name"),
+    [
+        ("lightning", "`zeus_plugins.lightning.ZeusBSOCallback`", "BatchSizeCallback"),
+        ("lightning", "`ZeusEnergyCallback`", "EnergyCallback"),
+        ("lightning", "`ZeusPowerLimitCallback`", "PowerLimitCallback"),
+        ("huggingface", "`zeus_plugins.lightning.ZeusBSOCallback`", "BatchSizeCallback"),
+        ("huggingface", "`ZeusEnergyCallback`", "EnergyCallback"),
+        ("huggingface", "`ZeusPowerLimitCallback`", "PowerLimitCallback"),
+    ],
+)
+def test_the_reference_has_the_arguments_of_the_callbacks(package: str, heading: str, name: str) -> None:
+    pytest.importorskip({"lightning": "lightning", "huggingface": "transformers"}[package])
+    module = __import__(f"zeus_plugins.{package}", fromlist=[name])
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    assert table_below(heading) == [
+        (one.name, "required" if one.default is one.empty else repr(one.default)) for one in parameters
+    ]
+
+
+@pytest.mark.parametrize("page", generated.PAGES)
+def test_the_generated_pages_are_those_of_the_code(page: str) -> None:
+    assert (DOCS / page).read_text() == generated.PAGES[page](), "make reference writes it anew"
+
+
+@pytest.mark.parametrize(
+    ("heading", "values"),
+    [("States of a trial", TrialState), ("Reasons of", EndReason), ("Origins of", Origin), ("Stages of", Stage)],
+)
+def test_the_page_of_states_has_them_all(heading: str, values: type[StrEnum]) -> None:
+    (section,) = [one for one in (DOCS / "states.md").read_text().split("\n## ") if one.startswith(heading)]
+    named = [line.split("|")[1].strip(" `") for line in section.splitlines() if line.startswith("| ")]
+    assert sorted(named[1:]) == sorted(values)
+
+
+def test_the_page_of_exit_statuses_has_those_of_the_code() -> None:
+    code = "\n".join(
+        path.read_text() for name in ("zeus_plugins", "bso_server") for path in (ROOT / name / "cli").glob("*.py")
+    )
+    own = (energy._FAILED, energy._NOT_EXECUTABLE, energy._NOT_FOUND, ZeusBSOTrainFailError.exit_status)
+    statuses = {"2", *re.findall(r"return (\d+)$", code, re.MULTILINE), *map(str, own)}
+    shown = {
+        cell.strip() for line in (DOCS / "exit-status.md").read_text().splitlines() for cell in re.split(r"[|,]", line)
+    }
+    assert len(statuses) > 5
+    assert sorted(statuses - shown) == []
+
+
+def example(package: str) -> str:
+    """The README's Python example that imports from this package."""
+    (found,) = [
+        code for language, code in FENCED.findall(README.read_text()) if language == "python" and package in code
+    ]
+    assert isinstance(found, str)
+    return found
+
+
+# The example leaves all settings of the trainer as they are.
+@pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed:UserWarning")
+@pytest.mark.filterwarnings("ignore:The number of training batches .* is smaller than the logging interval:UserWarning")
+def test_the_readmes_lightning_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.lightning_models import USERS_SIZE, AttributeData, Batch, Classifier
+    from zeus_plugins.client import client_from_environment
+
+    class Scoring(Classifier):
+        def validation_step(self, batch: Batch) -> None:  # noqa: ARG002 - Lightning's signature
+            self.log("val_acc", 1.0)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    names: dict[str, Any] = {"model": Scoring(), "datamodule": AttributeData()}
+    code = example("zeus_plugins.lightning")
+    assert len([line for line in code.splitlines() if line]) <= 12
+    exec(code, names)  # noqa: S102 - our own README
+    with client_from_environment() as client:
+        (job,) = client.list_jobs().jobs
+        view = client.show_job(job.job_id)
+    (trial,) = view.trials
+    assert (trial.state, trial.batch_size) == ("completed", USERS_SIZE)
+    assert (view.job.batch_sizes, view.job.max_epochs) == ((2, 4, 8, 16, 32, 64, 128), 100)
+    assert names["model"].seen_sizes[0] == USERS_SIZE
+
+
+def test_the_readmes_hugging_face_example_makes_a_callback() -> None:
+    pytest.importorskip("transformers")
+    names: dict[str, Any] = {"Trainer": lambda _, callbacks: callbacks}
+    exec(example("zeus_plugins.huggingface"), names)  # noqa: S102 - our own README
+    (callback,) = names["trainer"]
+    assert type(callback).__name__ == "ZeusBSOTrainerCallback"

@@ -1,0 +1,194 @@
+"""The examples run as a reader runs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.servers import ServerProcess
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.protocol import TrialState
+
+EXAMPLES = ROOT / "examples"
+MEASURED = {TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "job_id", "arguments"),
+    [
+        ("lightning_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("lightning_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "1"]),
+        ("plain_pytorch.py", "digits-1", ["--recurrences", "2"]),
+        ("hf_sentiment.py", "sentiment-1", ["--recurrences", "2"]),
+        ("hf_digits.py", "digits-1", ["--recurrences", "1"]),
+        ("hf_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
+        ("plain_ddp.py", "digits-1", ["--recurrences", "1"]),
+        ("accelerate_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("fabric_digits.py", "digits-1", ["--recurrences", "2"]),
+        ("fabric_digits.py", "digits-1", ["--recurrences", "1", "--devices", "2"]),
+    ],
+    ids=[
+        *("lightning", "lightning on two processes", "plain", "plain without a server URL", "sentiment"),
+        *("hugging face", "hugging face on two processes", "plain on two processes"),
+        *("accelerate", "fabric", "fabric on two processes"),
+    ],
+)
+def test_an_example_trains_as_often_as_asked(
+    server: ServerProcess,
+    script: str,
+    job_id: str,
+    arguments: list[str],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if request.node.callspec.id == "plain without a server URL":
+        monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
+        monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", server.database_url)
+        where = []
+    else:
+        where = ["--server-url", server.url]
+    output = run_example(script, *arguments, *where, "--job-id", job_id)
+    with BsoClient(server.url) as client:
+        trials = client.show_job(job_id).trials
+    assert len(trials) == int(arguments[1])
+    assert trials[0].batch_size == 64
+    assert {trial.state for trial in trials} <= MEASURED
+    assert "batch size 64" in output
+
+
+def run_example(script: str, *arguments: str) -> str:
+    """Run it to its end, without an error.
+
+    Returns:
+        What it printed.
+    """
+    if script.startswith(("hf_", "accelerate_")) and not os.environ.get("CI"):
+        pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
+    # More threads than cores make small networks slow.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(EXAMPLES / script), *arguments]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.slow
+def test_sentiment_that_changes_is_noticed() -> None:
+    output = run_example("sentiment_drift.py")
+    sizes = [int(line.split(": ")[1].split(",")[0]) for line in output.splitlines() if line.startswith("slice ")]
+    assert len(sizes) == 40
+    # Of short posts 512 and 1024 are the cheapest; of long reviews 1024 costs more than twice as much as 128. Costs are
+    # measured, so that on a busy machine another size may seem the cheapest for a while.
+    assert max(sizes[5:15]) >= 512
+    assert min(sizes[-10:]) < 512
+
+
+def test_the_images_of_mnist_are_those_of_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchvision", reason="MNIST is read by torchvision, which is not installed")
+    monkeypatch.syspath_prepend(EXAMPLES)
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, count in (("train", 3), ("t10k", 2)):
+        # The format says: two zeros, unsigned bytes (8), the number of dimensions, and each of them.
+        head = struct.pack(">BBBBIII", 0, 0, 8, 3, count, 28, 28)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + bytes([255]) * (count * 28 * 28))
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(
+            struct.pack(">BBBBI", 0, 0, 8, 1, count) + bytes([7] * count)
+        )
+    train, validation = importlib.import_module("images").mnist(tmp_path)
+    assert (len(train), len(validation)) == (3, 2)
+    pixels, label = train[0]
+    assert (pixels.shape, pixels.max().item(), label.item()) == ((784,), 1.0, 7)
+
+
+# Slices in files
+
+ROWS = [{"text": "what a lovely day :)", "label": 1}, {"text": "awful traffic again", "label": 0, "user": "someone"}]
+LINES = "\n".join(json.dumps(row) for row in ROWS) + "\n"
+LIST = json.dumps(ROWS, indent=2)
+
+
+def write_slice(folder: Path, number: int, train: str, validation: str) -> None:
+    (folder / f"{number}_train.json").write_text(train)
+    (folder / f"{number}_val.json").write_text(validation)
+
+
+@pytest.fixture(scope="module")
+def sentiment() -> Any:
+    """The example as a module."""
+    if not os.environ.get("CI"):
+        pytest.importorskip("transformers", reason="the example needs zeus-plugins[transformers]")
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("hf_sentiment")
+    finally:
+        sys.path.remove(str(EXAMPLES))
+
+
+@pytest.mark.slow
+def test_each_recurrence_trains_on_the_next_slice_of_a_folder(server: ServerProcess, tmp_path: Path) -> None:
+    write_slice(tmp_path, 1, LINES * 100, LINES)
+    write_slice(tmp_path, 2, LINES * 100, LIST)
+    options = ["--recurrences", "2", "--target", "0", "--server-url", server.url, "--job-id", "sentiment-1"]
+    output = run_example("hf_sentiment.py", "--data", str(tmp_path), "--slice", "2", *options)
+    assert [line.split()[3] for line in output.splitlines() if line.startswith("training on")] == ["2", "1"]
+    with BsoClient(server.url) as client:
+        trials = client.show_job("sentiment-1").trials
+    # The first one's cost bounds the second one's, and both are measured.
+    assert trials[0].state is TrialState.COMPLETED
+    assert {trial.state for trial in trials} <= MEASURED
+    assert len(trials) == 2
+
+
+def test_slices_come_in_the_order_of_their_numbers(sentiment: Any, tmp_path: Path) -> None:
+    for number in (10, 9, 2):
+        write_slice(tmp_path, number, LINES, LINES)
+    options = argparse.Namespace(data=tmp_path, slice=None, recurrences=4)
+    assert sentiment.slices_to_train_on(options) == [2, 9, 10, 2]
+
+
+@pytest.mark.parametrize("content", [LINES, LIST, "\n" + LINES + "\n"], ids=["lines", "list", "blank lines"])
+def test_a_slice_is_read(sentiment: Any, tmp_path: Path, content: str) -> None:
+    write_slice(tmp_path, 1, content, content)
+    data = sentiment.read_slice(tmp_path, 1)
+    assert data.train == data.validation == sentiment.Examples(["what a lovely day :)", "awful traffic again"], [1, 0])
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"text": "cut', '{"text": "no label"}', '{"label": 1}', '"no object"', '[{"text": 1}]', "[1]"],
+)
+def test_a_file_of_another_form_is_refused(sentiment: Any, tmp_path: Path, content: str) -> None:
+    write_slice(tmp_path, 1, content, LINES)
+    with pytest.raises(SystemExit, match=r"1_train.json is not as expected .*'text' and a 'label'"):
+        sentiment.read_slice(tmp_path, 1)
+
+
+def test_files_that_are_missing_are_named(sentiment: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no slice"):
+        sentiment.slice_numbers(tmp_path)
+    write_slice(tmp_path, 1, LINES, LINES)
+    (tmp_path / "1_val.json").unlink()
+    with pytest.raises(SystemExit, match=r"1_val.json is missing"):
+        sentiment.read_slice(tmp_path, 1)
+    with pytest.raises(SystemExit, match="holds no slice 2, but 1"):
+        sentiment.slices_to_train_on(argparse.Namespace(data=tmp_path, slice=2, recurrences=1))
+
+
+def test_the_made_up_data_drifts_and_is_the_same_each_time(sentiment: Any) -> None:
+    first, second = sentiment.made_up_slice(0), sentiment.made_up_slice(1)
+    assert first == sentiment.made_up_slice(0)
+    words, later_words = (set(" ".join(data.train.texts).split()) for data in (first, second))
+    assert (words - later_words, later_words - words) == ({"great", "awful"}, {"generous", "cheap"})

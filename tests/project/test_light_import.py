@@ -1,0 +1,102 @@
+"""The training side is light: what it loads, and what its installation brings along."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import ROOT
+
+HEAVY = ["torch", "lightning", "pytorch_lightning", "transformers", "litestar", "sqlalchemy", "bso_server", "numpy"]
+# Of other training images, nothing may be pulled in, up or down: the three that we need, and what those need.
+OURS = {"zeus-plugins", "httpx", "pydantic", "nvidia-ml-py"}
+THEIRS = {
+    *("anyio", "certifi", "h11", "httpcore", "idna", "sniffio"),
+    *("annotated-types", "pydantic-core", "typing-extensions", "typing-inspection"),
+}
+LONG_S = 600.0
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "zeus_plugins",
+        "zeus_plugins.training.session",
+        "zeus_plugins.client.http",
+        "zeus_plugins.cli",
+        "zeus_plugins.master",
+        "zeus_plugins.testing",
+    ],
+)
+def test_the_training_side_loads_no_framework_and_no_server(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that holds the wheel of this checkout, without extras, and what that needs."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    python = folder / "venv" / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", ROOT]
+    done = subprocess.run(pip, capture_output=True, text=True, check=False, timeout=LONG_S)
+    if done.returncode != 0:
+        causes = [line.strip() for line in done.stderr.splitlines() if "ERROR" in line] or [done.stderr]
+        reason = f"nothing can be installed: {causes[-1]}"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return python
+
+
+def outside(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run something where the checkout is out of sight."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_the_installation_brings_only_what_it_needs(bare: Path, tmp_path: Path) -> None:
+    listed = outside(bare, "-m", "pip", "--disable-pip-version-check", "list", "--format", "json", folder=tmp_path)
+    installed = {re.sub(r"[-_.]+", "-", each["name"]).lower() for each in json.loads(listed.stdout)}
+    installed -= {"pip", "setuptools"}
+    assert installed >= OURS
+    assert installed <= OURS | THEIRS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module",
+    ["zeus_plugins", "zeus_plugins.energy", "zeus_plugins.optimizer", "zeus_plugins.cli.doctor", "zeus_plugins.cli"],
+)
+def test_the_bare_installation_works(bare: Path, tmp_path: Path, module: str) -> None:
+    done = outside(bare, "-W", "error", "-c", f"import {module}; print({module}.__file__)", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not Path(done.stdout.strip()).is_relative_to(ROOT)
+
+
+@pytest.mark.slow
+def test_the_commands_work_in_it(bare: Path, tmp_path: Path) -> None:
+    command = bare.parent / "zeus-plugins"
+    told = json.loads(outside(command, "doctor", "--json", folder=tmp_path).stdout)
+    (versions,) = (finding["details"] for finding in told["findings"] if finding["check"] == "versions")
+    assert OURS - {"httpx", "pydantic"} <= set(versions)
+    assert "torch" not in versions
+    measured = outside(command, "energy", "--json", "--", "sh", "-c", "exit 3", folder=tmp_path)
+    assert measured.returncode == 3
+    assert json.loads(measured.stderr.splitlines()[-1])["exit_status"] == 3
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_named_with_its_remedy(bare: Path, tmp_path: Path) -> None:
+    done = outside(bare.parent / "zeus-plugins", "demo", folder=tmp_path)
+    assert done.returncode == 1
+    assert "is not installed: pip install 'zeus-plugins[demo]'" in done.stderr

@@ -1,0 +1,298 @@
+"""The report on policies and their rivals: its jobs and conditions, what rivals play, its tables and pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.policies.__main__ import main
+from benchmarks.policies.cases import ROWS, Case, case_of, mlperf_workloads, with_two_sizes
+from benchmarks.policies.contest import SAMPLERS, Paid, Task, paid, simulate
+from benchmarks.reports import entry, read_policy_results
+from benchmarks.tables import policy_tables
+from bso_server.simulate.results import Setting, landscape_of
+from bso_server.simulate.workload import Epoch, SizeTrace, Workload
+from tests.support.simulated import HALF, WORKLOAD, only, paper_traces
+
+
+def test_jobs_of_the_mlperf_file(tmp_path: Path) -> None:
+    jobs = mlperf_workloads(paper_traces(tmp_path) / "mlperf_convergence.json")
+    # Three saturations; from the second-smallest size, and from the second-largest.
+    assert [job.default_batch_size for job in jobs] == [128, 256] * 3
+    # Three times the default's mean of 32/3, or 12 epochs.
+    assert [job.max_epochs for job in jobs] == [32, 36] * 3
+    assert jobs[0].sizes[3].epochs_to_target == (16.0, 20.0)
+    # The geometric mean of the sizes is 181: b₀ is an eighth of it, as much, and eight times as much.
+    for job, saturates_at in zip(jobs, [22.627, 22.627, 181.02, 181.02, 1448.2, 1448.2], strict=True):
+        smallest, largest = (size.epochs[job.max_power_w] for size in (job.sizes[0], job.sizes[-1]))
+        assert smallest.time_s / largest.time_s == pytest.approx(
+            (1 + saturates_at / 64) / (1 + saturates_at / 512), rel=1e-4
+        )
+        utilisation = 64 / (64 + saturates_at)
+        assert smallest.energy_j / smallest.time_s / job.max_power_w == pytest.approx(
+            0.35 + 0.65 * utilisation, rel=1e-4
+        )
+
+
+@pytest.mark.parametrize("wrong", [{}, {"jobs": {"one": {"sizes": [8], "reports_to_target": [[1]]}}}, {"jobs": [1]}])
+def test_a_file_without_such_jobs_is_refused(wrong: object, tmp_path: Path) -> None:
+    file = tmp_path / "mlperf_convergence.json"
+    file.write_text(json.dumps(wrong))
+    with pytest.raises(ValueError, match="does not hold jobs"):
+        mlperf_workloads(file)
+
+
+def test_two_sizes_are_the_default_and_the_cheapest_of_the_others() -> None:
+    def sizes(default: int) -> list[int]:
+        workload = replace(WORKLOAD, default_batch_size=default)
+        return [size.batch_size for size in with_two_sizes(workload, landscape_of(workload, Setting())).sizes]
+
+    # They cost 15,200, 7,600, 5,700 and infinitely many joules.
+    assert sizes(8) == [8, 32]
+    assert sizes(32) == [16, 32]
+    assert sizes(64) == [32, 64]
+
+
+@pytest.mark.parametrize("trial_number", [1, 2])
+def test_one_run_is_an_outlier(trial_number: int) -> None:
+    setting = Setting(recurrences=3, beta=None, optimal_power_limits=False)
+    costs_j = case_of(only(16), setting, outlier=trial_number).play("zeus", seed=0).costs_j
+    assert costs_j == [4 * 7600.0 if number == trial_number else 7600.0 for number in (1, 2, 3)]
+
+
+def test_after_a_drift_its_cost_alone_counts() -> None:
+    case = case_of(WORKLOAD, Setting(recurrences=4), drift_at=2)
+    # The oracle takes 5,700 J, and 3,800 J after the drift.
+    assert case.ratios([1e6, 1e6, 7600, 3800]) == [2.0, 1.5]
+
+
+def test_the_rows_of_the_report(tmp_path: Path) -> None:
+    folder = paper_traces(tmp_path)
+    rows = {name: row.cases(folder, 60) for name, row in ROWS.items()}
+    counts = {"traces": 36, "mlperf": 6, "shuffled": 48}
+    assert {name: len(cases) for name, cases in rows.items()} == {name: counts.get(name, 12) for name in ROWS}
+    for cases in rows.values():
+        assert len({case.name for case in cases}) == len(cases)
+        assert {case.setting.recurrences for case in cases} == {60}
+    etas = sorted(case.setting.eta for case in rows["traces"])
+    assert etas == [0.0] * 12 + [0.5] * 12 + [1.0] * 12
+    assert {case.setting.concurrency for case in rows["in-flight"]} == {4}
+    assert {case.conditions.cost_noise_sd for case in rows["noise"]} == {0.3}
+    assert [rows[name][0].conditions.outlier for name in ("first-outlier", "second-outlier")] == [1, 2]
+    assert {(case.counted_from, case.conditions.drift_at) for case in rows["drift"]} == {(50, 50)}
+    needed = [size.epochs_to_target for size in rows["bad-neighbours"][0].workload.sizes]
+    assert needed == [(6.0,), (3.0,)]
+
+
+def test_no_run_of_a_job_reaches_the_target() -> None:
+    with pytest.raises(ValueError, match="no recorded run reaches the target"):
+        case_of(replace(only(64), name="hopeless"), Setting())
+
+
+def fixed(epochs: dict[int, float], default: int, recurrences: int, *, slow_size: int = 0, **conditions: Any) -> Case:
+    """A case at η = 1, with one run of each size. Epochs take 10 s and 1000 J; at the slow size 20 s and 100 J."""
+    quick, slow = Epoch(10, 1000), Epoch(20, 100)
+    sizes = tuple(
+        SizeTrace(size, (needed,), {100.0: slow if size == slow_size else quick}) for size, needed in epochs.items()
+    )
+    workload = Workload("fixed", sizes, default, max_epochs=50, max_power_w=100.0)
+    return case_of(workload, Setting(recurrences=recurrences, eta=1.0), **conditions)
+
+
+def costs(case: Case, name: str, seed: int = 0) -> list[float]:
+    """Costs of the recurrences, in epochs."""
+    return [cost_j / 1000 for cost_j in paid(case, name, seed).costs_j]
+
+
+# Sizes 1, 2, 4 and 8 need 9, 7, 3 and 5 epochs, and the default is 2.
+FOUR = {1: 9.0, 2: 7.0, 4: 3.0, 8: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("default", [7] * 14),
+        ("floor", [7] + [3] * 13),
+        # Each size, the default first.
+        ("grid", [7, 9, 3, 5] + [3] * 10),
+        # Each size; the cheaper two twice; the cheapest.
+        ("halving", [7, 9, 3, 5, 3, 5, 3, 5] + [3] * 6),
+        # Each size twice; without variance the mean is drawn.
+        ("thompson", [7, 9, 3, 5, 7, 9, 3, 5] + [3] * 6),
+    ],
+)
+def test_what_rivals_play(name: str, expected: list[float]) -> None:
+    assert costs(fixed(FOUR, default=2, recurrences=14), name) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(SAMPLERS))
+def test_optuna_plays_twenty_trials_and_then_the_best_of_them(name: str) -> None:
+    pytest.importorskip("optuna")
+    played = costs(fixed(FOUR, default=2, recurrences=40), name)
+    assert played[0] == 7
+    assert set(played[:20]) <= {9, 7, 3, 5}
+    assert len(set(played[:20])) > 1
+    assert played[20:] == [min(played[:20])] * 20
+
+
+def test_a_run_that_misses_the_target_is_paid_and_followed_by_the_default() -> None:
+    assert costs(fixed({1: math.inf, 2: 7.0}, default=2, recurrences=4), "grid") == [7, 50 + 7, 7, 7]
+
+
+def test_a_default_that_never_reaches_the_target_costs_infinitely_much() -> None:
+    hopeless = fixed({1: math.inf, 2: 7.0}, default=1, recurrences=6)
+    assert costs(hopeless, "grid") == [math.inf] + [7] * 5
+    assert costs(hopeless, "thompson") == [math.inf, 7, math.inf, 7, 7, 7]
+
+
+def test_rivals_find_power_limits_in_the_first_epoch_of_a_size() -> None:
+    """All but the default for ever, which has the maximum: 7,600 J, by an epoch of 2,350 J in place of 1,900 J more."""
+    case = case_of(only(16), Setting(recurrences=3))
+    assert paid(case, "grid", 0).costs_j == [8050, 7600, 7600]
+    thrifty = case_of(only(16), Setting(recurrences=3, eta=1.0))
+    assert paid(thrifty, "grid", 0).costs_j == [6500, 6400, 6400]
+    assert paid(thrifty, "default", 0).costs_j == [7200, 7200, 7200]
+
+
+def test_several_recurrences_of_a_rival_under_way() -> None:
+    # Size 1 takes 180 s and costs least. Three begin at once; until 180 s, two go on with the best of the others.
+    case = fixed(FOUR, default=2, recurrences=18, slow_size=1)
+    assert costs(case, "grid") == [7, 0.9, 3, 5] + [0.9] * 14
+    case = replace(case, setting=replace(case.setting, concurrency=3))
+    assert costs(case, "grid") == [7, 0.9, 3, 5] + [3] * 8 + [0.9] * 6
+    # The next round has sizes 1 and 4, twice each; what was run while size 1 was awaited is no part of it.
+    assert costs(case, "halving") == [7, 0.9, 3, 5] + [3] * 8 + [0.9, 3, 0.9, 3, 0.9, 0.9]
+
+
+def test_conditions_hold_for_rivals_too() -> None:
+    assert costs(fixed(FOUR, default=2, recurrences=4, outlier=2), "grid") == [7, 4 * 9, 3, 5]
+    assert costs(fixed(FOUR, default=2, recurrences=4, drift_at=2), "default") == [7, 7, 3, 3]
+    noisy = fixed(FOUR, default=2, recurrences=50, cost_noise_sd=0.3)
+    assert len(set(costs(noisy, "default"))) == 50
+    assert costs(noisy, "default", seed=0) != costs(noisy, "default", seed=1)
+
+
+def test_every_strategy_draws_the_runs_of_a_seed_alike() -> None:
+    """The runs that a policy of the server and a rival follow, so that chance is the same for both."""
+    varied = replace(WORKLOAD, sizes=(SizeTrace(16, tuple(map(float, range(2, 12))), HALF),))
+    case = case_of(varied, Setting(recurrences=20, beta=None, optimal_power_limits=False))
+    assert paid(case, "default", 3).costs_j == pytest.approx(paid(case, "zeus", 3).costs_j)
+
+
+def test_entries_of_a_row() -> None:
+    cases = [replace(fixed(FOUR, default=2, recurrences=20), name=name) for name in ("cheap", "dear")]
+    # The oracle takes 3,000 J. The ratios are 1, or 2 and 4 in two seeds, whose mean is 3.
+    jobs = [[Paid([3000.0] * 20)] * 2, [Paid([6000.0] * 20, given_up=4), Paid([12000.0] * 20)]]
+    found = entry(cases, jobs, with_curve=True)
+    assert (found["cases"], found["seeds"], found["given_up"], found["worst_case"]) == (2, 2, 4, "dear")
+    assert found["worst"] == {"10": 3.0, "20": 3.0}
+    assert found["geometric_mean"] == {"10": 1.7321, "20": 1.7321}
+    assert found["curve"] == [1.7321] * 20
+    never = entry(cases[:1], [[Paid([3000.0] * 19 + [math.inf])]], with_curve=False)
+    assert never["geometric_mean"] == {"10": 1.0, "20": None}
+    assert "curve" not in never
+
+
+TABLES = """# Costs
+<!-- table: traces -->
+<!-- end of table -->
+between
+<!-- table: robustness -->
+| old |
+<!-- end of table -->
+after
+"""
+
+
+def report(folder: Path, *options: str) -> int:
+    return main(["report", "--results", str(folder / "results.json"), *options])
+
+
+def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    document, folder = tmp_path / "page.md", paper_traces(tmp_path)
+    document.write_text(TABLES)
+    measure = ["--traces", str(folder), "--only", "traces", "drift", "--policies", "zeus", "grid", "--workers", "1"]
+    assert report(tmp_path, *measure, "--seeds", "1", "--write", str(document)) == 0
+    shown = capsys.readouterr()
+    # 36 and 12 cases of two contenders.
+    assert shown.err.splitlines()[-1].startswith("96 of 96 parts")
+    traces, drift = policy_tables(read_policy_results(tmp_path / "results.json")).values()
+    assert drift.startswith("| case | N | `zeus` | each size once, then the best |\n|---|---|---|---|\n| drift at")
+    filled = TABLES.replace("<!-- table: traces -->", f"<!-- table: traces -->\n{traces}").replace("| old |", drift)
+    assert document.read_text() == filled
+    assert shown.out == f"{traces}\n\n{drift}\n"
+    # What is measured again replaces what was there; the rest stays.
+    before = read_policy_results(tmp_path / "results.json")
+    assert report(tmp_path, *measure[:3], "traces", "--policies", "grid", "--workers", "1", "--seeds", "9") == 0
+    after = read_policy_results(tmp_path / "results.json")
+    assert after["traces"]["grid"]["seeds"] == 9
+    assert after["traces"]["zeus"] == before["traces"]["zeus"]
+    assert after["drift"] == before["drift"]
+
+
+@pytest.mark.slow
+def test_results_do_not_depend_on_the_number_of_processes() -> None:
+    case = case_of(WORKLOAD, Setting(recurrences=10), cost_noise_sd=0.3)
+    tasks = [Task(case, name, seeds) for name in ("zeus", "thompson") for seeds in (range(3), range(3, 5))]
+    told: list[tuple[int, int]] = []
+    alone = simulate(tasks, 1, lambda done, total: told.append((done, total)))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert [len(jobs) for jobs in alone] == [3, 2, 3, 2]
+    assert len({job.costs_j[0] for jobs in alone for job in jobs}) > 3
+    assert simulate(tasks, 2, lambda *_: None) == alone
+    # Their threads are theirs alone to choose again.
+    assert "OPENBLAS_NUM_THREADS" not in os.environ
+
+
+def test_pictures_of_the_report(tmp_path: Path) -> None:
+    for folder in (tmp_path / "one", tmp_path / "two"):
+        folder.mkdir()
+        assert main(["report", "--images", str(folder)]) == 0
+    for name, words in (("costs", "total cost / oracle's"), ("robustness", "cost noise of 30 %")):
+        drawn = (tmp_path / "one" / f"policies-{name}.svg").read_text()
+        for each in (words, "gp_voi", "successive halving", "floor: default once, then clairvoyant"):
+            assert each in drawn
+        assert drawn == (tmp_path / "two" / f"policies-{name}.svg").read_text()
+
+
+@pytest.mark.slow
+def test_optuna_has_seeds_of_its_own(tmp_path: Path) -> None:
+    chosen = ["--traces", str(paper_traces(tmp_path)), "--only", "drift", "--policies", "default", "optuna-tpe"]
+    assert report(tmp_path, *chosen, "--seeds", "3", "--optuna-seeds", "2", "--workers", "1") == 0
+    found = read_policy_results(tmp_path / "results.json")["drift"]
+    assert {name: each["seeds"] for name, each in found.items()} == {"default": 3, "optuna-tpe": 2}
+
+
+def test_a_policy_that_is_not_installed_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["report", "--policies", "divination"])
+    assert "divination" in capsys.readouterr().err
+
+
+def test_pictures_need_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    measure = ["--traces", str(paper_traces(tmp_path)), "--images", str(tmp_path)]
+    assert report(tmp_path, *measure) == 1
+    assert "pip install 'zeus-plugins[plot]'" in capsys.readouterr().err
+    # That is said before anything is simulated.
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_optuna_must_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)  # as if it were not installed
+    chosen = ["--traces", str(paper_traces(tmp_path)), "--only", "drift", "--seeds", "1"]
+    assert report(tmp_path, *chosen, "--policies", "optuna-tpe") == 1
+    assert "pip install 'zeus-plugins[bench]'" in capsys.readouterr().err
+    assert report(tmp_path, *chosen, "--policies", "default", "--workers", "1") == 0

@@ -1,0 +1,255 @@
+"""`benchmarks.recurrences run --device gpu` and `collect`, as a user calls them, on a simulated GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.recurrences.harness import State, is_done
+from benchmarks.recurrences.plan import ON_GPU, Extent, steps
+from benchmarks.recurrences.runs import OUT_OF_MEMORY, Order, Outcome
+from benchmarks.recurrences.tasks import REFUSED, Task, tasks_for
+from benchmarks.tables import mark_of
+from tests.support import ROOT
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.servers import ServerProcess
+from tests.support.simulated_driver import MAX_POWER_W, NAME, PERIOD_S, POWER_W
+from zeus_plugins.energy import NvmlMonitor
+
+pytestmark = pytest.mark.slow
+
+DRIVER = ROOT / "tests" / "support" / "simulated_driver" / "path"
+SHRINK = 8
+TASKS = ["resnet18", "bert-base"]
+"""One of each framework."""
+RUN = [sys.executable, "-m", "benchmarks.recurrences", "run", "--device", "gpu"]
+COLLECT = [sys.executable, "-m", "benchmarks.recurrences", "collect"]
+SOME = 3
+AMPLE = "600"
+PATIENCE_S = 3600.0
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """That of a machine with a simulated GPU; its processes are known by the folder in it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_")}
+    path = os.pathsep.join([str(DRIVER), str(ROOT)])
+    return kept | {"PYTHONPATH": path, "SIMULATED_GPU": str(tmp_path / "computing")}
+
+
+def alive(folder: Path) -> list[int]:
+    """The processes in whose environment a folder is named."""
+    found = []
+    for each in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(folder).encode() in (each / "environ").read_bytes():
+                found.append(int(each.name))
+        except OSError:  # it has just ended, or is somebody else's
+            continue
+    return found
+
+
+def awaited(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: waited in vain"
+        time.sleep(0.05)
+
+
+def rows(page: str, name: str) -> list[list[str]]:
+    """The cells of a table, with those of its head."""
+    table = page.partition(f"{mark_of(name)}\n")[2].partition("<!-- end of table -->")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return [line for line in lines if not all(re.fullmatch("-+", cell) for cell in line)]
+
+
+def cost_j(record: dict[str, Any]) -> float:
+    return float(0.5 * record["energy_j"] + 0.5 * MAX_POWER_W * record["time_s"])
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes as Linux shows them")
+def test_a_simulated_gpu_from_pieces_to_a_page(tmp_path: Path, environment: dict[str, str]) -> None:
+    import torch  # takes seconds to load
+
+    state, log = tmp_path / "state", tmp_path / "log"
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU, which would train in place of the simulated one")
+    extent = ["--shrink", str(SHRINK), "--tasks", *TASKS, "--recurrences", "1", "--state", str(state)]
+
+    def piece(minutes: str) -> subprocess.Popen[bytes]:
+        with log.open("ab") as output:
+            command = [*RUN, *extent, "--minutes", minutes]
+            return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=output)
+
+    def done() -> int:
+        file = state / "runs.jsonl"
+        return len(file.read_bytes().splitlines()) if file.exists() else 0
+
+    # Killed where it cannot end anything itself; whatever it had started ends all the same.
+    killed = piece(AMPLE)
+    try:
+        awaited(lambda: done() >= SOME or killed.poll() is not None, "some trainings")
+    finally:
+        killed.kill()
+    assert killed.wait() == -9, log.read_text()
+    awaited(lambda: not alive(tmp_path), "the end of what was started")
+    before = done()
+
+    # Each piece does one thing at least, however short it is.
+    assert piece("0").wait() == 3, log.read_text()
+    assert done() == before + 1
+    assert piece(AMPLE).wait() == 0, log.read_text()
+    awaited(lambda: not alive(tmp_path), "the end of what the last piece had started")
+
+    records = State(state).records
+    tasks = tasks_for("gpu", TASKS, shrink=SHRINK)
+    planned = list(steps(tasks, Extent(seeds=1, recurrences=1, repeats=1, pairs=ON_GPU.pairs)))
+    runs = Counter(record["key"] for record in records)
+    assert set(runs) == {step.key for step in planned}
+    assert all(is_done(step, [each for each in records if each["key"] == step.key]) for step in planned)
+    assert all(runs[step.key] == 1 for step in planned if step.stage != "recurrence")
+    check_energies(records)
+
+    page, figures = tmp_path / "proof.md", tmp_path / "gpu.json"
+    page.write_text((ROOT / "docs" / "proof.md").read_text())
+    collect = [*COLLECT, "--state", str(state), "--results", str(figures), "--write", str(page)]
+    told = subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert json.loads(figures.read_text())["trained_on"] == [
+        f"simulated GPU, a CPU in its place, models shrunk {SHRINK}-fold"
+    ]
+    check_tables(page.read_text(), tasks, records)
+    assert "simulated GPU" in (tmp_path / "proof-gpu-sizes.svg").read_text()
+    assert "H200" not in told.stdout
+
+
+def three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def check_energies(records: list[dict[str, Any]]) -> None:
+    """The counter's own words: no estimate, and nobody else on the GPU."""
+    measured = [record for record in records if record["state"] != "bare"]
+    assert {record["energy_source"] for record in measured} == {"nvml"}
+    for record in measured:
+        # Whole steps of the counter, and no more than in the life of the process. The time between readings of counter
+        # and clock is the machine's, so that energy and time are not compared.
+        counted, windows = record["energy_j"] / (POWER_W * PERIOD_S), record["epochs"] + 2
+        assert counted == pytest.approx(round(counted), rel=0, abs=1e-6)
+        assert 0 < counted <= record["process_s"] / PERIOD_S + windows
+        assert 0 < record["time_s"] <= record["process_s"]
+        assert record["cost_j"] == pytest.approx(cost_j(record))
+
+
+def check_tables(page: str, tasks: list[Task], records: list[dict[str, Any]]) -> None:
+    """Each row has what was measured, and nothing that could be taken for a GPU's."""
+    names = [task.name for task in tasks]
+    of_contender = {
+        (task, who): [
+            each for each in records if (each["stage"], each["task"], each["who"]) == ("recurrence", task, who)
+        ]
+        for task in names
+        for who in ("gp_voi", "zeus", "default")
+    }
+    head, *lines = rows(page, "gpu")
+    assert head[3] == "energy, kJ (simulated GPU: nvml)"
+    assert [(line[0], line[1]) for line in lines] == [(name, "1, 1") for name in names for _ in range(3)]
+    for line, tried in zip(lines, of_contender.values(), strict=True):
+        assert all(line)
+        assert int(line[10]) == len(tried)
+        if line[11] == "0":
+            assert float(line[3]) == three_digits(sum(each["energy_j"] for each in tried) / 1000)
+
+    head, *lines = rows(page, "gpu-sizes")
+    assert head[0] == "cost until the target, J (simulated GPU: nvml)"
+    assert [line[0] for line in lines] == names
+    for line, task in zip(lines, tasks, strict=True):
+        for size, cell in zip(map(int, head[2:]), line[2:], strict=True):
+            of_size = [
+                each for each in records if (each["stage"], each["task"], each["who"]) == ("size", task.name, str(size))
+            ]
+            if not of_size:
+                assert size not in task.batch_sizes
+                assert not cell
+            elif of_size[0]["reached"]:
+                assert float(cell.strip("*")) == three_digits(cost_j(of_size[0]))
+                assert "e" not in cell
+            else:
+                assert cell == "∞"
+    assert all(any(re.match(r"\*+\d", cell) for cell in line) for line in lines)
+
+    head, *lines = rows(page, "gpu-overhead")
+    assert head[0] == "task (on a simulated GPU)"
+    assert [(line[0], line[1]) for line in lines] == [(name, "1") for name in names]
+    assert all(map(all, lines))
+
+    conditions = {line[0]: line[1] for line in rows(page, "gpu-conditions")}
+    assert conditions["machine"].startswith(f"GPU {NAME}, ")
+    assert conditions["trained on"].startswith("simulated GPU, a CPU in its place")
+    assert conditions["energy"] == "simulated GPU: nvml"
+    assert int(conditions["trainings"]) == len(records)
+    assert "**No figure of a GPU exists.**" in page
+
+
+def test_without_a_gpu_its_models_are_not_trained_on_a_cpu(tmp_path: Path, environment: dict[str, str]) -> None:
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [*RUN, "--state", str(tmp_path / "state")]
+    refused = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1
+    assert "PyTorch finds no GPU" in refused.stderr
+    assert not (tmp_path / "state" / "runs.jsonl").exists()
+
+
+class Counting(FakeNvml):
+    """A GPU whose counter rises by a joule with each reading."""
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: FakeGpu) -> int:  # noqa: N802 - NVML's own name
+        assert handle.counter_mj is not None
+        handle.counter_mj += 1000
+        return super().nvmlDeviceGetTotalEnergyConsumption(handle)
+
+
+@pytest.fixture
+def train(plain_environment: Any, server: ServerProcess) -> Callable[[Order], Outcome]:  # noqa: F811 - the fixture
+    """Trains in this process, on a pretended GPU, through a real server."""
+    from benchmarks.recurrences.training import trained  # imports both frameworks
+
+    del plain_environment
+    return lambda order: trained(order, server.url, NvmlMonitor(nvml=Counting()))
+
+
+@pytest.mark.parametrize("task", [task.name for task in tasks_for("gpu")])
+def test_each_task_of_the_gpu_trains_when_it_is_shrunken(train: Callable[[Order], Outcome], task: str) -> None:
+    run = train(Order(task=task, job_id=task, seed=5, batch_size=32, epochs=1, shrink=SHRINK))
+    assert run.state == "max_epochs_reached", run.detail
+    assert (run.epochs, run.energy_source, run.batch_size) == (1, "nvml", 32)
+    assert run.energy_j > 0
+
+
+def test_a_job_that_has_no_size_left_is_refused_and_breaks_nothing(
+    train: Callable[[Order], Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from benchmarks.recurrences.lightning_tasks import Learner
+
+    def fill(learner: Learner, batch: list[torch.Tensor]) -> torch.Tensor:  # noqa: ARG001 - the hook's signature
+        raise torch.OutOfMemoryError("pretended")
+
+    monkeypatch.setattr(Learner, "training_step", fill)
+    order = Order("tabular", "refused", 0, batch_size=16)
+    outcomes = [train(order) for _ in range(2)]
+    assert [outcome.state for outcome in outcomes] == [OUT_OF_MEMORY, REFUSED]
+    assert (outcomes[1].reached, outcomes[1].cost_j) == (False, 0.0)
+    assert "none of the batch sizes [16] can run any more" in outcomes[1].detail

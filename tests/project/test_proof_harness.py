@@ -1,0 +1,309 @@
+"""The order of a measurement's steps, its state, and its figures: no trainings here but one, which is slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.processes import BenchmarkError
+from benchmarks.recurrences.__main__ import require_gpu, require_one_kind
+from benchmarks.recurrences.harness import MAX_TRIES, Piece, State, is_done, read_records
+from benchmarks.recurrences.plan import Extent, Step, steps
+from benchmarks.recurrences.runs import Order
+from benchmarks.recurrences.tasks import REFUSED, TASKS, tasks_for
+from benchmarks.reports import Record, proof_results
+from benchmarks.tables import proof_tables, write_tables
+from tests.support import ROOT
+
+SMALL = Extent(seeds=2, recurrences=3, repeats=1, pairs=2)
+
+
+def step_of(stage: Any = "recurrence", who: str = "gp_voi", number: int = 0) -> Step:
+    return Step(stage, "digits", 0, number, who, Order("digits", "digits", 0))
+
+
+# The order of steps
+
+
+def test_contenders_take_turns_within_each_recurrence() -> None:
+    planned = list(steps(tasks_for("cpu", ["digits", "tabular"]), SMALL))
+    first = [(step.stage, step.task, step.number, step.who) for step in planned[:9]]
+    assert first == [
+        ("recurrence", "digits", 0, "zeus"),
+        ("recurrence", "digits", 0, "gp_voi"),
+        ("recurrence", "digits", 0, "default"),
+        ("recurrence", "tabular", 0, "zeus"),
+        ("recurrence", "tabular", 0, "gp_voi"),
+        ("recurrence", "tabular", 0, "default"),
+        ("recurrence", "digits", 1, "gp_voi"),
+        ("recurrence", "digits", 1, "default"),
+        ("recurrence", "digits", 1, "zeus"),
+    ]
+
+
+def test_all_steps_are_planned_once() -> None:
+    planned = list(steps(tasks_for("cpu", ["digits"]), SMALL))
+    assert len({step.key for step in planned}) == len(planned)
+    assert Counter(step.stage for step in planned) == {"recurrence": 2 * 3 * 3, "size": 2 * 8, "overhead": 2 * 2 * 2}
+    assert [step.who for step in planned if step.stage == "overhead"][:4] == ["with", "without", "without", "with"]
+
+
+def test_contenders_meet_the_same_data_and_models() -> None:
+    recurrence = [step.order for step in steps(tasks_for("cpu", ["drift"]), SMALL) if step.stage == "recurrence"]
+    for first in range(0, len(recurrence), 3):
+        assert len({order.seed for order in recurrence[first : first + 3]}) == 1
+    assert [order.drifted for order in recurrence[:9:3]] == [False, True, True]
+    assert len({order.seed for order in recurrence}) == 2 * 3
+
+
+def test_the_sizes_of_a_task_that_drifts_are_measured_before_and_after() -> None:
+    sizes = [step for step in steps(tasks_for("cpu", ["drift"]), SMALL) if step.stage == "size"]
+    assert Counter(step.order.drifted for step in sizes) == {False: 16, True: 16}
+
+
+def test_a_job_of_one_size_stops_nothing() -> None:
+    job = TASKS["digits"].job("digits-size-64", batch_size=64)
+    assert (job.batch_sizes, job.default_batch_size, job.beta_knob, job.policy) == ((64,), 64, None, "zeus")
+
+
+def test_a_given_number_of_epochs_is_trained_whatever_is_reached() -> None:
+    rising = Order("digits", "digits", 0, batch_size=32, epochs=3).spec()
+    falling = Order("characters", "characters", 0, batch_size=8, epochs=3).spec()
+    assert (rising.target_metric, rising.max_epochs) == (1e9, 3)
+    assert (falling.target_metric, falling.max_epochs) == (-1e9, 3)
+
+
+def test_tasks_span_two_decades_and_hold_their_default() -> None:
+    for task in TASKS.values():
+        assert task.default_batch_size in task.batch_sizes
+        assert task.batch_sizes[-1] / task.batch_sizes[0] >= 100
+
+
+def test_shrunken_tasks_have_targets_that_small_models_reach() -> None:
+    (whole,), (shrunken,) = tasks_for("gpu", ["bert-base"]), tasks_for("gpu", ["bert-base"], shrink=8)
+    assert (whole.target, shrunken.target) == (0.9, 0.4)
+    (same,) = tasks_for("cpu", ["digits"], shrink=8)
+    assert same.target == TASKS["digits"].target
+
+
+def test_a_task_of_another_device_is_refused() -> None:
+    with pytest.raises(ValueError, match="no task for cpu: resnet18"):
+        tasks_for("cpu", ["resnet18"])
+
+
+# The state
+
+
+def test_a_state_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    state = State(tmp_path)
+    state.add({"key": "a", "reached": True})
+    file = tmp_path / "runs.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"key": "b", "rea')
+    again = State(tmp_path)
+    assert again.records == [{"key": "a", "reached": True}]
+    again.add({"key": "b", "reached": False})
+    assert [record["key"] for record in read_records([tmp_path])] == ["a", "b"]
+
+
+def test_several_directories_are_one_measurement(tmp_path: Path) -> None:
+    State(tmp_path / "one").add({"key": "a"})
+    State(tmp_path / "two").add({"key": "b"})
+    assert [record["key"] for record in read_records([tmp_path / "one", tmp_path / "two"])] == ["a", "b"]
+
+
+def test_the_same_step_in_two_directories_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        State(tmp_path / name).add({"key": "a"})
+    with pytest.raises(ValueError, match="have both measured a"):
+        read_records([tmp_path / "one", tmp_path / "two"])
+
+
+def test_a_state_is_of_one_kind_of_measurement(tmp_path: Path) -> None:
+    for _ in range(2):
+        require_one_kind(tmp_path, {"device": "gpu", "shrink": 8})
+    for other in ({"device": "gpu", "shrink": 1}, {"device": "cpu", "shrink": 8}):
+        with pytest.raises(BenchmarkError, match="has a measurement of device gpu, shrink 8, not of "):
+            require_one_kind(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("named", "used"), [(None, "0"), ("3,1", "3"), ("GPU-5135a1a7,GPU-0", "GPU-5135a1a7"), ("", "")]
+)
+def test_of_several_gpus_the_first_trains(named: str | None, used: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "" if named is None else named)
+    if named is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    require_gpu(shrink=8)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == used
+
+
+def test_a_recurrence_lasts_until_a_training_reaches_the_target() -> None:
+    missed, reached = ({"reached": is_reached, "state": "ended"} for is_reached in (False, True))
+    step = step_of()
+    assert not is_done(step, [])
+    assert not is_done(step, [missed] * (MAX_TRIES - 1))
+    assert is_done(step, [missed, reached])
+    assert is_done(step, [missed] * MAX_TRIES)
+    assert is_done(step, [missed, {"reached": False, "state": REFUSED}])
+    assert is_done(step_of("size", "64"), [missed])
+
+
+@pytest.mark.parametrize(("minutes", "begun"), [(None, [True, True, True]), (0.0, [True, False, False])])
+def test_a_piece_does_one_thing_at_least(minutes: float | None, begun: list[bool]) -> None:
+    piece = Piece(minutes)
+    assert [piece.may_begin(3600.0) for _ in begun] == begun
+
+
+def test_nothing_is_begun_that_would_end_after_its_piece() -> None:
+    piece = Piece(60.0)
+    assert [piece.may_begin(expected_s) for expected_s in (7200.0, 7200.0, 1800.0)] == [True, False, True]
+
+
+# The figures
+
+
+def record(stage: str, number: int, who: str, cost_j: float, size: int = 32, **fields: Any) -> Record:
+    return {
+        "key": f"{stage} {number} {who}",
+        "stage": stage,
+        "task": "digits",
+        "seed": 0,
+        "number": number,
+        "who": who,
+        "drifted": False,
+        "batch_size": size,
+        "reached": True,
+        "state": "target_reached",
+        "cost_j": cost_j,
+        "energy_j": 2 * cost_j,
+        "time_s": cost_j / 10,
+        "energy_source": "estimate: 65 W assumed × CPU time",
+        "fit_cpu_s": cost_j,
+        "fit_wall_s": cost_j,
+        "begun_at": "2026-01-02T03:04:05+00:00",
+        "load_1": 1.0,
+        **fields,
+    }
+
+
+RECORDS = [
+    *(record("recurrence", number, "default", 100.0) for number in range(4)),
+    record("recurrence", 0, "gp_voi", 120.0),
+    record("recurrence", 1, "gp_voi", 30.0, 1024, reached=False),
+    record("recurrence", 1, "gp_voi", 50.0, 64),
+    record("recurrence", 2, "gp_voi", 50.0, 64),
+    record("recurrence", 3, "gp_voi", 50.0, 64),
+    *(record("recurrence", number, "zeus", 100.0, 8) for number in range(3)),
+    record("recurrence", 3, "zeus", 60.0, 8, reached=False),
+    *(record("size", 0, str(size), cost_j, size) for size, cost_j in ((32, 100.0), (64, 50.0))),
+    record("overhead", 0, "with", 10.5),
+    record("overhead", 0, "without", 10.0),
+]
+
+
+def test_figures_of_a_task() -> None:
+    task = proof_results(RECORDS, {"cores": "2"})["tasks"]["digits"]
+    found = task["contenders"]["gp_voi"]
+    assert (task["jobs"], task["recurrences"], task["longest_job"], task["best_sizes"]) == (1, 4, 4, [64])
+    assert (found["cost_j"], found["energy_j"], found["tries"], found["given_up"]) == (300.0, 600.0, 5, 0)
+    assert found["saved"]["cost_j"].value == pytest.approx(0.25)
+    assert found["later"].value == pytest.approx(0.5)
+    assert found["break_even"] == 2
+    assert found["regret"] == pytest.approx(0.5)
+    assert found["curve"] == pytest.approx([1.2, 1.0, 250 / 300, 0.75])
+    assert task["overhead"]["cpu"].value == pytest.approx(1.05)
+
+
+def test_a_recurrence_that_was_given_up_is_finished_by_the_default() -> None:
+    found = proof_results(RECORDS, {})["tasks"]["digits"]["contenders"]["zeus"]
+    assert (found["given_up"], found["cost_j"], found["break_even"]) == (1, 460.0, None)
+
+
+def test_a_policy_that_refuses_has_given_up_and_trained_nothing() -> None:
+    refused = record("recurrence", 3, "zeus", 0.0, reached=False, state=REFUSED)
+    others = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
+    found = proof_results([*others, refused], {})["tasks"]["digits"]["contenders"]["zeus"]
+    assert (found["given_up"], found["tries"], found["cost_j"]) == (1, 3, 400.0)
+
+
+def test_recurrences_that_a_contender_still_has_before_it_do_not_count() -> None:
+    fewer = [each for each in RECORDS if (each["who"], each["number"]) != ("zeus", 3)]
+    assert proof_results(fewer, {})["tasks"]["digits"]["recurrences"] == 3
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing has been measured yet"):
+        proof_results([], {})
+
+
+def test_every_table_of_energies_says_that_it_is_an_estimate() -> None:
+    made = proof_tables(proof_results(RECORDS, {"cores": "2"}))
+    for name in ("proof", "proof-sizes", "proof-summary"):
+        assert "estimate: 65 W assumed × CPU time" in made[name]
+    assert "| digits | 1, 4 | `gp_voi` | 0.6 | 25 % | 25 % | 25 % (" in made["proof"]
+    assert "| digits | 1 | *100* | **50** |" in made["proof-sizes"]
+
+
+def test_tables_go_where_a_document_has_their_marks(tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("a\n<!-- table: proof-summary -->\nold\n<!-- end of table -->\nb\n")
+    write_tables(proof_tables(proof_results(RECORDS, {"cores": "2"})), [file])
+    shown = file.read_text()
+    assert shown.startswith("a\n<!-- table: proof-summary -->\n| measured: [docs/proof.md](docs/proof.md) |")
+    assert "`gp_voi`, 1 kinds of real trainings, 4 recurrences (`make proof`; 2 CPU cores, 2026-01-02;" in shown
+    assert shown.endswith("<!-- end of table -->\nb\n")
+    assert "old" not in shown
+
+
+def test_figures_of_what_stands_for_a_gpu_say_so() -> None:
+    told = {"task": "resnet18", "energy_source": "nvml"}
+    simulated = [{**each, **told, "device": "simulated GPU, a CPU in its place"} for each in RECORDS]
+    made = proof_tables(proof_results(simulated, {"cores": "2"}))
+    assert set(made) == {"gpu", "gpu-sizes", "gpu-overhead", "gpu-conditions", "gpu-status"}
+    assert all("simulated GPU" in table for table in made.values())
+    real = [{**each, **told, "device": "NVIDIA H200"} for each in RECORDS]
+    made = proof_tables(proof_results(real, {"cores": "2"}))
+    assert made["gpu-status"] == "The figures of a GPU are [below](#on-a-gpu): NVIDIA H200."
+    assert "run --device gpu`; NVIDIA H200, 2026-01-02; energy is nvml)" in made["gpu-summary"]
+    assert not any("simulated" in table for table in made.values())
+
+
+def test_figures_of_two_devices_are_no_measurement() -> None:
+    with pytest.raises(ValueError, match="CPU and GPU have both been measured"):
+        proof_results([*RECORDS, {**RECORDS[0], "task": "resnet18"}], {})
+
+
+@pytest.mark.slow
+def test_the_smallest_task_from_trainings_to_a_page(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    run = [sys.executable, "-m", "benchmarks.recurrences"]
+    extent = ["--quick", "--recurrences", "1", "--repeats", "0", "--tasks", "tabular", "--state"]
+    pieces = [
+        subprocess.run([*run, "run", *extent, str(state), *more], cwd=ROOT, check=False, capture_output=True, text=True)
+        for more in (["--minutes", "0"], [], ["--shrink", "8"])
+    ]
+    assert [piece.returncode for piece in pieces] == [3, 0, 1], pieces[1].stderr
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: proof -->\n<!-- end of table -->\n")
+    figures = tmp_path / "figures.json"
+    collect = [*run, "collect", "--state", str(state), "--results", str(figures), "--write", str(page)]
+    subprocess.run([*collect, "--images", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    task = json.loads(figures.read_text())["tasks"]["tabular"]
+    assert {who: found["given_up"] for who, found in task["contenders"].items()} == {
+        "zeus": 0,
+        "gp_voi": 0,
+        "default": 0,
+    }
+    assert min(found["cost_j"] for found in task["contenders"].values()) > 0
+    assert task["overhead"]["pairs"] == 1
+    assert "| tabular | 1, 1 | `gp_voi` |" in page.read_text()
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["proof-cpu-recurrences.svg", "proof-cpu-sizes.svg"]

@@ -1,0 +1,165 @@
+"""The public names of the training side: what a public module lists, and nothing else, is visible."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import zeus_plugins
+from zeus_plugins import energy, errors, huggingface, lightning, power_limit, testing
+
+ERRORS = (
+    *("ZeusBSOBadOperationError", "ZeusBSOConfigError", "ZeusBSOError", "ZeusBSOOperationOrderError"),
+    *("ZeusBSORuntimeError", "ZeusBSOServerUnreachableError", "ZeusBSOTokenError", "ZeusBSOTrainFailError"),
+)
+CALLBACKS = ("BatchSizeCallback", "EnergyCallback", "PowerLimitCallback")
+PUBLIC = {
+    "zeus_plugins": {"BatchSizeOptimizer", "JobSpec", *ERRORS},
+    "zeus_plugins.client": {
+        *("BsoClient", "EMBEDDED", "NO_RETRIES", "Retries", "SERVER_URL_VARIABLE", "ServerPort"),
+        *("TIMEOUT_VARIABLE", "TOKEN_VARIABLE", "client_from_environment"),
+    },
+    "zeus_plugins.dataloader": {"ZeusDataLoader"},
+    "zeus_plugins.energy": {
+        *(
+            "AmdSmiMonitor",
+            "AmdSmiPowerMonitor",
+            "ClusterMonitor",
+            "DEFAULT_ESTIMATED_POWER_W",
+            "EnergyMonitor",
+            "EnergyUnavailableError",
+        ),
+        *("EpochMeter", "EstimateMonitor", "JetsonMonitor", "Measurement", "NvmlMonitor", "NvmlPowerMonitor"),
+        "RaplMonitor",
+        *("ReplayMonitor", "WindowMonitor", "ZeusMonitorAdapter", "as_energy_monitor", "auto"),
+    },
+    "zeus_plugins.errors": {"ZeusBSORuntimError", *ERRORS},
+    "zeus_plugins.huggingface": {
+        *("ZeusBSOTrainerCallback", "ZeusEnergyTrainerCallback", "ZeusPowerLimitTrainerCallback", *CALLBACKS),
+    },
+    "zeus_plugins.lightning": {"ZeusBSOCallback", "ZeusEnergyCallback", "ZeusPowerLimitCallback", *CALLBACKS},
+    "zeus_plugins.master": {
+        *("BatchSizeChooser", "Executor", "FailedTryError", "HistoryEntry", "Job", "LocalExecutor", "MasterState"),
+        *("PolicyOptimizer", "Run", "ServerOptimizer", "ZeusMaster"),
+    },
+    "zeus_plugins.optimizer": {"BatchSizeOptimizer"},
+    "zeus_plugins.power_limit": {
+        *("COMMAND_VARIABLE", "CommandDevice", "Done", "Energy", "MaxSlowdown", "NvmlDevice", "OptimumSelector"),
+        *("PowerLimitDevice", "PowerLimitProfile", "PowerLimitProfiler", "PowerLimitSample"),
+        *("PowerLimitUnavailableError", "Profiling", "Ready", "ReplayDevice", "ReplayMachine", "ReplayPoint", "State"),
+        *("Time", "Warmup", "Window", "ZeusCost", "find_devices", "limits_between"),
+    },
+    "zeus_plugins.protocol": {
+        *(
+            "ArmView",
+            "EndReason",
+            "Ending",
+            "EndingState",
+            "ErrorBody",
+            "Evaluation",
+            "FieldError",
+            "Fingerprint",
+            "GpuConfig",
+            "Heartbeat",
+        ),
+        *(
+            "HeartbeatResponse",
+            "JobList",
+            "CreatedJob",
+            "JobParams",
+            "JobSpecFromClient",
+            "JobSpec",
+            "JobSummary",
+            "JobView",
+            "SavedView",
+            "SavingsView",
+            "OfflineTrial",
+        ),
+        *("Origin", "Paths", "PolicyName", "PowerLimitChoice", "PowerLimitSample", "PowerProfile", "ReportResponse"),
+        *(
+            "Stage",
+            "StopRule",
+            "TrainingResult",
+            "TrialDispatch",
+            "TrialEnd",
+            "TrialId",
+            "TrialList",
+            "TrialPowerProfile",
+        ),
+        *("CandidateWorth", "Decision", "MAX_CANDIDATES", "Explanation", "SizeBelief"),
+        *("GP_VOI", "OWN_POLICIES", "RefusalReason", "RegistrationId", "ZEUS"),
+        *("TrialState", "TrialView", "WireMessage", "ALIVE", "FINAL", "Verdict", "cost"),
+        *("EndingState", "Instant", "LongText", "TrialFacts"),
+        # The types and bounds of the messages' fields.
+        *("BatchSize", "Epochs", "Finite", "Identifier", "Joules", "NonNegativeFinite", "NonNegativeInt"),
+        *("PositiveFinite", "PositiveInt", "PowerLimitSamples", "Seconds", "Seed", "Text", "Watts"),
+        *("ID_PATTERN", "LEAST_TIME_S", "MAX_BATCH_SIZE", "MAX_BATCH_SIZES", "MAX_DETAIL_LENGTH", "MAX_ID_LENGTH"),
+        "MAX_POWER_LIMITS",
+    },
+    "zeus_plugins.testing": {"ReplayDevice", "ReplayMachine", "ReplayMonitor", "ReplayPoint", "check_policy"},
+    "zeus_plugins.train_result": {"TrainResult", "Variables", "result_path", "write_atomically"},
+}
+
+
+def visible(path: Path) -> set[str]:
+    """The names without underscore that a module defines and, where it is a package's, imports for others."""
+    names: set[str] = set()
+    body = ast.parse(path.read_text()).body
+    # What is imported late, so that type checkers see it.
+    body += [late for node in body if isinstance(node, ast.If) for late in node.body]
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names.update(target.id for target in targets if isinstance(target, ast.Name))
+            case ast.ImportFrom(module=str(module), names=aliases) if path.name == "__init__.py" and module.startswith(
+                "zeus_plugins"
+            ):
+                names.update(alias.asname or alias.name for alias in aliases)
+            case ast.If(body=[ast.ImportFrom(names=aliases)]) if path.name == "__init__.py":
+                # Under TYPE_CHECKING: what the package loads when it is asked for it.
+                names.update(alias.name for alias in aliases)
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize(("module", "names"), PUBLIC.items())
+def test_a_public_module_offers_what_it_lists_and_nothing_else(module: str, names: set[str]) -> None:
+    imported = importlib.import_module(module)
+    # The package that both sides share lists its names by importing them as themselves.
+    if module != "zeus_plugins.protocol":
+        assert len(imported.__all__) == len(set(imported.__all__))
+        assert set(imported.__all__) == names
+    assert imported.__file__ is not None
+    assert visible(Path(imported.__file__)) == names
+    assert all(hasattr(imported, name) for name in names)
+
+
+def test_the_errors_that_users_meet_stand_beside_the_job() -> None:
+    assert all(getattr(zeus_plugins, name) is getattr(errors, name) for name in ERRORS)
+
+
+def test_zeus_spelling_of_an_error_is_a_second_name() -> None:
+    assert errors.ZeusBSORuntimError is errors.ZeusBSORuntimeError
+    assert errors.ZeusBSORuntimeError.__name__ == "ZeusBSORuntimeError"
+
+
+def test_replay_classes_are_still_found_where_they_were() -> None:
+    assert energy.ReplayMonitor is testing.ReplayMonitor
+    for name in ("ReplayDevice", "ReplayMachine", "ReplayPoint"):
+        assert getattr(power_limit, name) is getattr(testing, name)
+    for module in (energy, power_limit):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'Replay'"):
+            _ = module.Replay
+
+
+def test_the_plain_names_are_the_same_callbacks() -> None:
+    assert lightning.BatchSizeCallback is lightning.ZeusBSOCallback
+    assert lightning.EnergyCallback is lightning.ZeusEnergyCallback
+    assert lightning.PowerLimitCallback is lightning.ZeusPowerLimitCallback
+    assert huggingface.BatchSizeCallback is huggingface.ZeusBSOTrainerCallback
+    assert huggingface.EnergyCallback is huggingface.ZeusEnergyTrainerCallback
+    assert huggingface.PowerLimitCallback is huggingface.ZeusPowerLimitTrainerCallback

@@ -1,0 +1,122 @@
+"""Releases: one version, a changelog in shape, the licences of what is needed; `.ci/run` builds and installs one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from release.__main__ import LICENCES, PROJECT, USERS_EXTRAS, VERSION, ReleaseError, notes
+from tests.support import ROOT
+from tests.support.servers import bso_server
+
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yaml"))
+KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    """The packages of requirements, as indexes compare their names (PEP 503), without this one."""
+    found = {re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", each)[0]).lower() for each in requirements}
+    return found - {"zeus-plugins"}
+
+
+def test_the_version_has_one_place() -> None:
+    assert metadata("zeus-plugins")["Version"] == VERSION
+    assert bso_server("--version").stdout == f"bso-server {VERSION}\n"
+    sources = [*ROOT.glob("zeus_plugins/**/*.py"), *ROOT.glob("bso_server/**/*.py")]
+    assert [file.name for file in sources if "__version__" in file.read_text()] == []
+    assert f"version: {VERSION}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_changelog_is_in_shape() -> None:
+    first, *releases = re.findall(r"^## (.*)$", CHANGELOG, re.MULTILINE)
+    assert first == "[Unreleased]"
+    found = [re.fullmatch(r"\[(\d+)\.(\d+)\.(\d+)\] - \d{4}-\d\d-\d\d", release) for release in releases]
+    numbers = [tuple(map(int, each.groups())) for each in found if each is not None]
+    assert len(numbers) == len(releases)
+    assert numbers == sorted(set(numbers), reverse=True)
+    assert numbers[:1] in ([], [tuple(map(int, VERSION.split(".")))])
+    for section in re.split(r"^## .*$", CHANGELOG, flags=re.MULTILINE)[1:]:
+        kinds = re.findall(r"^### (.*)$", section, re.MULTILINE)
+        assert kinds == sorted(kinds, key=KINDS.index)
+
+
+def test_notes_are_what_the_changelog_says_of_the_version() -> None:
+    changelog = (
+        f"## [Unreleased]\n\n## [{VERSION}] - 2026-12-01\n\nWords.\n\n### Added\n\n- This.\n\n## [0.0.1] - 2026-11-01\n"
+    )
+    assert notes(changelog, f"v{VERSION}") == "Words.\n\n### Added\n\n- This."
+    for nothing in ("## [Unreleased]\n\n- This.\n", changelog.replace("Words.\n\n### Added\n\n- This.\n\n", "")):
+        with pytest.raises(ReleaseError, match=rf"has no section '## \[{VERSION}\]"):
+            notes(nothing, f"v{VERSION}")
+
+
+def test_a_tag_of_another_version_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "release", "notes", "--tag", "v9"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    said = f"release: the tag is v9, and pyproject.toml says version {VERSION}, whose tag is v{VERSION}\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+def test_the_licences_of_all_dependencies_are_listed() -> None:
+    wanted = names([*PROJECT["dependencies"], *(each for extra in USERS_EXTRAS for each in extras()[extra])])
+    listed = names(re.findall(r"^\| ([\w.-]+) +\|", LICENCES.read_text(), re.MULTILINE))
+    assert wanted - listed == set(), "make licences writes the page anew"
+
+
+def test_the_versions_for_development_are_locked() -> None:
+    wanted = names([each for extra in extras() for each in extras()[extra] if extra != "ray"])
+    locked = names(re.findall(r"^([\w.-]+)==", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE))
+    assert wanted - locked == set(), "make lock writes the file anew"
+
+
+def extras() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    return found
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_commit(workflow: Path) -> None:
+    text = workflow.read_text()
+    used = re.findall(r"uses: (.*)$", text, re.MULTILINE)
+    assert used
+    assert [each for each in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each)] == []
+
+
+def test_a_release_publishes_what_it_has_tested() -> None:
+    jobs: dict[str, Any] = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yaml").read_text())["jobs"]
+    assert set(jobs["publish"]["needs"]) == {"test", "check"}
+    for name in ("test", "check", "publish", "announce"):
+        steps = "\n".join(str(step.get("run", "")) for step in jobs[name]["steps"])
+        assert "sha256sum --check SHA256SUMS" in steps
+    assert any(step.get("run") == ".ci/run" for step in jobs["test"]["steps"])
+
+
+@pytest.mark.parametrize(
+    ("schema", "path"),
+    [
+        *(pytest.param("github-workflows", path, id=path.stem) for path in WORKFLOWS),
+        *(
+            pytest.param("github-issue-forms", path, id=path.stem)
+            for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yaml")
+        ),
+        pytest.param("citation-file-format", ROOT / "CITATION.cff", id="citation"),
+    ],
+)
+def test_the_forge_understands_its_files(schema: str, path: Path) -> None:
+    """Workflows cannot be run here: their schema is checked, and continuous integration runs their commands."""
+    pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,277 @@
+"""Who may import whom (the rooms of the design), read from the syntax tree."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Set
+from functools import cache
+
+import pytest
+
+from tests.support import ROOT
+
+FRAMEWORKS = {"lightning", "pytorch_lightning", "torch", "transformers", "accelerate"}
+# What decides without a server, a database or a clock.
+POLICY = {"bso_server.core", "bso_server.errors"}
+# The training script of the demo is a user's script.
+USER_SCRIPTS = {"zeus_plugins/demo/digits.py"}
+
+
+def modules(*patterns: str) -> list[str]:
+    paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    assert paths, f"no module matches {patterns}"
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+def every(*patterns: str) -> Callable[[Callable[[str], None]], Callable[[], None]]:
+    """Make a test of what each module must fulfil; it tells of all that do not."""
+
+    def decorate(check: Callable[[str], None]) -> Callable[[], None]:
+        def test() -> None:
+            failures = []
+            for module in modules(*patterns):
+                try:
+                    check(module)
+                except AssertionError as failure:
+                    failures.append(f"{module}: {failure}")
+            assert not failures, "\n".join(failures)
+
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        return test
+
+    return decorate
+
+
+@cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse((ROOT / module).read_text())
+
+
+@cache
+def imports(module: str, *, at_run_time: bool = True) -> frozenset[str]:
+    """Dotted names of everything that the module imports, wherever in it; not of what it only has types from."""
+    tree = ast.parse((ROOT / module).read_text())
+    for block in [node for node in ast.walk(tree) if isinstance(node, ast.If)]:
+        if at_run_time and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            block.body = []
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports hide where the walls are"
+            assert node.module is not None
+            names.add(node.module)
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(names)
+
+
+def offenders(names: Set[str], forbidden: set[str]) -> set[str]:
+    return {name for name in names if any(name == root or name.startswith(f"{root}.") for root in forbidden)}
+
+
+def own(names: Set[str]) -> set[str]:
+    return offenders(names, {"bso_server", "zeus_plugins"})
+
+
+def test_the_reader_of_imports_sees_through_indentation() -> None:
+    assert "bso_server.storage.migrations" in imports("bso_server/storage/store.py")
+    assert "pynvml" in imports("zeus_plugins/energy/nvml.py")
+
+
+@every("zeus_plugins/**/*.py")
+def test_the_training_side_does_not_import_the_server(module: str) -> None:
+    names = offenders(imports(module), {"bso_server"})
+    is_the_server = module == "zeus_plugins/client/local.py"
+    decides = {
+        "zeus_plugins/master/optimizers.py",
+        "zeus_plugins/testing/__init__.py",
+        "zeus_plugins/testing/policies.py",
+    }
+    takes_its_policy = module in decides and names == offenders(names, POLICY)
+    assert is_the_server or takes_its_policy or not names
+    assert not offenders(imports(module), {"litestar", "sqlalchemy"})
+
+
+def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_before_it_is_needed() -> None:
+    name = "zeus_plugins.client.local"
+    assert [module for module in modules("zeus_plugins/**/*.py") if name in imports(module)] == [
+        "zeus_plugins/client/connect.py"
+    ]
+
+
+@every("bso_server/**/*.py")
+def test_the_server_imports_nothing_of_the_training_side_but_the_protocol(module: str) -> None:
+    names = imports(module)
+    assert offenders(names, {"zeus_plugins"}) == offenders(names, {"zeus_plugins.protocol"})
+
+
+@pytest.mark.parametrize("module", modules("zeus_plugins/protocol/*.py"))
+def test_the_protocol_imports_nothing_of_ours_but_itself(module: str) -> None:
+    names = imports(module)
+    assert own(names) == offenders(names, {"zeus_plugins.protocol"})
+
+
+@every("bso_server/core/**/*.py")
+def test_the_core_is_pure(module: str) -> None:
+    allowed = {"bso_server.core", "bso_server.errors", "zeus_plugins.protocol"}
+    names = imports(module)
+    assert own(names) == offenders(names, allowed)
+    assert not offenders(
+        names, {"asyncio", "httpx", "litestar", "logging", "os", "pydantic", "random", "sqlalchemy", "time"}
+    )
+
+
+ROOMS = {
+    "storage": {"core", "errors"},
+    "service": {"core", "errors", "storage"},
+    "ui": {"core", "errors", "service"},
+    "api": {"core", "errors", "service", "ui"},
+    "metrics": {"core", "errors", "service"},
+    "simulate": {"core", "errors"},
+}
+
+
+@pytest.mark.parametrize(("room", "may"), ROOMS.items())
+def test_imports_run_one_way(room: str, may: set[str]) -> None:
+    allowed = {f"bso_server.{each}" for each in {room, *may}} | {"zeus_plugins.protocol"}
+    for module in modules(f"bso_server/{room}/**/*.py"):
+        names = imports(module)
+        assert own(names) == offenders(names, allowed), module
+
+
+GROUND_FLOOR = {"environment", "errors", "files", "placement", "protocol", "signals", "train_result"}
+FLOORS = {
+    **{module: set[str]() for module in sorted(GROUND_FLOOR)},
+    "client": set[str](),
+    "energy": set[str](),
+    "power_limit": {"energy"},
+    "training": {"client", "energy", "power_limit"},
+}
+
+
+@pytest.mark.parametrize(("floor", "may"), FLOORS.items())
+def test_no_module_of_the_training_side_imports_a_higher_floor(floor: str, may: set[str]) -> None:
+    allowed = {f"zeus_plugins.{each}" for each in {floor, *may, *GROUND_FLOOR}}
+    for module in modules(f"zeus_plugins/{floor}.py", f"zeus_plugins/{floor}/**/*.py"):
+        # The server in this process is a server: it may import that, and nothing of the training side.
+        names = {name for name in own(imports(module)) if name != "zeus_plugins" and not name.startswith("bso_server")}
+        assert names == offenders(names, allowed), module
+
+
+@every("bso_server/**/*.py")
+def test_only_the_storage_knows_sql(module: str) -> None:
+    assert module.startswith("bso_server/storage/") or not offenders(imports(module), {"alembic", "sqlalchemy"})
+
+
+@every("bso_server/**/*.py")
+def test_only_the_outermost_modules_know_http(module: str) -> None:
+    knows = module == "bso_server/app.py" or module.startswith("bso_server/api/")
+    assert knows or not offenders(imports(module), {"litestar"})
+
+
+@every("bso_server/**/*.py")
+def test_only_the_dashboard_knows_templates(module: str) -> None:
+    knows = module.startswith("bso_server/ui/")
+    assert knows or not offenders(imports(module), {"jinja2", "markupsafe"})
+    # A server inside of a training shows no pages.
+    shows = knows or module in {"bso_server/api/dashboard.py", "bso_server/cli/jobs.py"}
+    assert shows or not offenders(imports(module), {"bso_server.ui"})
+
+
+@every("bso_server/**/*.py")
+def test_only_the_metrics_know_who_collects_them(module: str) -> None:
+    libraries = {"prometheus_client", "opentelemetry"}
+    knows = module.startswith("bso_server/metrics/")
+    assert knows or not offenders(imports(module), libraries)
+    # A server inside of a training is watched by nobody.
+    watches = knows or module in {"bso_server/app.py", "bso_server/cli/serve.py"}
+    assert watches or not offenders(imports(module), {"bso_server.metrics"})
+
+
+@every("bso_server/api/*.py")
+def test_handlers_leave_errors_to_one_table(module: str) -> None:
+    tries = any(isinstance(node, ast.Try) for node in ast.walk(parsed(module)))
+    # A token that is refused by the form is answered with the form.
+    answers = {"bodies.py", "dashboard.py", "errors.py"}
+    assert not tries or module.removeprefix("bso_server/api/") in answers
+
+
+@every("zeus_plugins/power_limit/plan.py", "zeus_plugins/power_limit/selectors.py")
+def test_what_decides_the_power_limit_is_pure(module: str) -> None:
+    allowed = {f"zeus_plugins.{each}" for each in ("energy.cluster", "energy.monitor", "errors", "protocol")}
+    allowed |= {f"zeus_plugins.power_limit.{each}" for each in ("profile", "selectors")}
+    names = imports(module)
+    assert own(names) == offenders(names, allowed)
+    assert not offenders(names, {"logging", "os", "subprocess", "threading", "time"})
+
+
+@every("zeus_plugins/**/*.py")
+def test_only_adapters_import_frameworks(module: str) -> None:
+    rooms = ("zeus_plugins/dataloader/", "zeus_plugins/huggingface/", "zeus_plugins/lightning/")
+    is_adapter = module.startswith(rooms) or module in USER_SCRIPTS
+    assert is_adapter or not offenders(imports(module), FRAMEWORKS)
+
+
+@every("zeus_plugins/training/*.py")
+def test_a_training_is_decided_without_a_framework(module: str) -> None:
+    names = imports(module)
+    assert not offenders(names, {"zeus_plugins.huggingface", "zeus_plugins.lightning"})
+    assert module != "zeus_plugins/training/metrics.py" or own(names) == {
+        "zeus_plugins.errors",
+        "zeus_plugins.errors.ZeusBSOConfigError",
+    }
+
+
+# What the public classes of a framework do not offer has one place, which the contract tests check.
+@every("zeus_plugins/lightning/*.py", "zeus_plugins/huggingface/*.py")
+def test_private_attributes_of_a_framework_stand_in_one_module(module: str) -> None:
+    if module.endswith("/_trainer.py"):
+        return
+    tree = parsed(module)
+    private = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.endswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+    assert not private
+
+
+@every("zeus_plugins/**/*.py")
+def test_only_one_module_knows_httpx(module: str) -> None:
+    allowed = {"zeus_plugins/client/http.py", "zeus_plugins/client/_transport.py"}
+    assert module in allowed or not offenders(imports(module), {"httpx", "httpcore"})
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need stands in tests/support; pytest hands out the fixtures of conftest.py by itself."""
+    tests = modules("tests/*.py", "tests/*/*.py", "benchmarks/**/*.py")
+    shared = {name for name in modules("tests/*.py") if name.startswith(("tests/test_", "tests/conftest"))}
+    private = {name.removesuffix(".py").replace("/", ".") for name in shared}
+    assert {module: found for module in tests if (found := offenders(imports(module), private))} == {}
+
+
+def test_no_module_needs_one_that_needs_it() -> None:
+    files = [*modules("zeus_plugins/**/*.py"), *modules("bso_server/**/*.py")]
+    module_of = {file.removesuffix(".py").removesuffix("/__init__").replace("/", "."): file for file in files}
+
+    def needed_by(file: str) -> set[str]:
+        names = {name for name in imports(file, at_run_time=False) if name in module_of}
+        # Whoever takes a module from a package needs that module, and not what the package's own file gathers.
+        return {module_of[name] for name in names if not any(other.rpartition(".")[0] == name for other in names)}
+
+    needed = {file: needed_by(file) for file in files}
+    in_circles = []
+    for file in files:
+        reached, left = set[str](), list(needed[file])
+        while left:
+            each = left.pop()
+            if each not in reached:
+                reached.add(each)
+                left.extend(needed[each])
+        if file in reached:
+            in_circles.append(file)
+    assert not in_circles

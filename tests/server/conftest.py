@@ -1,0 +1,33 @@
+"""A scene that the tests of inputs share."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+
+import httpx
+import pytest
+from sqlalchemy.engine import make_url
+
+from tests.support.input_scene import Scene, begin, register
+from tests.support.servers import ServerProcess
+
+
+@pytest.fixture(scope="module")
+def scene(any_server: ServerProcess) -> Iterator[Scene]:
+    database = make_url(any_server.database_url)
+    with ExitStack() as stack:
+        http = stack.enter_context(httpx.Client(base_url=any_server.url, timeout=60))
+        file = None
+        if database.drivername.startswith("sqlite"):
+            file = stack.enter_context(closing(sqlite3.connect(f"file:{database.database}?mode=ro", uri=True)))
+        job_id, other_job = register(http), register(http)
+        ended, running = begin(http, job_id), begin(http, job_id)
+        final = {"time": 5.0, "energy": 500.0, "metric": 0.95, "current_epoch": 2}
+        verdict = http.post("/report", json={**ended, **final}).raise_for_status().json()
+        for epoch in (1, 2):
+            reported = {"time": epoch * 2.0, "energy": epoch * 200.0, "metric": 0.5, "current_epoch": epoch}
+            http.post("/report", json={**running, **reported}).raise_for_status()
+        begin(http, other_job)
+        yield Scene(http, running, reported, ended, final, verdict, other_job, file)

@@ -1,0 +1,107 @@
+"""The files for Prometheus and Grafana: alert rules, the scrape configuration, and the dashboard's queries."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import ROOT
+from tests.support.watching import scraped, trained, watched
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+ALERTS = PROMETHEUS / "alerts.yaml"
+DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "dashboard.json").read_text())
+
+needs_promtool = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (apt-get install prometheus)"),
+]
+
+
+def queries() -> Iterator[str]:
+    """Every query of the dashboard, with a time in the place of Grafana's variable."""
+    for panel in DASHBOARD["panels"]:
+        for target in panel.get("targets", ()):
+            yield target["expr"].replace("$__rate_interval", "5m")
+
+
+def promtool(*arguments: str | Path) -> str:
+    done = subprocess.run(
+        [shutil.which("promtool") or "promtool", *arguments],
+        cwd=PROMETHEUS,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+async def test_every_metric_that_is_asked_for_exists(tmp_path: Path) -> None:
+    asked = set(re.findall(r"\bzeus_bso_\w+", "\n".join([*queries(), ALERTS.read_text()])))
+    assert len(asked) > 15
+    async with watched(tmp_path, metrics_jobs="*") as http:
+        await trained(http)
+        found = {name for name, _ in await scraped(http)}
+        assert asked <= found
+
+
+def test_the_dashboard_shows_what_is_described() -> None:
+    described = set(re.findall(r"^\| `(zeus_bso_\w+)`", PAGE, re.MULTILINE)) - {"zeus_bso_unnamed_jobs"}
+    shown = "\n".join(queries())
+    by_job_only_alerted = {
+        "zeus_bso_saved_cost_joules",
+        "zeus_bso_job_energy_joules",
+        "zeus_bso_job_saved_energy_joules",
+    }
+    assert {name for name in described if name not in shown} <= by_job_only_alerted
+
+
+def test_the_panels_lie_beside_one_another() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in DASHBOARD["panels"]:
+        place: dict[str, Any] = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken
+        assert all(x < 24 for x, _ in cells)
+        taken |= cells
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+def test_the_page_has_every_alert_with_its_severity() -> None:
+    written = re.findall(r"- alert: (\w+)\n.*?severity: (\w+)", ALERTS.read_text(), re.DOTALL)
+    described = re.findall(r"^\| `(ZeusBso\w+)` \| (\w+) \|", PAGE, re.MULTILINE)
+    assert written == described
+
+
+class TestPromtool:
+    pytestmark = needs_promtool
+
+    def test_the_alert_rules_do_what_they_say(self) -> None:
+        assert "10 rules found" in promtool("check", "rules", "alerts.yaml")
+        assert "SUCCESS" in promtool("test", "rules", "alerts_test.yaml")
+        tested = (PROMETHEUS / "alerts_test.yaml").read_text()
+        for name in re.findall(r"- alert: (\w+)", ALERTS.read_text()):
+            assert re.search(rf"alertname: {name}\n\s+eval_time: \w+\n\s+exp_alerts:", tested), name
+
+    def test_the_scrape_configuration_is_one(self) -> None:
+        assert "SUCCESS" in promtool("check", "config", "--syntax-only", "scrape.yaml")
+
+    def test_every_query_of_the_dashboard_parses(self, tmp_path: Path) -> None:
+        # As recording rules, which every version of promtool checks.
+        rules = [{"record": f"query:{n}", "expr": query} for n, query in enumerate(queries())]
+        file = tmp_path / "rules.yaml"
+        file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+        assert f"{len(rules)} rules found" in promtool("check", "rules", file)

@@ -1,0 +1,162 @@
+"""Clients, servers and connections die, stop and find full disks at random under load; nothing acknowledged is lost.
+
+``ZEUS_TEST_CHAOS_S`` makes the test longer (seconds for each kind of database); ``ZEUS_TEST_CHAOS_SEED`` repeats the
+choices of a run that failed, though not its timing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from bso_server.core.model import TrialRecord
+from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from tests.chaos.disasters import Scene
+from tests.chaos.evidence import Acknowledgement, check_job, check_numbers, read_logs
+from tests.chaos.jobs import Job, jobs, result
+from tests.support.disks import small_disk
+from tests.support.servers import bso_server
+from zeus_plugins.protocol import ALIVE, Origin, TrainingResult, TrialEnd, TrialState
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.chaos,
+    pytest.mark.skipif(sys.platform != "linux", reason="worker processes are found by /proc"),
+]
+
+CHAOS_S = float(os.environ.get("ZEUS_TEST_CHAOS_S", "25"))
+SEED = int(os.environ.get("ZEUS_TEST_CHAOS_SEED", random.getrandbits(32)))
+# Acknowledgements between two disasters, at most.
+LONGEST_PEACE = 40
+# A suspended training may take a day to come back.
+AFTER_ALL_LEASES = timedelta(days=2)
+# More than any of the jobs needs until each of its batch sizes is explored.
+MANY_TRIALS = 20
+VICTIMS = {"client", "worker", "server", "lease", "pause"}
+
+T = TypeVar("T")
+
+
+def test_nothing_acknowledged_is_lost(database_url: str, tmp_path: Path) -> None:
+    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
+    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+    assert upgrade.returncode == 0, upgrade.stderr
+    scene = cause_chaos(database_url, tmp_path, random.Random(SEED))  # noqa: S311 - no secret
+    assert set(+scene.struck) == (VICTIMS if database_url.startswith("sqlite") else VICTIMS | {"connection"})
+    check(scene, database_url)
+
+
+def test_nothing_acknowledged_is_lost_on_a_disk_that_fills_up(tmp_path: Path) -> None:
+    print(f"ZEUS_TEST_CHAOS_SEED={SEED}")
+    with small_disk(tmp_path / "disk", size="64m") as disk:
+        database_url = f"sqlite:///{disk / 'bso.sqlite3'}"
+        upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+        assert upgrade.returncode == 0, upgrade.stderr
+        scene = cause_chaos(database_url, tmp_path, random.Random(SEED), disk)  # noqa: S311 - no secret
+        assert set(+scene.struck) == VICTIMS | {"disk"}
+        check(scene, database_url)
+
+
+def check(scene: Scene, database_url: str) -> None:
+    """All that was acknowledged is there, and the jobs go on."""
+    acknowledged = read_logs(scene.logs)
+    assert {line["kind"] for line in acknowledged} == {"registered", "dispatched", "reported", "ended"}
+
+    registered = {line["job_id"] for line in acknowledged if line["kind"] == "registered"}
+    every_job = [job for generation in scene.generations for job in jobs(generation)]
+    assert registered == {job.job_id for job in every_job}
+    check_numbers(acknowledged)
+    check_jobs(database_url, every_job, acknowledged)
+    let_every_job_explore(database_url, every_job)
+    # What was acknowledged of the trials that were abandoned by this is still there, too.
+    check_jobs(database_url, every_job, acknowledged)
+
+
+def cause_chaos(database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> Scene:
+    """Let everything happen at least once, and go on, in another order each time, until the time is over."""
+    scene = Scene(database_url, directory, rng, disk)
+    end = time.monotonic() + CHAOS_S
+    try:
+        scene.start()
+        disasters = scene.disasters()
+        to_come: list[Callable[[], None]] = []
+        for number in count(1):
+            to_come = to_come or rng.sample(disasters, len(disasters))
+            scene.wait_for(rng.randint(0, LONGEST_PEACE))
+            to_come.pop()()
+            if number >= len(disasters) and time.monotonic() > end:
+                break
+        # Some jobs must be amid their exploration when all ends.
+        scene.begin_new_jobs()
+    finally:
+        scene.stop()
+    return scene
+
+
+def check_jobs(database_url: str, every_job: list[Job], acknowledged: list[Acknowledgement]) -> None:
+    def check(transaction: Transaction) -> None:
+        for job in every_job:
+            check_job(transaction, job.job_id, acknowledged)
+
+    on_database(database_url, lambda store: store.read(check))
+
+
+def let_every_job_explore(database_url: str, every_job: list[Job]) -> None:
+    """Two days later no trial is left that a job would wait for, and each explores until it has tried all sizes."""
+
+    def alive(transaction: Transaction) -> list[TrialRecord]:
+        trials = [trial for job in every_job for trial in transaction.all_trials(job.job_id)]
+        return [trial for trial in trials if trial.state in ALIVE]
+
+    async def explore_all(store: Store) -> int:
+        service = BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + AFTER_ALL_LEASES))
+        await service.reap()
+        assert await store.read(alive) == []
+        return sum([await explore(service, job) for job in every_job])
+
+    assert on_database(database_url, explore_all) > 0
+
+
+async def explore(service: BatchSizeService, job: Job) -> int:
+    """Train until the job has nothing left to explore; how many trials it took."""
+    for trials in range(MANY_TRIALS):
+        trial = await service.transact(service.commands.begin_trial, job.job_id)
+        if trial.origin is Origin.BANDIT:
+            return trials
+        assert trial.origin is Origin.EXPLORATION, trial
+        identity = {"job_id": job.job_id, "batch_size": trial.batch_size, "trial_number": trial.trial_number}
+        if trial.batch_size == job.out_of_memory:
+            await service.transact(service.commands.end_trial, TrialEnd(**identity, outcome=TrialState.INFEASIBLE))
+            continue
+        for epoch in count(1):
+            if (
+                await service.reports.record_report(TrainingResult(**identity, **result(trial.batch_size, epoch)))
+            ).stop_train:
+                break
+    raise AssertionError(f"{job.job_id} does not end exploring")
+
+
+def on_database(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
+    """Use the database from this process."""
+
+    async def run() -> T:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        try:
+            return await use(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())

@@ -1,0 +1,403 @@
+"""Rows and files that somebody keeps locked, networks that fall silent, databases that break off each transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from bso_server.core.access import UNRESTRICTED
+from bso_server.errors import DatabaseUnavailableError
+from bso_server.service.reports import Outcome, ReportBatch
+from bso_server.storage.database import AsyncDatabase
+from bso_server.storage.deadlines import Deadline, begin_request, waiting
+from bso_server.storage.queries import epochs_of
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import RowLocked, Transaction
+from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, SQLITE_DRIVERS
+from tests.support.relay import relay_to
+from tests.support.service import HOUR_S, JobService, beat_of, open_store
+from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
+
+# More than anything takes that is not held up, on a machine with much else to do.
+LONG_S = 60.0
+# Enough for a database that answers, where the test waits until it is over.
+SHORT_S = 2.0
+# More requests than there are connections.
+MANY = 15
+
+SLEEP = {"postgresql": "SELECT pg_sleep(600)", "mysql": "SELECT sleep(600)", "mariadb": "SELECT sleep(600)"}
+
+T = TypeVar("T")
+
+with_row_locks = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
+
+
+async def jobs_on(store: Store, number: int) -> list[JobService]:
+    """One service with so many jobs."""
+    servers = [JobService(store) for _ in range(number)]
+    for server in servers:
+        server.service = servers[0].service
+        await server.service.register(server.job)
+    return servers
+
+
+async def job_on(store: Store) -> JobService:
+    """The service with a job of its own."""
+    return (await jobs_on(store, 1))[0]
+
+
+@asynccontextmanager
+async def locked(database_url: str, *where: str) -> AsyncIterator[None]:
+    """A shell in which somebody has begun a transaction, locked the rows that these clauses name, and left."""
+    engine = create_async_engine(database_url)
+    try:
+        async with engine.connect() as connection:
+            for rows in where:
+                assert (await connection.execute(text(f"SELECT * FROM {rows} FOR UPDATE"))).all()  # noqa: S608 - no secret
+            yield
+            await connection.rollback()
+    finally:
+        await engine.dispose()
+
+
+def row_of(server: JobService, trial: TrialDispatch | None = None) -> str:
+    """The row of the job, or that of one of its trials."""
+    if trial is None:
+        return f"jobs WHERE job_id = '{server.job_id}'"
+    # MariaDB locks the gaps beside what it finds otherwise than by a whole key, so that neighbours cannot be inserted.
+    return f"trials WHERE job_id = '{trial.job_id}' AND trial_number = {trial.trial_number}"
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LONG_S):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+async def unavailable(request: Coroutine[Any, Any, Any]) -> None:
+    with pytest.raises(DatabaseUnavailableError):
+        await request
+
+
+async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """A transaction that was given up may keep its locks for a moment more."""
+    async with asyncio.timeout(LONG_S):
+        while True:
+            try:
+                return await request()
+            except DatabaseUnavailableError:
+                continue
+
+
+async def epochs(server: JobService, trial: TrialDispatch) -> list[float]:
+    found = await server.store.read(epochs_of, trial.job_id, trial.trial_number)
+    return [epoch.epoch for epoch in found]
+
+
+async def beat(server: JobService, trial: TrialDispatch) -> None:
+    await server.service.transact(server.service.commands.heartbeat, beat_of(trial))
+
+
+def checked_out(store: Store) -> int:
+    """Connections in use."""
+    database: Any = store._database
+    assert isinstance(database, AsyncDatabase)
+    pool: Any = database._engine.pool
+    number: int = pool.checkedout()
+    return number
+
+
+@with_row_locks
+class TestRowsThatStayLocked:
+    async def test_hold_up_no_other_job(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            blocked, other = await jobs_on(store, 2)
+            trials = [await blocked.suggest() for _ in range(MANY)]
+            trial = await other.suggest()
+            async with locked(database_url, row_of(blocked), *(row_of(blocked, each) for each in trials)):
+                requests = [
+                    asyncio.create_task(request)
+                    for each in trials
+                    for request in (blocked.report(each, cost_j=100), beat(blocked, each), blocked.suggest())
+                ]
+                # Some of them are waiting by then.
+                await wait_until(lambda: checked_out(store) > 1)
+                for epoch in (1, 2):
+                    await other.report(trial, cost_j=100 * epoch, epoch=epoch)
+                await beat(other, trial)
+                await other.reach(trial)
+                await other.suggest()
+                assert not any(request.done() for request in requests)
+            await asyncio.gather(*requests)
+            assert [await epochs(blocked, each) for each in trials] == [[1]] * MANY
+
+    async def test_of_many_jobs_stop_no_report_of_another(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            *blocked, other = await jobs_on(store, MANY + 1)
+            trial = await other.suggest()
+            async with locked(database_url, *map(row_of, blocked)):
+                requests = [asyncio.create_task(each.suggest()) for each in blocked]
+                await wait_until(lambda: checked_out(store) > 1)
+                await other.report(trial, cost_j=100)
+                await other.show()
+                assert not any(request.done() for request in requests)
+            await asyncio.gather(*requests)
+
+    async def test_hold_up_no_other_trial_of_their_job(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            server = await job_on(store)
+            first, second = await server.suggest(), await server.suggest()
+            async with locked(database_url, row_of(server, first)):
+                waiting_report = asyncio.create_task(server.report(first, cost_j=100))
+                await server.report(second, cost_j=100)
+                await server.reach(second)
+                assert not waiting_report.done()
+            await waiting_report
+
+    async def test_leave_reports_of_a_trial_in_their_order(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            server, other = await jobs_on(store, 2)
+            trial, another = await server.suggest(), await other.suggest()
+            async with locked(database_url, row_of(server), row_of(server, trial)):
+                reports = []
+                for epoch in range(1, 6):
+                    reports.append(asyncio.create_task(server.report(trial, cost_j=100 * epoch, epoch=epoch)))
+                    # In groups of their own.
+                    await other.report(another, cost_j=100 * epoch, epoch=epoch)
+                assert not any(report.done() for report in reports)
+            await asyncio.gather(*reports)
+            assert await epochs(server, trial) == [1, 2, 3, 4, 5]
+
+    async def test_leave_the_order_of_a_group_in_which_a_report_needs_its_job(self, database_url: str) -> None:
+        """The first report would end the trial, and so waits for the job; the second one must not pass it."""
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            server = await job_on(store)
+            trial = await server.suggest()
+            key = trial.model_dump(include={"job_id", "batch_size", "trial_number"})
+            reports = [
+                (TrainingResult(**key, time=epoch, energy=epoch, metric=metric, current_epoch=epoch), UNRESTRICTED)
+                for epoch, metric in ((1, 0.95), (2, 0.5))
+            ]
+
+            def outcomes(transaction: Transaction) -> list[Outcome]:
+                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
+
+            async with locked(database_url, row_of(server)):
+                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 2
+            assert await epochs(server, trial) == []
+
+    async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:
+        """PostgreSQL locks the job after the trial, which has been locked by then; other databases both at once."""
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            server = await job_on(store)
+            first, second = await server.suggest(), await server.suggest()
+            async with locked(database_url, row_of(server)):
+                end = asyncio.create_task(server.reach(first))
+                progress = asyncio.create_task(server.report(second, cost_j=100))
+                if database_url.startswith("postgresql"):
+                    await progress
+                    assert not end.done()
+            await asyncio.gather(end, progress)
+            assert await server.states() == [TrialState.COMPLETED, TrialState.RUNNING]
+
+    async def test_are_told_of_when_they_take_too_long(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=SHORT_S) as store:
+            server = await job_on(store)
+            trial, other = await server.suggest(), await server.suggest()
+            async with locked(database_url, row_of(server), row_of(server, trial)):
+                await asyncio.gather(
+                    *(
+                        unavailable(request)
+                        for _ in range(MANY)
+                        for request in (
+                            server.report(trial, cost_j=100),
+                            server.report(trial, cost_j=500, metric=0.95, epoch=5),
+                            beat(server, trial),
+                            server.suggest(),
+                            server.end(trial),
+                            server.offline(8, "key"),
+                        )
+                    )
+                )
+            await wait_until(lambda: checked_out(store) == 0)
+            # What was given up may be in force all the same.
+            await sent_until_taken(lambda: server.report(other, cost_j=100))
+            await sent_until_taken(lambda: server.reach(other))
+            states = await sent_until_taken(server.states)
+            assert states[other.trial_number - 1] is TrialState.COMPLETED
+
+    async def test_are_passed_over_in_the_search_for_abandoned_trials(self, database_url: str) -> None:
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            servers = await jobs_on(store, 3)
+            trials = [[await server.suggest(), await server.suggest()] for server in servers]
+            reaper = servers[0]
+            reaper.wait(2 * HOUR_S)
+            async with locked(database_url, row_of(servers[0]), row_of(servers[1], trials[1][0])):
+                await reaper.service.reap()
+                states = [await server.states() for server in servers]
+                running, abandoned = TrialState.RUNNING, TrialState.ABANDONED
+                assert states == [[running] * 2, [running, abandoned], [abandoned] * 2]
+            await reaper.service.reap()
+            assert [await server.states() for server in servers] == [[abandoned] * 2] * 3
+
+
+@with_row_locks
+class TestASilentNetwork:
+    async def test_is_told_of_and_survived(self, database_url: str) -> None:
+        with relay_to(database_url) as relay:
+            async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
+                server = await job_on(store)
+                trial = await server.suggest()
+                # As many connections as there may be.
+                await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
+                relay.fall_silent(True)
+                for _ in range(2):
+                    await asyncio.gather(
+                        *(
+                            unavailable(request)
+                            for _ in range(MANY)
+                            for request in (
+                                server.report(trial, cost_j=100),
+                                beat(server, trial),
+                                server.suggest(),
+                                store.read(Transaction.all_tokens),
+                            )
+                        )
+                    )
+                relay.fall_silent(False)
+                await wait_until(lambda: checked_out(store) == 0)
+                read_all = partial(store.read, Transaction.all_tokens)
+                await asyncio.gather(*(sent_until_taken(read_all) for _ in range(MANY)))
+                await sent_until_taken(lambda: server.report(trial, cost_j=100))
+                assert await epochs(server, trial) == [1]
+
+
+@with_row_locks
+class TestSessions:
+    async def test_have_limits_that_are_raised_for_what_may_take_its_time(self, database_url: str) -> None:
+        names = {
+            "postgresql": ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"),
+            "mysql": ("@@max_statement_time", "@@innodb_lock_wait_timeout", "@@idle_transaction_timeout"),
+        }[make_url(database_url).get_backend_name()]
+
+        def limits(transaction: Transaction) -> list[str]:
+            ask = "SELECT " + ", ".join(f"current_setting('{each}')" if "@" not in each else each for each in names)
+            return list(map(str, transaction.connection.exec_driver_sql(ask).one()))
+
+        def fails(transaction: Transaction) -> None:
+            limits(transaction)
+            raise ZeroDivisionError
+
+        async with open_store(database_url, patience_s=30.0) as store:
+            usual = ["30s", "12s", "40s"] if database_url.startswith("postgresql") else ["30.0", "12", "40"]
+            assert await store.read(limits) == usual
+            for _ in range(3):
+                raised = await store.patient().write(limits)
+                assert not set(raised) & set(usual)
+                assert await store.read(limits) == await store.write(limits) == usual
+                with pytest.raises(ZeroDivisionError):
+                    await store.patient().write(fails)
+                assert await store.read(limits) == await store.write(limits) == usual
+
+    async def test_end_a_statement_that_takes_too_long(self, database_url: str) -> None:
+        sleep = SLEEP[make_url(database_url).get_backend_name()]
+
+        def work(transaction: Transaction) -> None:
+            transaction.connection.exec_driver_sql(sleep).all()
+
+        async with open_store(database_url, patience_s=SHORT_S) as store:
+            await asyncio.gather(*(unavailable(store.write(work)) for _ in range(MANY)))
+            await wait_until(lambda: checked_out(store) == 0)
+            await sent_until_taken(lambda: store.write(Transaction.all_tokens))
+
+    async def test_that_are_given_up_by_their_request_are_given_back(self, database_url: str) -> None:
+        sleep = SLEEP[make_url(database_url).get_backend_name()]
+
+        def work(transaction: Transaction) -> None:
+            transaction.connection.exec_driver_sql(sleep).all()
+
+        async with open_store(database_url, patience_s=LONG_S) as store:
+            requests = [asyncio.create_task(store.write(work)) for _ in range(MANY)]
+            await wait_until(lambda: checked_out(store) > 1)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            await wait_until(lambda: checked_out(store) == 0)
+            await asyncio.gather(*(store.write(Transaction.all_tokens) for _ in range(MANY)))
+
+    async def test_that_deadlock_again_and_again_are_no_fault_of_the_server(self, database_url: str) -> None:
+        deadlock = (
+            "DO $$ BEGIN RAISE EXCEPTION 'deadlock' USING ERRCODE = '40P01'; END $$"
+            if database_url.startswith("postgresql")
+            else "SIGNAL SQLSTATE '40001' SET MYSQL_ERRNO = 1213, MESSAGE_TEXT = 'deadlock'"
+        )
+        tries = 0
+
+        def work(transaction: Transaction) -> None:
+            nonlocal tries
+            tries += 1
+            transaction.connection.exec_driver_sql(deadlock)
+
+        async with open_store(database_url, patience_s=3.0) as store:
+            await unavailable(store.write(work))
+            assert tries > 1
+
+
+@pytest.fixture(params=SQLITE_DRIVERS)
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
+
+
+async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: Path) -> None:
+    async with open_store(sqlite_url, patience_s=SHORT_S) as store:
+        server = await job_on(store)
+        trial = await server.suggest()
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
+            shell.execute("BEGIN IMMEDIATE")
+            # None waits until those before it are over.
+            await asyncio.gather(
+                *(unavailable(server.report(trial, cost_j=100)) for _ in range(5)),
+                *(unavailable(beat(server, trial)) for _ in range(5)),
+                *(unavailable(server.suggest()) for _ in range(5)),
+            )
+            assert await server.states() == [TrialState.RUNNING]
+            shell.execute("ROLLBACK")
+        await sent_until_taken(lambda: server.report(trial, cost_j=100))
+        assert await epochs(server, trial) == [1]
+
+
+@pytest.mark.parametrize("database_url", DATABASES, indirect=True, scope="module")
+async def test_work_that_takes_too_long_is_given_up(database_url: str) -> None:
+    async with open_store(database_url, patience_s=LONG_S) as store:
+        with pytest.raises(DatabaseUnavailableError) as caught:
+            await store._attempt(lambda _: None, timeout_s=0.0)
+        assert "no answer within" in caught.value.detail
+        await store.write(Transaction.all_tokens)
+
+
+async def test_a_request_waits_once_for_all_its_transactions() -> None:
+    def wait(patience_s: float) -> Deadline:
+        with waiting(patience_s) as deadline:
+            while deadline.left_s > 0:
+                pass
+        return deadline
+
+    begin_request()
+    wait(0.5)
+    with waiting(0.5) as deadline:
+        assert deadline.left_s == 0
+    with waiting(LONG_S) as deadline:
+        assert 0 < deadline.left_s < LONG_S - 0.5
+    begin_request()
+    with waiting(0.5) as deadline:
+        assert deadline.left_s > 0

@@ -1,0 +1,433 @@
+"""Jobs exported and imported again: the same job under another id, on each kind of database; pruning of reports."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bso_server.core.access import Scope
+from bso_server.core.model import History, TrialRecord
+from bso_server.errors import BsoError, InvalidImportError, JobConflictError, StaleLeaseError
+from bso_server.service import imports, reading
+from bso_server.service.loading import load_history
+from bso_server.service.reading import JobReader
+from bso_server.service.tokens import Tokens
+from bso_server.storage.rows import StoredEpoch
+from bso_server.storage.transaction import Transaction
+from tests.support.exports import Lines, encoded, export_over, exported, import_over, pieces_of, renamed
+from tests.support.jobs import THREE_SIZES, job
+from tests.support.power_limit_bench import found_out
+from tests.support.properties import examples
+from tests.support.servers import ServerProcess
+from tests.support.service import HOUR_S, JobService, job_service, live
+from tests.support.wire import assert_refused, begin, reached, report
+from zeus_plugins.protocol import (
+    OWN_POLICIES,
+    CreatedJob,
+    Heartbeat,
+    TrainingResult,
+    TrialDispatch,
+    TrialId,
+    TrialState,
+)
+
+pytestmark = pytest.mark.storage
+
+
+@pytest.fixture(scope="module")
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
+
+
+def lived(http: httpx.Client) -> str:
+    """A job in its bandit stage: trials that completed, one that failed, and one that runs and has an epoch.
+
+    The completed ones have left power-limit profiles.
+    """
+    job_id = f"move-{uuid.uuid4().hex[:8]}"
+    job = {
+        "job_id": job_id,
+        "job_id_prefix": "move",
+        "batch_sizes": [8, 16],
+        "default_batch_size": 16,
+        "target_metric": 0.9,
+        "num_pruning_rounds": 1,
+        "mab_seed": 1,
+        "max_power": 100,
+        "number_of_gpus": 1,
+        "gpu_model": "V100",
+    }
+    http.post("/jobs", json=job).raise_for_status()
+    for cost_j in (500, 400, 450):
+        trial = begin(http, job_id)
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
+        reached(http, trial, cost_j)
+        http.put("/trials/power_profile", json=trial | found_out(job, cost_j)).raise_for_status()
+    http.patch("/trials", json=begin(http, job_id)).raise_for_status()
+    report(http, begin(http, job_id), time=1, energy=100, metric=0.25, current_epoch=0.5)
+    return job_id
+
+
+@pytest.fixture(scope="module")
+def export(http: httpx.Client) -> Lines:
+    """Such a job, which no test changes, exported."""
+    return export_over(http, lived(http))
+
+
+def view(http: httpx.Client, job_id: str) -> dict[str, Any]:
+    """Everything that can be seen of a job, but for its id."""
+    path = f"/api/jobs/{job_id}"
+    job = http.get(path).raise_for_status().json()
+    assert job["job"].pop("job_id") == job_id
+    (summary,) = [
+        one for one in http.get("/api/jobs", params={"limit": 1000}).json()["jobs"] if one["job_id"] == job_id
+    ]
+    parts = {part: http.get(f"{path}/{part}").raise_for_status().text for part in ("arms", "events", "trials.csv")}
+    profiles = http.get(f"{path}/power_profiles").raise_for_status().json()
+    epochs = [http.get(f"{path}/trials/{trial['trial_number']}/epochs").json() for trial in job["trials"]]
+    _, *trials = export_over(http, job_id)
+    whole = {"job": job, "summary": {**summary, "job_id": None}, "epochs": epochs, **parts, "trials": trials}
+    return {**whole, "power_profiles": profiles}
+
+
+class TestOverHttp:
+    def test_the_imported_job_looks_and_goes_on_like_the_first(self, http: httpx.Client) -> None:
+        first = lived(http)
+        copy = renamed(export_over(http, first))
+        second = copy[0]["job"]["job_id"]
+        answer = import_over(http, copy)
+
+        assert answer.status_code == 201, answer.text
+        assert (answer.json()["job_id"], answer.json()["trials"]) == (second, 5)
+        assert view(http, first)["job"]["stage"] == "bandit"
+        assert [each["trial_number"] for each in view(http, first)["power_profiles"]["profiles"]] == [1, 2, 3]
+        assert view(http, second) == view(http, first)
+        for cost_j in (420, 430, 390, 440):
+            trials = [http.get("/jobs/batch_size", params={"job_id": job_id}).json() for job_id in (first, second)]
+            assert {**trials[0], "job_id": second} == trials[1]
+            for trial in trials:
+                reached(http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}, cost_j)
+
+    def test_a_running_trial_goes_on_in_the_imported_job(self, http: httpx.Client, export: Lines) -> None:
+        copy = renamed(export)
+        import_over(http, copy).raise_for_status()
+        trial = {"job_id": copy[0]["job"]["job_id"], "batch_size": export[5]["batch_size"], "trial_number": 5}
+        assert reached(http, trial, cost_j=500)["converged"]
+
+    def test_a_job_that_exists_is_left_alone(self, http: httpx.Client, export: Lines) -> None:
+        before = view(http, export[0]["job"]["job_id"])
+        assert_refused(import_over(http, export), 409, "job.job_id", "exists")
+        assert view(http, export[0]["job"]["job_id"]) == before
+
+    def test_a_job_without_trials(self, http: httpx.Client, export: Lines) -> None:
+        copy = renamed([{**export[0], "trials": 0, "survivors": None, "rng_state": None}])
+        import_over(http, copy).raise_for_status()
+        assert begin(http, copy[0]["job"]["job_id"])["trial_number"] == 1
+
+
+WRONG: list[tuple[str, Callable[[Lines], object], str]] = [
+    ("another format", lambda export: export[0].update(format="other"), "line 1, format"),
+    ("a later version", lambda export: export[0].update(version=2), "line 1, version"),
+    ("no registration", lambda export: export[0].pop("job"), "line 1, job"),
+    ("no id", lambda export: export[0]["job"].update(job_id=None), "line 1, job.job_id"),
+    ("a wrong registration", lambda export: export[0]["job"].update(max_power=0), "line 1, job.max_power"),
+    ("a gap", lambda export: export.pop(2), "line 3, trial_number"),
+    ("another size", lambda export: export[1].update(batch_size=32), "line 2, batch_size"),
+    ("an unknown state", lambda export: export[1].update(state="lost"), "line 2, state"),
+    ("no time zone", lambda export: export[1].update(started_at="2026-01-01T00:00:00"), "line 2, started_at"),
+    ("a far future", lambda export: export[0].update(created_at="9999-12-31T23:59:59-12:00"), "line 1, created_at"),
+    ("a far past", lambda export: export[0].update(created_at="0001-01-01T00:00:00+12:00"), "line 1, created_at"),
+    ("a huge event", lambda export: export[1].update(started_event=2**31), "line 2, started_event"),
+    ("disorder", lambda export: export[2].update(started_event=1), "line 3, started_event"),
+    ("two at an event", lambda export: export[1].update(ended_event=3), "line 3, started_event"),
+    ("an early end", lambda export: export[2].update(ended_event=2), "line 3, ended_event"),
+    ("no end", lambda export: export[1].update(ended_event=None), "line 2, ended_event"),
+    ("no date of the end", lambda export: export[1].update(ended_at=None), "line 2, ended_at"),
+    ("an end while running", lambda export: export[5].update(ended_event=99), "line 6, ended_event"),
+    ("no lease", lambda export: export[5].update(lease_expires_at=None), "line 6, lease_expires_at"),
+    ("a metric of none", lambda export: export[1].update(metric=None), "line 2, metric"),
+    ("no reports", lambda export: export[1].update(report_count=0), "line 2, time_s"),
+    (
+        "costless",
+        lambda export: export[0]["job"].update(eta_knob=1) or export[1].update(energy_j=0),
+        "line 2, energy_j",
+    ),
+    ("half a bound", lambda export: export[1].update(epoch_bound=9), "line 2, epoch_bound_reason"),
+    ("a first report alone", lambda export: export[4].update(first_epoch=1), "line 5, first_epoch"),
+    ("a late first report", lambda export: export[1].update(first_epoch=9), "line 2, first_epoch"),
+    ("deviations of none", lambda export: export[4].update(cost_deviations_j2=1), "line 5, cost_deviations_j2"),
+    ("one report, two epochs", lambda export: export[1].update(report_count=1, epochs=[]), "line 2, first_epoch"),
+    ("no number of trials", lambda export: export[0].pop("trials"), "line 1, trials"),
+    ("a trial less", lambda export: export.pop(), "line 1, trials"),
+    ("a report too many", lambda export: export[1].update(report_count=1), "line 2, epochs"),
+    ("an epoch twice", lambda export: export[1]["epochs"].append(export[1]["epochs"][0]), "line 2, epochs"),
+    ("an epoch beyond", lambda export: export[1]["epochs"][0].update(report_number=9), "line 2, epochs"),
+    ("a limit of none", lambda export: export[1].update(power_limits=None), "line 2, power_limits"),
+    ("a profile of none", lambda export: export[1]["power_profile"].update(samples=[]), "line 2, power_profile"),
+    ("NUL", lambda export: export[1].update(reason="a\0b"), "line 2, reason"),
+    ("no survivors", lambda export: export[0].update(survivors=None), "line 1, survivors"),
+    ("empty survivors", lambda export: export[0].update(survivors=[]), "line 1, survivors"),
+    ("foreign survivors", lambda export: export[0].update(survivors=[8, 32]), "line 1, survivors"),
+    ("descending survivors", lambda export: export[0].update(survivors=[16, 8]), "line 1, survivors"),
+    ("no generator", lambda export: export[0].update(rng_state="{}"), "line 1, rng_state"),
+    ("a broken generator", lambda export: export[0].update(rng_state=export[0]["rng_state"][:-1]), "line 1, rng_state"),
+    ("a deep generator", lambda export: export[0].update(rng_state="[" * 999), "line 1, rng_state"),
+    (
+        "a huge generator",
+        lambda export: export[0].update(rng_state=export[0]["rng_state"].replace(": 0", f": {2**70}")),
+        "line 1, rng_state",
+    ),
+]
+
+
+@pytest.mark.parametrize(("spoil", "field"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_a_malformed_export_is_refused_and_leaves_nothing(
+    http: httpx.Client, export: Lines, spoil: Callable[[Lines], object], field: str
+) -> None:
+    copy = renamed(export)
+    job_id = copy[0]["job"]["job_id"]
+    spoil(copy)
+    answer = import_over(http, copy)
+
+    assert_refused(answer, 422, None)
+    fields = [error["field"] for error in answer.json()["errors"]]
+    assert any(name == field or name.startswith(f"{field}.") for name in fields), answer.json()
+    assert http.get(f"/api/jobs/{job_id}").status_code == 404
+
+
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-1, 12),
+    st.integers(),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+    st.sampled_from([*TrialState, "bandit", "offline", "8", "2026-01-01T00:00:00Z", 2**30, 1e15, [8], [16], []]),
+)
+
+
+def places(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Where in a JSON value something can be put in another's place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from places(inner, (*path, key))
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Everything in a JSON value that holds nothing else."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value
+
+
+@settings(
+    max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
+@given(data=st.data())
+def test_what_is_accepted_can_be_lived_with(http: httpx.Client, export: Lines, data: st.DataObject) -> None:
+    """Exports with odd values in odd places are refused, or make jobs that can be read, exported and gone on with."""
+    copy = renamed(export)
+    for _ in range(data.draw(st.integers(1, 2))):
+        *path, last = data.draw(st.sampled_from(list(places(copy))))
+        inner: Any = copy
+        for key in path:
+            inner = inner[key]
+        alike = [value for value in leaves(export) if type(value) is type(inner[last])]
+        inner[last] = data.draw(st.sampled_from(alike) | ODD if alike else ODD)
+    answer = import_over(http, copy)
+
+    assert answer.status_code in {201, 409, 422}, answer.text
+    if answer.status_code == 201:
+        job_id = answer.json()["job_id"]
+        assert view(http, job_id)["job"]["stage"] in {"pruning", "bandit"}
+        again = renamed(export_over(http, job_id), f"move-{uuid.uuid4().hex[:8]}")
+        again[0]["job"]["job_id_prefix"] = "move"
+        assert import_over(http, again).status_code == 201
+        for _ in range(3):
+            suggested = http.get("/jobs/batch_size", params={"job_id": job_id})
+            assert suggested.status_code in {200, 409}, suggested.text
+        # Its dates may be any, and other tests look for old ones.
+        for made in (job_id, again[0]["job"]["job_id"]):
+            http.delete("/jobs", params={"job_id": made}).raise_for_status()
+
+
+async def imported(server: JobService) -> JobService:
+    """A copy of the server's job under another id, on the same database and at the same time."""
+    export = await exported(server.store, server.job_id)
+    copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
+    copy.now = server.now
+    await copy.service.import_job(pieces_of(renamed(export, copy.job_id)))
+    return copy
+
+
+def remembered(transaction: Transaction, job_id: str) -> History:
+    """What the next decision rests on."""
+    job = transaction.job(job_id)
+    assert job is not None
+    history, _ = load_history(transaction, job)
+    return history
+
+
+async def outcome(asked: Awaitable[TrialDispatch]) -> tuple[object, ...]:
+    """What a request was told: a trial, or why there is none."""
+    try:
+        trial = await asked
+    except BsoError as error:
+        return type(error).__name__, str(error).replace(str(error).partition("'")[2].partition("'")[0], "JOB")
+    return trial.batch_size, trial.trial_number, trial.origin, trial.reason
+
+
+def without_ids(trials: Iterable[TrialRecord]) -> list[TrialRecord]:
+    """Trials without what an export leaves out: their job's id, and the clients' keys."""
+    return [replace(trial, job_id="", idempotency_key=None) for trial in trials]
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    window_size=st.sampled_from([0, 1, 3]),
+    rounds=st.sampled_from([0, 1, 2]),
+    policy=st.sampled_from(OWN_POLICIES),
+)
+@settings(max_examples=examples(8), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+async def test_whatever_a_job_lived_through_its_copy_decides_alike(
+    database_url: str, seed: int, window_size: int, rounds: int, policy: str
+) -> None:
+    async with job_service(
+        database_url, window_size=window_size, mab_num_explorations=1, num_pruning_rounds=rounds, policy=policy
+    ) as server:
+        await live(server, random.Random(seed), steps=60)  # noqa: S311 - no secret
+        copy = await imported(server)
+        one, other = [
+            await server.store.read(partial(remembered, job_id=job_id)) for job_id in (server.job_id, copy.job_id)
+        ]
+        for name in ("arms", "cheapest", "bandit_entered_at", "survivors"):
+            assert getattr(one, name) == getattr(other, name), name
+        for name in ("explorations", "in_flight"):
+            assert without_ids(getattr(one, name)) == without_ids(getattr(other, name)), name
+        for _ in range(5):
+            assert await outcome(server.suggest()) == await outcome(copy.suggest())
+            for each in (server, copy):
+                each.wait(HOUR_S + 1)
+
+
+async def test_an_abandoned_trial_comes_back_in_the_copy(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        trial = await server.suggest()
+        server.wait(HOUR_S + 1)
+        await server.service.reap()
+        copy = await imported(server)
+        assert await copy.states() == [TrialState.ABANDONED]
+        await copy.reach(trial.model_copy(update={"job_id": copy.job_id}))
+        assert await copy.states() == [TrialState.COMPLETED]
+
+
+async def test_a_copy_takes_what_waited_for_the_original_from_the_latest_run_alone(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        first = TrialId(**(await server.suggest()).model_dump())
+        resumes = Heartbeat(**first.model_dump(), regular=False, resumes=True)
+        taken = await server.service.transact(server.service.commands.heartbeat, resumes)
+        copy = await imported(server)
+        for lease_epoch in (taken.lease_epoch, first.lease_epoch):
+            name = first.model_copy(update={"job_id": copy.job_id, "lease_epoch": lease_epoch})
+            sent = TrainingResult(**name.model_dump(), time=1, energy=1, metric=0.1, current_epoch=lease_epoch or 0)
+            if lease_epoch == 2:
+                assert not (await copy.service.reports.record_report(sent)).stop_train
+            else:
+                with pytest.raises(StaleLeaseError):
+                    await copy.service.reports.record_report(sent)
+
+
+async def test_a_copy_belongs_to_the_same_token_where_there_is_one(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        _, record = await Tokens(server.store).create("owner", [Scope.REPORT], shares_jobs=True)
+        registration = CreatedJob.model_validate(job(**THREE_SIZES))
+        await server.service.register(registration, record.caller())
+        export = await exported(server.store, registration.job_id)
+        assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
+        for owner in (record.token_id, "ffffffff"):
+            copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
+            job_id = (await server.service.import_job(pieces_of(copy))).job_id
+            view = await JobReader(server.store).read(reading.show_job, job_id)
+            # Nobody here has another server's token: the job is open to all.
+            assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
+
+
+async def test_an_import_is_whole_or_nothing(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        await server.reach(await server.suggest())
+        export = await exported(server.store, server.job_id)
+        with pytest.raises(JobConflictError):
+            await server.service.import_job(pieces_of(export))
+        assert await server.states() == [TrialState.COMPLETED]
+
+
+async def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        export = await exported(server.store, server.job_id)
+        with pytest.raises(InvalidImportError, match=r"line 3, job\.job_id: 'other' does not start with job_id_prefix"):
+            imports.renamed(encoded(export), "line 3", "other")
+        export[0]["job"]["job_id"] = None
+        with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
+            await server.service.import_job(pieces_of(export))
+
+
+async def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        # Before whatever other tests have left in the database.
+        server.now = datetime(2001, 1, 1, tzinfo=UTC)
+        reader = JobReader(server.store)
+        trial = await server.suggest()
+        for epoch in (1, 2, 3):
+            await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
+            server.wait(HOUR_S)
+        before = await server.show()
+
+        # Taken three, two and one hours ago.
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=4)) == 0
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=1.5)) == 2
+        left = (await reader.read(reading.list_epochs, server.job_id, 1)).epochs
+        assert [epoch.report_number for epoch in left] == [3]
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 1
+        # The last one stands in the trial's own row.
+        assert (await reader.read(reading.list_epochs, server.job_id, 1)).epochs == left
+        assert await server.show() == before
+
+
+async def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        server.now = datetime(2000, 1, 1, tzinfo=UTC)
+        await server.suggest()
+        rows = [
+            StoredEpoch(server.job_id, 1, number, number, number, number, 0.5, server.now) for number in range(1, 2501)
+        ]
+        await server.store.write(lambda transaction: transaction.insert_epochs(rows))
+        server.wait(1)
+
+        def delete(transaction: Transaction) -> int:
+            return transaction.delete_epochs_before(server.now, limit=300)
+
+        assert await server.store.write(delete) == 300
+        left = (await JobReader(server.store).read(reading.list_epochs, server.job_id, 1)).epochs
+        assert len(left) == 2200
+        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 2200
+
+
+@pytest.fixture(autouse=True)
+def _quiet_logs(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Hundreds of lines per example would only slow the examples down."""
+    with caplog.at_level("WARNING", logger="bso_server"):
+        yield

@@ -1,0 +1,350 @@
+"""Two runs of one training that speak for one trial, and results of a job that was deleted and made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from bso_server.storage.sqlite import SyncStore
+from tests.support.embedded import GPUS, JOB, monitor, session_of
+from tests.support.reporting import until, warnings_in
+from zeus_plugins.cli import main
+from zeus_plugins.client.delivery import taken_over
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.outbox import Outbox, OutboxHeader
+from zeus_plugins.errors import ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import Ending, JobSpecFromClient, TrialId, TrialState, TrialView
+from zeus_plugins.training.outcomes import end_trial_from_another_rank
+from zeus_plugins.training.session import TrialSession
+
+T = TypeVar("T")
+
+
+class Line:
+    """The line to the server, which may be cut, and what is done before the request that comes next."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self.before: list[Callable[[], object]] = []
+        self.loses_answers = 0
+
+
+class Server(LocalServer):
+    """The server behind such a line; its copies are behind the same one."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.line = Line()
+
+    def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
+        if self.line.before:
+            self.line.before.pop()()
+        if self.line.is_cut:
+            raise ZeusBSOServerUnreachableError("cut")
+        answer = super()._asked(request, ask)
+        if self.line.loses_answers:
+            self.line.loses_answers -= 1
+            raise ZeusBSOServerUnreachableError("the answer was lost")
+        return answer
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in ("ZEUS_SERVER_URL", "ZEUS_BSO_TOKEN", "ZEUS_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return f"embedded://{tmp_path / 'bso.sqlite3'}"
+
+
+@pytest.fixture
+def here(url: str) -> Iterator[Server]:
+    """The server as the first run reaches it."""
+    with Server(url) as server:
+        yield server
+
+
+@pytest.fixture
+def there(url: str) -> Iterator[Server]:
+    """The same server as a run elsewhere reaches it."""
+    with Server(url) as server:
+        yield server
+
+
+@pytest.fixture
+def outbox(state_directory: Path) -> Outbox:
+    return Outbox(state_directory / "outbox")
+
+
+@pytest.fixture
+def outbox_there(tmp_path: Path) -> Outbox:
+    return Outbox(tmp_path / "outbox-there")
+
+
+def begun(server: Server) -> TrialSession:
+    session = session_of(server)
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
+def resumed(server: Server, state: dict[str, Any], outbox: Outbox) -> TrialSession:
+    session = TrialSession(JOB, server, monitor(), outbox=outbox)
+    assert session.resume(state)
+    session.begin_measurement()
+    return session
+
+
+def the_trial(server: Server) -> TrialView:
+    (trial,) = server.show_job("digits-1").trials
+    return trial
+
+
+def test_the_run_before_trains_on_and_changes_nothing(
+    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = begun(here)
+    first.report_evaluation(0.1)
+    state = first.state_dict()
+    second = resumed(there, state, outbox_there)
+    assert (first.trial.lease_epoch, second.trial.lease_epoch) == (1, 2)
+    second.report_evaluation(0.2)
+    known = the_trial(there)
+    # The first one is judged by what it knows, to its end.
+    for metric in (0.1, 0.2):
+        assert not first.report_evaluation(metric).stop_train
+    assert first.report_evaluation(0.95).converged
+    first.end()
+    assert the_trial(there) == known
+    (warning,) = warnings_in(caplog)
+    assert "goes on in another run of its training, which has resumed from a checkpoint" in warning
+    assert "The training goes on and is judged here, and nothing more of it is reported" in warning
+    assert outbox.waiting() == []
+    assert second.report_evaluation(0.95).converged
+    second.end()
+    assert the_trial(there).state is TrialState.COMPLETED
+
+
+def test_the_run_before_ends_no_trial_of_the_one_after(here: Server, there: Server, outbox_there: Outbox) -> None:
+    first = begun(here)
+    second = resumed(there, first.state_dict(), outbox_there)
+    first.end(KeyboardInterrupt())
+    end_trial_from_another_rank(here, first.trial, RuntimeError("no such label"))
+    assert the_trial(there).state is TrialState.RUNNING
+    second.end(KeyboardInterrupt())
+    assert the_trial(there).state is TrialState.SUSPENDED
+
+
+def test_a_heartbeat_tells_the_run_before(
+    here: Server, there: Server, outbox_there: Outbox, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.05")
+    with Server(here.server_url) as impatient:
+        first = begun(impatient)
+        second = resumed(there, first.state_dict(), outbox_there)
+        until(lambda: "another run" in caplog.text)
+        first.end()
+        second.end(KeyboardInterrupt())
+
+
+def test_what_waited_of_the_run_before_is_set_aside_by_sync(
+    here: Server,
+    there: Server,
+    outbox: Outbox,
+    outbox_there: Outbox,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    first = begun(here)
+    here.line.is_cut = True
+    first.report_evaluation(0.1)
+    state = first.state_dict()
+    first.end(KeyboardInterrupt())
+    second = resumed(there, state, outbox_there)
+    second.report_evaluation(0.2)
+    known = the_trial(there)
+    assert main(["sync"]) == 1
+    assert "goes on in another run" in capsys.readouterr().out
+    assert the_trial(there) == known
+    assert outbox.waiting() == []
+    (aside,) = outbox.refused()
+    assert '"metric":0.1' in aside.read_text()
+    second.end()
+
+
+def test_what_waited_of_the_run_before_counts_where_the_one_after_finds_it(here: Server, outbox: Outbox) -> None:
+    first = begun(here)
+    here.line.is_cut = True
+    first.report_evaluation(0.1)
+    state = first.state_dict()
+    first.end(KeyboardInterrupt())
+    here.line.is_cut = False
+    second = resumed(here, state, outbox)
+    assert second.trial.lease_epoch == 2
+    assert (the_trial(here).epochs, the_trial(here).state) == (1, TrialState.RUNNING)
+    second.end(KeyboardInterrupt())
+
+
+def test_a_checkpoint_may_be_resumed_from_twice(here: Server, there: Server, outbox_there: Outbox) -> None:
+    first = begun(here)
+    state = first.state_dict()
+    first.end(KeyboardInterrupt())
+    second = resumed(here, state, outbox_there)
+    third = resumed(there, state, outbox_there)
+    assert (second.trial.lease_epoch, third.trial.lease_epoch) == (2, 3)
+    second.end(KeyboardInterrupt())
+    assert the_trial(there).state is TrialState.RUNNING
+    third.end(KeyboardInterrupt())
+
+
+def test_a_run_that_resumes_without_the_server_takes_the_trial_over_when_it_comes(
+    here: Server, there: Server, outbox_there: Outbox
+) -> None:
+    first = begun(here)
+    first.report_evaluation(0.1)
+    there.line.is_cut = True
+    second = resumed(there, first.state_dict(), outbox_there)
+    assert second.trial.lease_epoch is None
+    assert not second.report_evaluation(0.2).stop_train
+    assert not first.report_evaluation(0.3).stop_train  # of which nobody can know better yet
+    assert the_trial(here).epochs == 2
+    there.line.is_cut = False
+    until(lambda: second.trial.lease_epoch == 2 and not outbox_there.waiting())
+    first.report_evaluation(0.3)
+    assert the_trial(here).metric == 0.2
+    first.end(KeyboardInterrupt())
+    assert second.report_evaluation(0.95, 9).converged
+    second.end()
+    assert the_trial(here).state is TrialState.COMPLETED
+
+
+@pytest.mark.parametrize("reports", [0, 1])
+def test_a_run_that_never_reached_the_server_takes_the_trial_over_by_what_it_leaves(
+    here: Server, there: Server, outbox_there: Outbox, reports: int
+) -> None:
+    first = begun(here)
+    state = first.state_dict()
+    there.line.is_cut = True
+    second = resumed(there, state, outbox_there)
+    for _ in range(reports):
+        second.report_evaluation(0.2)
+    second.end(KeyboardInterrupt())
+    there.line.is_cut = False
+    for path in outbox_there.waiting():
+        outbox_there.open(path).close()  # as another process finds it
+    last = TrialSession(JOB, there, monitor(), outbox=outbox_there)
+    last.ask()
+    last.end()
+    (known, _) = there.show_job("digits-1").trials
+    assert (known.state, known.epochs) == (TrialState.SUSPENDED, 1.0 if reports else None)
+    first.report_evaluation(0.1)
+    first.end()
+    assert there.show_job("digits-1").trials[0] == known
+
+
+def test_an_offline_trial_is_taken_over_like_any_other(
+    here: Server, there: Server, outbox: Outbox, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    here.line.is_cut = there.line.is_cut = True
+    first = begun(here)
+    first.report_evaluation(0.1)
+    state = first.state_dict()
+    second = resumed(there, state, outbox_there)
+    second.report_evaluation(0.2)
+    there.line.is_cut = False
+    until(lambda: not outbox_there.waiting())
+    assert second.trial.lease_epoch == 2
+    known = the_trial(there)
+    here.line.is_cut = False
+    until(lambda: "(lease epoch 2, not 1)" in caplog.text)  # recorded as the same trial, and refused
+    assert (len(outbox.waiting()), len(outbox.refused())) == (0, 1)
+    assert the_trial(there) == known
+    first.end()
+    second.end(KeyboardInterrupt())
+    assert the_trial(there).state is TrialState.SUSPENDED
+
+
+def test_results_of_two_runs_are_never_in_one_file(here: Server, outbox: Outbox) -> None:
+    registration = here.register(JobSpecFromClient.of(JOB, GPUS))
+
+    def box(lease_epoch: int | None, registration_id: str = "a") -> str:
+        trial = TrialId(
+            job_id="digits-1", batch_size=32, trial_number=1, registration_id=registration_id, lease_epoch=lease_epoch
+        )
+        sender = OutboxHeader(server_url=here.server_url, registration=registration, batch_size=32, trial=trial)
+        box = outbox.box(sender)
+        box.put(Ending())
+        box.close()
+        return box.path.name[-8:]
+
+    names = [box(1), box(2), box(1), box(1, "b")]
+    assert len(set(names)) == 3
+    assert names[0] == names[2]
+    assert box(None) == names[0]  # it may be the same
+
+
+@pytest.fixture
+def trial(here: Server) -> TrialId:
+    """A trial of a training that is not there to send heartbeats."""
+    here.register(JobSpecFromClient.of(JOB, GPUS))
+    return TrialId(**here.request_trial("digits-1").model_dump())
+
+
+def test_a_take_over_that_is_done_and_not_heard_of_is_done_again(here: Server, trial: TrialId) -> None:
+    here.line.loses_answers = 1
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        taken_over(here, trial)
+    later, _ = taken_over(here, trial)
+    assert later.lease_epoch == 3
+    # A run that comes in between question and take-over is taken over, too.
+    here.line.before = [lambda: taken_over(here, later), lambda: None]
+    last, heard = taken_over(here, later.model_copy(update={"lease_epoch": None}))
+    assert (last.lease_epoch, heard.lease_epoch) == (5, 5)
+
+
+def test_a_trial_that_has_ended_is_not_taken_over(here: Server, trial: TrialId) -> None:
+    here.end_trial(trial)
+    for asked in (trial, trial.model_copy(update={"lease_epoch": None})):
+        later, heard = taken_over(here, asked)
+        assert (later, heard.state) == (trial, TrialState.FAILED)
+
+
+# --- jobs that were made anew -----------------------------------------------------------------------------------------
+
+
+def test_results_of_a_deleted_job_do_not_count_for_the_one_that_has_its_id(
+    here: Server, there: Server, outbox: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = begun(here)
+    here.line.is_cut = True
+    first.report_evaluation(0.1)
+    there.delete_job("digits-1")
+    anew = begun(there)
+    known = the_trial(there)
+    assert (known.trial_number, known.batch_size) == (first.trial.trial_number, first.trial.batch_size)
+    here.line.is_cut = False
+    until(lambda: "was deleted and registered anew since trial 1 began" in caplog.text)
+    assert len(outbox.refused()) == 1
+    assert the_trial(there) == known
+    assert first.report_evaluation(0.95).converged  # judged where it is
+    first.end()
+    assert anew.report_evaluation(0.95).converged
+    anew.end()
+
+
+def test_a_checkpoint_of_a_deleted_job_goes_on_without_the_server(
+    here: Server, there: Server, outbox_there: Outbox, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = begun(here)
+    state = first.state_dict()
+    first.end(KeyboardInterrupt())
+    there.delete_job("digits-1")
+    anew = begun(there)
+    known = the_trial(there)
+    session = TrialSession(JOB, here, monitor(), outbox=outbox_there)
+    assert not session.resume(state)
+    assert "is over (" in caplog.text
+    assert "registered anew" in caplog.text
+    assert the_trial(there) == known
+    session.end()
+    anew.end()

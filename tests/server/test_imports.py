@@ -1,0 +1,436 @@
+"""Imports piece by piece: lines however they are cut, unseen until whole, nothing left when broken off."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import func, select, update
+
+from bso_server.cli import main
+from bso_server.errors import InvalidImportError, JobConflictError, UnknownJobError
+from bso_server.service import imports, reading
+from bso_server.service.exports import JobExport, TrialExport, split_exports
+from bso_server.service.imports import SILENCE
+from bso_server.service.reading import JobReader
+from bso_server.storage.tables import arms, epochs, jobs, trials
+from bso_server.storage.transaction import Transaction
+from tests.support.exports import Lines, decoded, encoded, exported, import_over, pieces_of, renamed
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess
+from tests.support.service import JobService, job_service
+from tests.support.wire import OURS, begin
+from zeus_plugins.protocol import CreatedJob
+
+PATIENCE_S = 60.0
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def export_of(job_id: str, trials: int, reports: int = 3) -> Lines:
+    """A job whose trials have all reached the target."""
+
+    def at(seconds: float) -> str:
+        return (START + timedelta(seconds=seconds)).isoformat()
+
+    def trial(number: int) -> dict[str, Any]:
+        begun, cost = number * 600, 1 + number % 7 / 10
+        kept = [
+            {"report_number": each, "epoch": each, "time_s": 5 * each, "energy_j": 500 * each, "metric": 0.5}
+            | {"reported_at": at(begun + 5 * each)}
+            for each in range(1, reports)
+        ]
+        totals = {"time_s": 50 * cost, "energy_j": 5000 * cost, "epoch": reports, "metric": 0.95}
+        first = {"first_epoch": 1, "first_cost_j": 500, "report_count": reports, "longest_gap_s": 5, "epochs": kept}
+        ends = {"ended_at": at(begun + 60), "reported_at": at(begun + 60), "ended_event": 2 * number}
+        state = {"state": "completed", "end_reason": "target_reached", "message": "target reached"}
+        origin = {"origin": "exploration", "reason": "tried", "started_at": at(begun), "started_event": 2 * number - 1}
+        other = {"energy_source": "nvml", "lease_expires_at": None, "heartbeats": True}
+        size = {"trial_number": number, "batch_size": (8, 16)[number % 2]}
+        return size | state | origin | ends | totals | first | other
+
+    registered = job(job_id=job_id, policy="gp_voi", max_epochs=10)
+    head = {"format": "zeus-bso-job", "version": 1, "job": registered, "created_at": at(0), "trials": trials}
+    return [{**head, "survivors": None, "rng_state": None}, *(trial(number + 1) for number in range(trials))]
+
+
+def new_id() -> str:
+    return f"big-{uuid.uuid4().hex[:8]}"
+
+
+def rows_of(transaction: Transaction, job_id: str) -> list[int]:
+    return [
+        transaction.rows(select(func.count().label("n")).select_from(table).where(table.c.job_id == job_id))[0]["n"]
+        for table in (jobs, arms, trials, epochs)
+    ]
+
+
+def told_of(lines: Lines) -> list[JobExport | TrialExport]:
+    """What an export says, whatever a number or an instant looks like in it."""
+    job, *trials = lines
+    return [JobExport.model_validate(job), *map(TrialExport.model_validate, trials)]
+
+
+class Sender:
+    """Sends an export in two halves, the second when it is told to."""
+
+    def __init__(self, lines: Lines) -> None:
+        self.text = encoded(lines)
+        self.is_half = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.error: Exception | None = None
+        self.sent = 0
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        half = len(self.text) // 2
+        for first in range(0, half, 4096):
+            yield self.text[first : min(first + 4096, half)]
+            self.sent = first
+        self.is_half.set()
+        await self.goes_on.wait()
+        if self.error is not None:
+            raise self.error
+        yield self.text[half:]
+
+    async def half_way(self, server: JobService) -> asyncio.Task[Any]:
+        """The import, which waits for the second half."""
+        task = asyncio.create_task(server.service.import_job(self.pieces()))
+        await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        return task
+
+
+async def test_nobody_sees_a_job_before_all_of_it_is_there(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        job_id = new_id()
+        sender = Sender(export_of(job_id, 400))
+        task = await sender.half_way(server)
+        assert (await server.store.read(rows_of, job_id))[2] > 100, "some of it is written"
+
+        reader = JobReader(server.store)
+        listed = await reader.read(reading.list_jobs, limit=None)
+        assert job_id not in {each.job_id for each in listed.jobs}
+        with pytest.raises(UnknownJobError):
+            await reader.read(reading.show_job, job_id)
+        with pytest.raises(UnknownJobError):
+            await server.service.transact(server.service.commands.begin_trial, job_id)
+        with pytest.raises(UnknownJobError):
+            await server.service.delete_job(job_id)
+        registration = CreatedJob.model_validate(decoded(sender.text)[0]["job"])
+        with pytest.raises(JobConflictError, match="is being imported"):
+            await server.service.register(registration)
+        with pytest.raises(JobConflictError, match="is being imported"):
+            await server.service.import_job(Sender(export_of(job_id, 9)).pieces())
+        await server.service.reap()
+
+        sender.goes_on.set()
+        assert (await task).trials == 400
+        assert told_of(await exported(server.store, job_id)) == told_of(decoded(sender.text))
+        assert await server.service.register(registration) == (registration, False)
+        trial = await server.service.transact(server.service.commands.begin_trial, job_id)
+        assert trial.trial_number == 401
+
+
+async def test_an_import_that_fails_leaves_nothing(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        job_id = new_id()
+        wrong = export_of(job_id, 400)
+        wrong[-1]["ended_event"] = 799
+        with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
+            await server.service.import_job(pieces_of(wrong))
+        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
+
+        sender = Sender(export_of(job_id, 400))
+        task = await sender.half_way(server)
+        sender.error = OSError("the client has left")
+        sender.goes_on.set()
+        with pytest.raises(OSError, match="has left"):
+            await task
+        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
+        assert (await server.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
+
+
+async def crashed(server: JobService, job_id: str) -> Sender:
+    """An import whose process is no more."""
+    sender = Sender(export_of(job_id, 400))
+    task = await sender.half_way(server)
+    task.cancel()
+    await asyncio.wait({task})
+    assert (await server.store.read(rows_of, job_id))[0] == 1
+    return sender
+
+
+async def by_reaping(server: JobService, _job_id: str) -> None:
+    await server.service.reap()
+
+
+async def by_importing(server: JobService, job_id: str) -> None:
+    assert (await server.service.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
+    await server.service.delete_job(job_id)
+
+
+@pytest.mark.parametrize("tidy_up", [by_reaping, by_importing])
+async def test_what_a_crash_leaves_is_removed(
+    database_url: str, tidy_up: Callable[[JobService, str], Awaitable[None]], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with job_service(database_url) as server:
+        job_id = new_id()
+        await crashed(server, job_id)
+        await server.service.reap()
+        assert (await server.store.read(rows_of, job_id))[0] == 1, "it may still go on"
+        server.wait(SILENCE.total_seconds() + 1)
+        await tidy_up(server, job_id)
+        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
+        assert "broken off" in caplog.text
+
+
+async def test_an_import_that_was_given_up_cannot_go_on(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        job_id = new_id()
+        first, second = Sender(export_of(job_id, 400)), Sender(export_of(job_id, 300))
+        given_up = await first.half_way(server)
+        server.wait(SILENCE.total_seconds() + 1)
+        await server.service.reap()
+        assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
+        other = await second.half_way(server)
+        first.goes_on.set()
+        with pytest.raises(JobConflictError, match="given up"):
+            await given_up
+        second.goes_on.set()
+        assert (await other).trials == 300
+        assert told_of(await exported(server.store, job_id)) == told_of(decoded(second.text))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda job: job["job"].update(job_id="there-1", job_id_prefix="there"),
+        lambda job: job.update(version=2),
+        lambda job: job["job"].update(max_power=0),
+        lambda job: job.update(survivors=[3]),
+    ],
+)
+async def test_what_must_be_refused_is_refused_before_the_trials_are_read(
+    spoil: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}", job_id="there-1", job_id_prefix="there") as server:
+        export = export_of(new_id(), 1000)
+        spoil(export[0])
+        sender = Sender(export)
+        with pytest.raises((JobConflictError, InvalidImportError)):
+            await server.service.import_job(sender.pieces())
+        assert sender.sent < 2 * 65536
+
+
+async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(database_url: str) -> None:
+    async with job_service(database_url) as server:
+        job_id = new_id()
+        await server.service.import_job(pieces_of(export_of(job_id, 250)))
+        pieces = JobReader(server.store).export(job_id)
+        text = await anext(pieces) + await anext(pieces)
+        begun = await server.service.transact(server.service.commands.begin_trial, job_id)
+        assert begun.trial_number == 251
+        text += b"".join([piece async for piece in pieces])
+        job, *trials = decoded(text)
+        assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
+        assert (await server.service.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
+
+
+@pytest.mark.slow
+def test_a_job_that_is_deleted_while_it_is_exported_is_no_export(
+    server: ServerProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # More than the system keeps on the way, to a client that takes little at a time: the server is not through when the
+    # job is deleted, whatever else the machine does meanwhile.
+    export = export_of("big-1", 3000, reports=15)
+    takes_little = httpx.HTTPTransport(socket_options=[(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)])
+    with (
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http,
+        httpx.Client(base_url=server.url, timeout=PATIENCE_S, transport=takes_little) as slow,
+    ):
+        import_over(http, export).raise_for_status()
+        with slow.stream("GET", "/api/jobs/big-1/export") as answer:
+            pieces = answer.iter_raw(100)
+            next(pieces)
+            assert http.delete("/jobs", params={"job_id": "big-1"}).status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(pieces)
+        file = tmp_path / "job.json"
+        file.write_text("an older one")
+        assert main(["jobs", "export", "big-1", "--output", str(file), "--server-url", server.url]) == 1
+        assert "unknown job" in capsys.readouterr().err
+        assert file.read_text() == "an older one"
+        assert list(tmp_path.glob("*.part")) == []
+
+
+@pytest.mark.slow
+def test_a_large_import_needs_little_memory_and_keeps_nobody_waiting(any_server: ServerProcess) -> None:
+    job_id = new_id()
+    text = encoded(export_of(job_id, 6000, reports=10))
+    assert len(text) > 10_000_000
+    with httpx.Client(base_url=any_server.url, timeout=PATIENCE_S * 5) as http:
+        trial = begin(http, http.post("/jobs", json=job(max_epochs=100_000)).raise_for_status().json()["job_id"])
+        before = peak_kb(any_server)
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: answers.append(import_over(http, text)))
+        thread.start()
+        reported = 0
+        while thread.is_alive():
+            reported += 1
+            result = {"time": reported, "energy": 100 * reported, "metric": 0.5, "current_epoch": reported / 100}
+            http.post("/report", json={**trial, **result, **OURS}).raise_for_status()
+            time.sleep(0.02)
+        thread.join()
+        assert answers[0].status_code == 201, answers[0].text
+        # More than the one that waits for the import where a server reads it at once.
+        assert reported > 5
+        with http.stream("GET", f"/api/jobs/{job_id}/export") as answer:
+            assert sum(map(len, answer.iter_raw())) > 9_000_000
+        # Read at once, it took ten times as much as its text.
+        assert peak_kb(any_server) - before < 60_000
+        http.delete("/jobs", params={"job_id": job_id}).raise_for_status()
+
+
+def peak_kb(server: ServerProcess) -> int:
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status").read_text().splitlines()
+    return int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+
+
+def test_a_client_that_leaves_in_the_middle_leaves_nothing(server: ServerProcess) -> None:
+    text = encoded(export_of("big-1", 400))
+    head = f"POST /api/import HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(text)}"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + text[:-100])
+        # Most often some of it is written by then; where not, the client has left all the same.
+        time.sleep(0.2)
+    deadline = time.monotonic() + PATIENCE_S
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        while (answer := import_over(http, text)).status_code == 409:
+            assert time.monotonic() < deadline, answer.text
+            time.sleep(0.1)
+        assert answer.status_code == 201
+    assert "Traceback" not in server.log.read_text()
+
+
+@given(
+    lines=st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b"")), max_size=8),
+    cuts=st.lists(st.integers(0)),
+    at_once=st.sampled_from([1, 20, 1000]),
+)
+async def test_lines_are_the_same_however_the_text_is_cut(lines: list[bytes], cuts: list[int], at_once: int) -> None:
+    text = b"\n".join(lines)
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for first, last in pairwise(places):
+            yield text[first:last]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(imports, "_BYTES_AT_ONCE", at_once)
+        found = [line async for some in imports._lines_in(pieces(), 7) for line in some]
+    assert found == [(f"line {number}", line) for number, line in enumerate(lines, 7) if line.strip()]
+
+
+def test_a_file_is_split_into_its_exports_whether_they_are_read_or_not() -> None:
+    odd = {"reason": "format", "message": '"format": "zeus-bso-job"', "epochs": []}
+    texts = [b"\n", *encoded([{"format": 1}, odd]).splitlines(keepends=True), b" \n", b'{"version": 1, "format" : 2}']
+    assert [(first, list(lines)) for first, lines in split_exports(texts)] == [
+        (1, texts[:1]),
+        (2, texts[1:4]),
+        (5, texts[4:]),
+    ]
+    assert [first for first, _ in split_exports(texts)] == [1, 2, 5]
+
+
+@pytest.fixture
+async def service(tmp_path: Path) -> AsyncIterator[JobService]:
+    async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as job:
+        yield job
+
+
+FIRST, SECOND = encoded(export_of("odd-1", 2)).splitlines()[:2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"", "line 1: there is no export, the text is empty"),
+        (b" \n\n", "line 1: there is no export, the text is empty"),
+        (b"\n[]", "line 2: Input should be an object"),
+        (b"{}", "line 1, job: Field required; and"),
+        (FIRST[:-5], "line 1: Invalid JSON: EOF while parsing a value at column"),
+        (FIRST + b"\n{'a': 1}", "line 2: Invalid JSON: "),
+        (FIRST + b"\n" + SECOND + b"\n\xff", "line 3: Invalid JSON: "),
+        (FIRST + b"\n\n" + SECOND + b"{}", "line 3: Invalid JSON: trailing characters"),
+        (FIRST + b"\n" + b"[" * 10_000, "line 2: Invalid JSON: recursion limit exceeded"),
+        (FIRST + b"\n" + FIRST, "line 2, trial_number: Field required; and"),
+        (FIRST + b"\n" + SECOND, "line 1, trials: 2 trials should follow, and there are 1"),
+        (FIRST + b"\n" + SECOND.replace(b"0.95", b"NaN"), "line 2, metric: Input should be a finite number"),
+        (FIRST + b"\n" + SECOND.replace(b'"epoch": 1', b'"epoch": "x"'), "line 2, epochs.0.epoch: Input should be a"),
+    ],
+)
+async def test_what_is_wrong_is_told_with_its_line_and_field(service: JobService, text: bytes, said: str) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        yield text
+
+    with pytest.raises(InvalidImportError) as caught:
+        await service.service.import_job(pieces())
+    assert str(caught.value).startswith(said)
+    assert caught.value.field == said.partition(":")[0]
+    with pytest.raises(InvalidImportError, match=f"^line {int(said.split()[1].strip(',:')) + 40}"):
+        await service.service.import_job(pieces(), first_line=41)
+    assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
+
+
+async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
+    service: JobService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(imports, "LONGEST_LINE_BYTES", 100_000)
+    taken = 0
+
+    async def pieces() -> AsyncIterator[bytes]:
+        nonlocal taken
+        yield FIRST + b"\n"
+        while taken < 1_000_000:
+            taken += 10_000
+            yield b"x" * 10_000
+
+    with pytest.raises(InvalidImportError, match="line 2: it is longer than 100000 bytes"):
+        await service.service.import_job(pieces())
+    assert taken == 110_000
+
+
+async def test_what_is_no_number_is_exported_as_null_and_named(service: JobService) -> None:
+    """Nothing writes such numbers; SQLite keeps infinities that other programs write."""
+    await service.service.import_job(pieces_of(export_of("odd-1", 2)))
+    infinite, negative = float("inf"), float("-inf")
+
+    def spoil(transaction: Transaction) -> None:
+        transaction.change(update(trials).where(trials.c.trial_number == 2).values(metric=infinite))
+        transaction.change(update(epochs).where(epochs.c.report_number == 2).values(energy_j=negative))
+
+    await service.store.write(spoil)
+    job, first, second = await exported(service.store, "odd-1")
+    assert (first["epochs"][1]["energy_j"], first["not_finite"]) == (None, ["epochs.1.energy_j"])
+    assert (second["metric"], second["not_finite"]) == (None, ["metric", "epochs.1.energy_j"])
+    refused = r"^line 2, epochs\.1\.energy_j: "
+    with pytest.raises(InvalidImportError, match=refused):
+        await service.service.import_job(pieces_of(renamed([job, first, second])))
+    first["epochs"][1]["energy_j"], second["metric"], second["epochs"][1]["energy_j"] = 700, 0.9, 700
+    with pytest.raises(InvalidImportError, match=r"^line 2, epochs\.1\.energy_j: was NaN or infinite"):
+        await service.service.import_job(pieces_of(renamed([job, first, second])))
+    mended = [job, *({**trial, "not_finite": []} for trial in (first, second))]
+    assert (await service.service.import_job(pieces_of(renamed(mended)))).trials == 2

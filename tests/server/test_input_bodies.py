@@ -1,0 +1,258 @@
+"""Bodies that no route takes: what is no JSON, says to be something else, or is far too large."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.exports import encoded, export_over, import_over, renamed
+from tests.support.input_scene import HUGE, JSON, NO_NUMBERS, Scene, assert_refused, good_body, with_token
+from tests.support.jobs import THREE_SIZES, job
+from tests.support.servers import ServerProcess
+
+# --- Bodies -----------------------------------------------------------------------------------------------------------
+
+WITH_BODY = [
+    ("POST", "/jobs"),
+    ("POST", "/report"),
+    ("PATCH", "/trials"),
+    ("PATCH", "/trials/heartbeat"),
+    ("PUT", "/trials/power_profile"),
+]
+with_body = pytest.mark.parametrize(
+    ("method", "path"), WITH_BODY, ids=[f"{method} {path}" for method, path in WITH_BODY]
+)
+
+
+@with_body
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"{", 400),
+        (b"job", 400),
+        (b"{} {}", 400),
+        (b'{"job_id": }', 400),
+        (b"{\"job_id\": 'job'}", 400),
+        (b"<job/>", 400),
+        (b'{"gpu_model": "\xff"}', 400),
+        ('{"job_id": "job"}'.encode("utf-16"), 400),
+        (b"[" * 100_000, 400),
+        (b'{"colour": ' * 50_000, 400),
+        (b'{"mab_seed": ' + HUGE.encode() + b"}", 400),
+        (b"", 422),
+        (b"[]", 422),
+        (b"null", 422),
+        (b"3", 422),
+        (b"NaN", 422),
+        (b'"job"', 422),
+    ],
+    ids=[
+        "cut off",
+        "a word",
+        "two objects",
+        "no value",
+        "single quotes",
+        "XML",
+        "no UTF-8",
+        "UTF-16",
+        "deep lists",
+        "deep objects",
+        "an endless number",
+        "empty",
+        "a list",
+        "null",
+        "a number",
+        "NaN",
+        "a string",
+    ],
+)
+def test_a_body_that_is_no_object(scene: Scene, method: str, path: str, body: bytes, status: int) -> None:
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path, content=body, headers=JSON), status, "body")
+
+
+FOREIGN_TYPES = pytest.mark.parametrize(
+    "media_type",
+    [
+        "text/plain",
+        "text/plain; charset=utf-8",
+        "multipart/form-data; boundary=x",
+        "application/x-www-form-urlencoded",
+        "application/xml",
+        "application/jsonp",
+        "json",
+    ],
+)
+
+
+@with_body
+@FOREIGN_TYPES
+def test_json_that_says_to_be_something_else(scene: Scene, method: str, path: str, media_type: str) -> None:
+    body = json.dumps(good_body(scene, path))
+    with scene.nothing_stored():
+        answer = scene.http.request(method, path, content=body, headers={"content-type": media_type})
+        assert_refused(answer, 415, "Content-Type")
+
+
+@FOREIGN_TYPES
+def test_an_export_that_says_to_be_something_else(scene: Scene, media_type: str) -> None:
+    body = encoded(renamed(export_over(scene.http, scene.running["job_id"]), "job-refused"))
+    with scene.nothing_stored():
+        answer = scene.http.post("/api/import", content=body, headers={"content-type": media_type})
+        assert_refused(answer, 415, "Content-Type")
+        assert "application/jsonl" in answer.json()["message"]
+
+
+@pytest.mark.parametrize(
+    "media_type", ["application/json; charset=utf-8", "APPLICATION/JSON", "application/x.bso+json"]
+)
+def test_json_by_other_names(scene: Scene, media_type: str) -> None:
+    body = json.dumps(job(**THREE_SIZES))
+    assert scene.http.post("/jobs", content=body, headers={"content-type": media_type}).status_code == 201
+
+
+def test_a_body_that_does_not_say_what_it_is_is_json(scene: Scene) -> None:
+    """As Zeus's clients send all of theirs."""
+    content = json.dumps(job(**THREE_SIZES))
+    request = scene.http.build_request("POST", "/jobs", content=content)
+    assert "content-type" not in request.headers
+    assert scene.http.send(request).status_code == 201
+
+
+@pytest.mark.parametrize("token", ["NaN", "-Infinity", "1e999", '"\\ud800"', "[[[[]]]]"])
+def test_what_stands_in_unknown_fields_does_not_matter(scene: Scene, token: str) -> None:
+    body = with_token(job(**THREE_SIZES), "colour", token)
+    assert scene.http.post("/jobs", content=body, headers=JSON).status_code == 201
+
+
+def test_of_a_key_given_twice_the_last_counts(scene: Scene) -> None:
+    twice = json.dumps(job(**THREE_SIZES, eta_knob=0.1))
+    answer = scene.http.post("/jobs", content=f'{twice[:-1]}, "eta_knob": 0.2}}', headers=JSON)
+    assert (answer.status_code, answer.json()["eta_knob"]) == (201, 0.2)
+
+
+@pytest.mark.parametrize("token", NO_NUMBERS)
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [
+        (1, "created_at"),
+        (1, "version"),
+        (1, "job.max_power"),
+        (2, "time_s"),
+        (2, "batch_size"),
+        (3, "epochs.0.metric"),
+    ],
+)
+def test_an_import_with_what_is_no_number(scene: Scene, line: int, field: str, token: str) -> None:
+    export = renamed(export_over(scene.http, scene.running["job_id"]), "job-refused")
+    parent: Any = export[line - 1]
+    *parents, last = field.split(".")
+    for key in parents:
+        parent = parent[int(key) if key.isdigit() else key]
+    parent[last] = "the place"
+    body = encoded(export).replace(b'"the place"', token.encode())
+    with scene.nothing_stored():
+        assert_refused(import_over(scene.http, body), 422, f"line {line}, {field}")
+
+
+# --- Memory -----------------------------------------------------------------------------------------------------------
+
+MIB = 1024 * 1024
+
+in_proc = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="memory is read from Linux's /proc")
+
+
+def memory_of(server: ServerProcess, line: str) -> int:
+    """Bytes: ``VmRSS`` is what the server has in memory, ``VmHWM`` the most that it had."""
+    assert server.process is not None
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (kilobytes,) = (words[1] for words in map(str.split, status.splitlines()) if words[0] == f"{line}:")
+    return int(kilobytes) * 1024
+
+
+def forget_peak(server: ServerProcess) -> None:
+    assert server.process is not None
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+
+
+def send_endless(server: ServerProcess, path: str, size: int, *, chunked: bool) -> httpx.Response:
+    """Send a body of so many bytes, all of it unless the server hangs up before, and read the answer meanwhile."""
+    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    piece = b"x" * 65536
+    framed = b"%x\r\n%s\r\n" % (len(piece), piece) if chunked else piece
+
+    def send() -> None:
+        try:
+            for _ in range(size // len(piece)):
+                connection.sendall(framed)
+        except OSError:
+            return  # the server has hung up
+
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
+        connection.sendall(head.encode())
+        sender = threading.Thread(target=send)
+        sender.start()
+        answer = b""
+        while not answer.endswith(b"}"):
+            received = connection.recv(65536)
+            assert received, f"the server said no more than {answer!r}"
+            answer += received
+        sender.join()
+    told, body = answer.split(b"\r\n\r\n", 1)
+    status, *headers = told.decode().split("\r\n")
+    return httpx.Response(int(status.split()[1]), headers=[tuple(it.split(": ", 1)) for it in headers], content=body)
+
+
+@in_proc
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["/jobs", "/report"])
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
+def test_a_body_of_100_mb(any_server: ServerProcess, scene: Scene, path: str, chunked: bool) -> None:
+    with scene.nothing_stored():
+        forget_peak(any_server)
+        before = memory_of(any_server, "VmRSS")
+        assert_refused(send_endless(any_server, path, 100 * MIB, chunked=chunked), 413, "body")
+        assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+
+
+@in_proc
+def test_100_000_faults_in_one_body(any_server: ServerProcess, scene: Scene) -> None:
+    sizes = job(job_id="job-refused", batch_sizes=[0] * 100_000)
+    forget_peak(any_server)
+    before = memory_of(any_server, "VmRSS")
+    assert_refused(scene.http.post("/jobs", json=sizes), 422, "batch_sizes.0")
+    assert memory_of(any_server, "VmHWM") - before < 30 * MIB
+
+
+@in_proc
+@pytest.mark.slow
+def test_unknown_names_leave_no_trace(any_server: ServerProcess, scene: Scene) -> None:
+    """The server's whole memory, roughly; tests/server/test_memory.py looks closer."""
+
+    def ask(first: int, last: int) -> None:
+        for number in range(first, last, 6):
+            name = f"job-{number:0200}"
+            trial = {"job_id": name, "batch_size": 8, "trial_number": number + 1}
+            token = {"Authorization": f"Bearer zbso_{number:08x}_{'x' * 43}"}
+            answers = [
+                scene.http.get("/jobs/batch_size", params={"job_id": name}, headers={"Idempotency-Key": name}),
+                scene.http.post("/report", json={**trial, **scene.reported}),
+                scene.http.post("/report", json={**scene.running, **scene.reported, "trial_number": number + 10}),
+                scene.http.get(f"/api/jobs/{name}"),
+                scene.http.get(f"/{name}", headers={"Host": name}),
+                scene.http.get("/api/jobs", headers=token),
+            ]
+            assert [answer.status_code for answer in answers] == [404, 404, 404, 404, 404, 401]
+
+    ask(0, 600)
+    before = memory_of(any_server, "VmRSS")
+    with scene.nothing_stored():
+        ask(600, 3600)
+    assert memory_of(any_server, "VmRSS") - before < 10 * MIB

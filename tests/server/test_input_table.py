@@ -1,0 +1,430 @@
+"""What clients may get wrong: each is refused by an answer that names the field at fault, and nothing is stored.
+
+Also what looks wrong and is not. Over real HTTP, on each kind of database.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.support.input_scene import (
+    HUGE,
+    JSON,
+    Scene,
+    assert_refused,
+    begin,
+    good_body,
+    no_numbers,
+    register,
+    with_token,
+)
+from tests.support.jobs import JOB, THREE_SIZES, job
+from tests.support.power_limit_bench import found_out
+
+
+def test_whatever_is_stored_shows(scene: Scene) -> None:
+    """So that the tests below would see it."""
+    before = scene.stored()
+    register(scene.http)
+    after = scene.stored()
+    assert before != after == scene.stored()
+
+
+def rows(*table: tuple[str, str, str]) -> Any:
+    """Parametrize a test by (field, JSON, the field to be named)."""
+    ids = [f"{field}={token if len(token) <= 40 else f'{token[:20]}…'}" for field, token, _ in table]
+    return pytest.mark.parametrize(
+        ("field", "token", "named"), table, ids=[it.encode("unicode_escape").decode() for it in ids]
+    )
+
+
+# --- POST /jobs -------------------------------------------------------------------------------------------------------
+
+JOB_FLOATS = ["eta_knob", "beta_knob", "target_metric", "mab_prior_mean", "mab_prior_precision", "max_power"]
+JOB_INTEGERS = ["default_batch_size", "max_epochs", "num_pruning_rounds", "window_size", "mab_seed", "number_of_gpus"]
+
+
+@rows(
+    *no_numbers(*JOB_FLOATS, *JOB_INTEGERS),
+    ("batch_sizes", "[]", "batch_sizes"),
+    ("batch_sizes", "[16, 16]", "batch_sizes"),
+    ("batch_sizes", "[0, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[-8, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[8.5, 16]", "batch_sizes.0"),
+    ("batch_sizes", "[16, NaN]", "batch_sizes.1"),
+    ("batch_sizes", '["eight", 16]', "batch_sizes.0"),
+    ("batch_sizes", f"[16, {2**31}]", "batch_sizes.1"),
+    ("batch_sizes", f"[16, {2**63}]", "batch_sizes.1"),
+    ("batch_sizes", f"[16, {10**400}]", "batch_sizes.1"),
+    ("batch_sizes", json.dumps(list(range(1, 1002))), "batch_sizes"),
+    ("batch_sizes", json.dumps(list(range(1, 100_001))), "batch_sizes"),
+    ("batch_sizes", json.dumps([0] * 100_000), "batch_sizes.0"),
+    ("batch_sizes", json.dumps([1.5] * 100_000), "batch_sizes.0"),
+    ("batch_sizes", '"16"', "batch_sizes"),
+    ("default_batch_size", "64", "default_batch_size"),
+    ("default_batch_size", "0", "default_batch_size"),
+    ("eta_knob", "1.1", "eta_knob"),
+    ("eta_knob", "-0.1", "eta_knob"),
+    ("beta_knob", "0", "beta_knob"),
+    ("beta_knob", "-1", "beta_knob"),
+    ("max_epochs", "0", "max_epochs"),
+    ("num_pruning_rounds", "-1", "num_pruning_rounds"),
+    ("window_size", "-1", "window_size"),
+    ("mab_prior_precision", "-1", "mab_prior_precision"),
+    ("mab_num_explorations", "-1", "mab_num_explorations"),
+    ("mab_seed", "-1", "mab_seed"),
+    ("mab_seed", str(2**63), "mab_seed"),
+    ("max_power", "0", "max_power"),
+    ("max_power", "-1", "max_power"),
+    ("number_of_gpus", "0", "number_of_gpus"),
+    ("gpu_model", '""', "gpu_model"),
+    ("gpu_model", "null", "gpu_model"),
+    ("gpu_model", '"V100\\u0000"', "gpu_model"),
+    ("gpu_model", '"\\ud800"', "gpu_model"),
+    ("gpu_model", json.dumps("x" * 256), "gpu_model"),
+    ("policy", '"guess"', "policy"),
+    ("policy", '"\\ud800"', "policy"),
+    ("job_id", '"other-1"', "job_id"),
+)
+def test_a_job_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
+    body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, named)
+
+
+def test_a_long_list_of_faults_is_cut_short(scene: Scene) -> None:
+    body = good_body(scene, "/trials/power_profile") | {"samples": [{"limit_w": "first"}] * 200}
+    with scene.nothing_stored():
+        answer = scene.http.put("/trials/power_profile", json=body)
+        assert_refused(answer, 422, "samples.0.limit_w")
+    assert len(answer.json()["errors"]) <= 20
+
+
+@pytest.mark.parametrize(
+    "gpu_model",
+    ["NVIDIA RTX 6000 Ada Generation (Laptop, 175 W) x8", "x" * 255, "quotes \"' and \\", "型号 😀"],
+    ids=["49 characters", "255 characters", "quotes", "not ASCII"],
+)
+def test_names_of_gpus(scene: Scene, gpu_model: str) -> None:
+    job_id = register(scene.http, gpu_model=gpu_model)
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["job"]["gpu_model"] == gpu_model
+
+
+def test_without_pruning_rounds_every_size_is_drawn_from_the_start(scene: Scene) -> None:
+    job_id = register(scene.http, num_pruning_rounds=0, mab_num_explorations=2)
+    dispatched = []
+    for _ in range(6):
+        dispatch = scene.http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+        dispatched.append((dispatch["batch_size"], dispatch["origin"]))
+        scene.http.post("/report", json={**dispatch, **scene.final}).raise_for_status()
+    assert Counter(dispatched) == {(8, "bandit"): 2, (16, "bandit"): 2, (32, "bandit"): 2}
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["stage"] == "bandit"
+
+
+# --- POST /report -----------------------------------------------------------------------------------------------------
+
+
+@rows(
+    *no_numbers("time", "energy", "metric", "current_epoch", "batch_size", "trial_number"),
+    ("time", "-1", "time"),
+    ("time", "0", "time"),
+    ("time", "1e11", "time"),
+    ("time", "null", "time"),
+    ("time", HUGE, "body"),
+    ("energy", "-1", "energy"),
+    ("energy", "1e16", "energy"),
+    ("metric", "null", "metric"),
+    ("metric", '"good"', "metric"),
+    ("current_epoch", "0", "current_epoch"),
+    ("current_epoch", "-1", "current_epoch"),
+    ("current_epoch", str(2**31), "current_epoch"),
+    ("energy_source", '"nv\\u0000ml"', "energy_source"),
+    ("energy_source", '"\\ud800"', "energy_source"),
+    ("trial_number", "0", "trial_number"),
+    ("trial_number", str(2**63), "trial_number"),
+    ("batch_size", "16.5", "batch_size"),
+    # The trial's second report said 4 s, 400 J and 2 epochs.
+    ("time", "3.9", "time"),
+    ("energy", "399", "energy"),
+    ("current_epoch", "1", "current_epoch"),
+    ("current_epoch", "1.5", "current_epoch"),
+    ("current_epoch", "2.5", "current_epoch"),
+)
+def test_a_report_that_cannot_be(scene: Scene, field: str, token: str, named: str) -> None:
+    # By our client: Zeus's does not say how it measured, and its ranks may be behind each other.
+    good = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3, "energy_source": None}
+    body = with_token({**scene.running, **good}, field, token)
+    with scene.nothing_stored():
+        status = 400 if named == "body" else 422
+        assert_refused(scene.http.post("/report", content=body, headers=JSON), status, named)
+
+
+@pytest.mark.parametrize("metric", [-3.5, 0.0, -1e300, 5e-324])
+def test_any_finite_number_is_a_metric(scene: Scene, metric: float) -> None:
+    trial = begin(scene.http, register(scene.http))
+    report = {**trial, "time": 1, "energy": 100, "metric": metric, "current_epoch": 1}
+    assert scene.http.post("/report", json=report).status_code == 200
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    assert [epoch["metric"] for epoch in scene.http.get(path).json()["epochs"]] == [metric]
+
+
+@pytest.mark.parametrize(
+    "epochs", [(0.5, 1, 1.5, 2, 2.5), (0.3, 0.6, 0.9, 1.3), (1.5, 3, 4.5), (2, 4, 6)], ids=lambda epochs: str(epochs)
+)
+def test_validation_at_any_pace(scene: Scene, epochs: tuple[float, ...]) -> None:
+    trial = begin(scene.http, register(scene.http))
+    for epoch in epochs:
+        report = {**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+        assert scene.http.post("/report", json=report).status_code == 200
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    assert [epoch["epoch"] for epoch in scene.http.get(path).json()["epochs"]] == list(epochs)
+
+
+@pytest.mark.parametrize("path", ["/report", "/trials", "/trials/heartbeat", "/trials/power_profile"])
+@pytest.mark.parametrize(
+    ("wrong", "status", "named"),
+    [
+        ({"trial_number": 3}, 404, "trial_number"),
+        ({"job_id": "the other"}, 404, "trial_number"),
+        ({"job_id": "job-unknown"}, 404, "trial_number"),
+        ({"batch_size": 8}, 422, "batch_size"),
+        ({"job_id": "the other", "trial_number": 1, "batch_size": 8}, 422, "batch_size"),
+    ],
+    ids=["no such trial", "a trial of another job", "no such job", "another size", "another job's, another size"],
+)
+def test_a_trial_that_is_not_this_one(scene: Scene, path: str, wrong: dict[str, Any], status: int, named: str) -> None:
+    body = {**scene.running, **scene.reported, **found_out(JOB), **wrong}
+    if body["job_id"] == "the other":
+        body["job_id"] = scene.other_job
+    method = {"/report": "POST", "/trials/power_profile": "PUT"}.get(path, "PATCH")
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path, json=body), status, named)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"time": 9.0}, {"energy": 501.0}, {"metric": 0.96}, {"current_epoch": 3}],
+    ids=lambda other: next(iter(other)),
+)
+def test_a_trial_that_has_ended_takes_no_other_report(scene: Scene, other: dict[str, float]) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.post("/report", json={**scene.ended, **scene.final, **other, "energy_source": None})
+        assert_refused(answer, 409, "trial_number")
+        # Zeus's client does not say how it measured, and reports from every rank.
+        of_zeus = scene.http.post("/report", json={**scene.ended, **scene.final, **other})
+    told = of_zeus.json()
+    assert (of_zeus.status_code, told.pop("message")) == (200, f"already reported: {scene.verdict['message']}")
+    assert told == {name: value for name, value in scene.verdict.items() if name != "message"}
+    assert "trial 1 has ended (completed)" in answer.json()["message"]
+
+
+def test_a_trial_that_has_ended_answers_its_last_report_again(scene: Scene) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.post("/report", json={**scene.ended, **scene.final})
+    assert (answer.status_code, answer.json()) == (200, scene.verdict)
+
+
+@pytest.mark.parametrize(
+    ("eta_knob", "spent", "named"),
+    [
+        (0.5, {"time": 0, "energy": 0}, "time"),
+        (0.0, {"time": 0, "energy": 500}, "time"),
+        (1.0, {"time": 5, "energy": 0}, "energy"),
+    ],
+    ids=["nothing at all", "no time where time counts", "no energy where energy counts"],
+)
+def test_a_target_reached_for_nothing(scene: Scene, eta_knob: float, spent: dict[str, float], named: str) -> None:
+    job_id = register(scene.http, eta_knob=eta_knob)
+    trial = begin(scene.http, job_id)
+    before = scene.http.get(f"/api/jobs/{job_id}/export").text
+    answer = scene.http.post("/report", json={**trial, "metric": 0.95, "current_epoch": 1, **spent})
+    assert_refused(answer, 422, named)
+    assert scene.http.get(f"/api/jobs/{job_id}/export").text == before
+    assert scene.http.get(f"/api/jobs/{job_id}").json()["min_cost_j"] is None
+
+
+# --- Ids --------------------------------------------------------------------------------------------------------------
+
+# As JSON, and as a URL has it.
+WRONG_IDS = {
+    "empty": ('""', ""),
+    "256 characters": (json.dumps("job" + "x" * 253), "job" + "x" * 253),
+    "10,000 characters": (json.dumps("job" + "x" * 9_997), "job" + "x" * 9_997),
+    "NUL": ('"job\\u0000"', "job%00"),
+    "newline": ('"job\\n"', "job%0A"),
+    "newline within": ('"job\\nx"', "job%0Ax"),
+    "space": ('"job 1"', "job%201"),
+    "double quotes": ('"job\\""', "job%22"),
+    "single quotes": ('"job\'"', "job%27"),
+    "slash": ('"job/1"', "job%2F1"),
+    "emoji": ('"job\\ud83d\\ude00"', "job%F0%9F%98%80"),
+    "lone surrogate": ('"job\\ud800"', "job%ED%A0%80"),
+    "no UTF-8": (None, "job%FF"),
+    "number": ("1", None),
+    "null": ("null", None),
+    "absent": (None, None),
+}
+IN_JSON = {name: token for name, (token, _) in WRONG_IDS.items() if token is not None}
+IN_URL = {name: part for name, (_, part) in WRONG_IDS.items() if part is not None}
+
+
+@pytest.mark.parametrize(
+    ("field", "token"),
+    [
+        pytest.param(field, token, id=f"{field}-{name}")
+        for field in ("job_id", "job_id_prefix")
+        for name, token in IN_JSON.items()
+        if (field, name) != ("job_id", "null")  # the server makes an id
+    ],
+)
+def test_an_id_that_no_job_can_have(scene: Scene, field: str, token: str) -> None:
+    body = with_token(job(**THREE_SIZES, job_id="job-refused"), field, token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.post("/jobs", content=body, headers=JSON), 422, field)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/report"), ("PATCH", "/trials"), ("PATCH", "/trials/heartbeat"), ("PUT", "/trials/power_profile")],
+)
+@pytest.mark.parametrize("token", [pytest.param(token, id=name) for name, token in IN_JSON.items()])
+def test_an_id_that_no_trials_job_can_have(scene: Scene, method: str, path: str, token: str) -> None:
+    body = with_token({**scene.running, **scene.reported, **found_out(JOB)}, "job_id", token)
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path, content=body, headers=JSON), 422, "job_id")
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/jobs/batch_size"), ("DELETE", "/jobs")])
+@pytest.mark.parametrize("query", [*(pytest.param(f"?job_id={it}", id=name) for name, it in IN_URL.items()), ""])
+def test_an_id_in_a_query_that_no_job_can_have(scene: Scene, method: str, path: str, query: str) -> None:
+    with scene.nothing_stored():
+        assert_refused(scene.http.request(method, path + query), 422, "job_id")
+
+
+# --- Idempotency-Key --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    [b"", b"x" * 256, b"x" * 10_000, b"a b", b"a\tb", "é".encode("latin-1"), "😀".encode(), b"\xed\xa0\x80"],
+    ids=["empty", "256 characters", "10,000 characters", "space", "tab", "Latin-1", "emoji", "lone surrogate"],
+)
+def test_an_idempotency_key_that_cannot_be(scene: Scene, key: bytes) -> None:
+    with scene.nothing_stored():
+        answer = scene.http.get(
+            "/jobs/batch_size", params={"job_id": scene.other_job}, headers={b"Idempotency-Key": key}
+        )
+        assert_refused(answer, 422, "Idempotency-Key")
+
+
+# --- Trials that began without the server -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "key", "status", "named"),
+    [
+        ({}, None, 422, "Idempotency-Key"),
+        ({}, "", 422, "Idempotency-Key"),
+        ({}, "a b", 422, "Idempotency-Key"),
+        ({"job_id": "job-unknown"}, "key", 404, "job_id"),
+        ({"job_id": "a b"}, "key", 422, "job_id"),
+        ({"batch_size": 7}, "key", 422, "batch_size"),
+        ({"batch_size": 0}, "key", 422, "batch_size"),
+        ({"batch_size": "many"}, "key", 422, "batch_size"),
+    ],
+)
+def test_an_offline_trial_that_cannot_be(
+    scene: Scene, body: dict[str, Any], key: str | None, status: int, named: str
+) -> None:
+    headers = {} if key is None else {"Idempotency-Key": key}
+    with scene.nothing_stored():
+        body = {"job_id": scene.other_job, "batch_size": 8, **body}
+        assert_refused(scene.http.post("/trials", json=body, headers=headers), status, named)
+
+
+@pytest.mark.parametrize(
+    ("rule", "named"),
+    [
+        ({}, "judged_by.max_epochs"),
+        ({"max_epochs": 0}, "judged_by.max_epochs"),
+        ({"max_epochs": 2.5}, "judged_by.max_epochs"),
+        ({"max_epochs": 3, "max_cost_j": -1}, "judged_by.max_cost_j"),
+        ([], "judged_by"),
+    ],
+)
+def test_a_stop_rule_that_cannot_be(scene: Scene, rule: Any, named: str) -> None:
+    with scene.nothing_stored():
+        body = {**scene.running, **scene.reported, "judged_by": rule}
+        assert_refused(scene.http.post("/report", json=body), 422, named)
+
+
+# --- Keys that can be -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["x" * 255, '"quoted"', "';DROP/**/TABLE/**/trials;--", "%00", "\\"],
+    ids=["255 characters", "quotes", "SQL", "percent", "backslash"],
+)
+def test_any_other_idempotency_key_is_a_key(scene: Scene, key: str) -> None:
+    job_id = register(scene.http)
+    answers = [
+        scene.http.get("/jobs/batch_size", params={"job_id": job_id}, headers={"Idempotency-Key": key}).json()
+        for _ in range(2)
+    ]
+    assert answers[0] == answers[1]
+    assert answers[0]["trial_number"] == 1
+
+
+# --- Power limits -----------------------------------------------------------------------------------------------------
+
+
+def spoilt(**changes: Any) -> dict[str, Any]:
+    return found_out(JOB) | changes
+
+
+def sample(**changes: Any) -> dict[str, Any]:
+    return found_out(JOB)["samples"][0] | changes
+
+
+ONE_TOO_MANY = [sample(limit_w=limit_w) for limit_w in range(1, 258)]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        (spoilt(gpus=None), "gpus"),
+        (spoilt(gpus={"max_power": 250.0, "number_of_gpus": 1, "gpu_model": JOB["gpu_model"]}), "gpus"),
+        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 1, "gpu_model": "A40"}), "gpus"),
+        (spoilt(gpus={"max_power": 100.0, "number_of_gpus": 0, "gpu_model": "A40"}), "gpus.number_of_gpus"),
+        ({"gpus": found_out(JOB)["gpus"]}, "samples"),
+        (spoilt(samples=[], chosen_limit_w=None), "samples"),
+        (spoilt(samples=ONE_TOO_MANY, chosen_limit_w=None), "samples"),
+        (spoilt(samples=[sample(), sample()]), "samples"),
+        (spoilt(samples=[sample(limit_w=0)]), "samples.0.limit_w"),
+        (spoilt(samples=[sample(), sample(limit_w=1e300)]), "samples.1.limit_w"),
+        (spoilt(samples=[sample(steps=0)]), "samples.0.steps"),
+        (spoilt(samples=[sample(time_s=0)]), "samples.0.time_s"),
+        (spoilt(samples=[sample(energy_j=-1)]), "samples.0.energy_j"),
+        (spoilt(samples=[sample(source="a" * 256)]), "samples.0.source"),
+        (spoilt(samples=[sample(source="a\0b")]), "samples.0.source"),
+        (spoilt(chosen_limit_w=90.0), "chosen_limit_w"),
+        (spoilt(chosen_limit_w=-80.0), "chosen_limit_w"),
+    ],
+)
+def test_power_limits_that_cannot_be(scene: Scene, body: dict[str, Any], named: str) -> None:
+    with scene.nothing_stored():
+        assert_refused(scene.http.put("/trials/power_profile", json=scene.running | body), 422, named)
+
+
+def test_as_many_power_limits_as_there_may_be(scene: Scene) -> None:
+    trial = begin(scene.http, register(scene.http))
+    samples = [sample(limit_w=limit_w + 1 / 3, source="ä" * 255) for limit_w in range(256)]
+    body = trial | spoilt(samples=samples[::-1], chosen_limit_w=None)
+    scene.http.put("/trials/power_profile", json=body).raise_for_status()
+    (kept,) = scene.http.get(f"/api/jobs/{trial['job_id']}/power_profiles").json()["profiles"]
+    assert kept["samples"] == samples

@@ -1,0 +1,370 @@
+"""Connections to the database that are lost, at the worst moments too, and a database that is away for a while.
+
+The server reaches its database through a relay of our own, which the tests open and close.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import text
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.ext.asyncio import create_async_engine
+
+from bso_server.core.access import Caller, Scope
+from bso_server.service.commands import BatchSizeService
+from bso_server.service.tokens import Tokens
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from tests.support.databases import MYSQL, MYSQL_URL, POSTGRES_URL, POSTGRESQL, administer
+from tests.support.exports import export_over, import_over, renamed
+from tests.support.jobs import job
+from tests.support.relay import Relay, relay_to
+from tests.support.servers import ServerProcess, bso_server
+from tests.support.service import open_store
+from tests.support.wire import begin, reached
+from zeus_plugins.protocol import CreatedJob
+
+# A SQLite file has no connection that could be lost.
+pytestmark = pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True, scope="module")
+
+PATIENCE_S = 60.0
+CUTS = 12
+CLIENTS = 3
+
+# What finds the sessions of a database's other users, and what ends one.
+SESSIONS = {
+    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
+    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
+}
+END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
+
+
+@pytest.fixture(scope="module")
+def relay(database_url: str) -> Iterator[Relay]:
+    with relay_to(database_url) as relay:
+        yield relay
+
+
+@pytest.fixture(scope="module")
+def relayed_url(database_url: str, relay: Relay) -> str:
+    return relay.url_of(database_url)
+
+
+@pytest.fixture(scope="module")
+def relayed_server(
+    database_url: str, relayed_url: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+    assert upgrade.returncode == 0, upgrade.stderr
+    server = ServerProcess(relayed_url, tmp_path_factory.mktemp("server") / "server.log", database_timeout_s=15.0)
+    server.start("--insecure")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def http(relayed_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=relayed_server.url, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:
+    """Report an epoch after which the training goes on."""
+    return http.post(
+        "/report", json={**trial, "time": epoch, "energy": 100 * epoch, "metric": 0.25, "current_epoch": epoch}
+    )
+
+
+def epochs_of(http: httpx.Client, trial: dict[str, Any]) -> list[float]:
+    path = f"/api/jobs/{trial['job_id']}/trials/{trial['trial_number']}/epochs"
+    return [epoch["epoch"] for epoch in http.get(path).raise_for_status().json()["epochs"]]
+
+
+class TestAnswersThatGetLostAfterTheCommit:
+    """Each transaction of these requests is in force when its connection is lost, and is done again."""
+
+    @pytest.fixture
+    def lossy(self, http: httpx.Client, relay: Relay, relayed_server: ServerProcess) -> Iterator[httpx.Client]:
+        # Whatever is remembered for a while is asked for now.
+        http.get("/api/jobs").raise_for_status()
+        before = relay.lost_commits
+        relay.lose_commits(True)
+        yield http
+        relay.lose_commits(False)
+        assert relay.lost_commits > before
+        assert "Traceback" not in relayed_server.log.read_text()
+
+    def test_a_job_is_registered(self, lossy: httpx.Client) -> None:
+        answer = lossy.post("/jobs", json=job(job_id="registered"))
+        assert answer.status_code in {200, 201}, answer.text
+        assert answer.json()["job_id"] == "registered"
+
+    def test_a_job_gets_one_id_of_the_servers_making(self, lossy: httpx.Client) -> None:
+        answer = lossy.post("/jobs", json={**job(job_id="named"), "job_id": None})
+        assert answer.status_code in {200, 201}, answer.text
+        (found,) = lossy.get("/api/jobs", params={"prefix": "named"}).raise_for_status().json()["jobs"]
+        assert found["job_id"] == answer.json()["job_id"]
+
+    def test_one_trial_is_dispatched(self, lossy: httpx.Client) -> None:
+        lossy.post("/jobs", json=job(job_id="dispatched")).raise_for_status()
+        query, headers = {"job_id": "dispatched"}, {"Idempotency-Key": "one"}
+        trial = lossy.get("/jobs/batch_size", params=query, headers=headers).raise_for_status().json()
+        assert trial["trial_number"] == 1
+        trials = lossy.get("/api/jobs/dispatched/trials").raise_for_status().json()["trials"]
+        assert [each["trial_number"] for each in trials] == [1]
+
+    def test_a_trial_lives_once(self, lossy: httpx.Client, relay: Relay) -> None:
+        relay.lose_commits(False)
+        lossy.post("/jobs", json=job(job_id="lived")).raise_for_status()
+        first, second = begin(lossy, "lived"), begin(lossy, "lived")
+        relay.lose_commits(True)
+
+        for epoch in (1, 2):
+            assert not report(lossy, first, epoch).raise_for_status().json()["stop_train"]
+        assert epochs_of(lossy, first) == [1, 2]
+        assert lossy.patch("/trials/heartbeat", json=first).raise_for_status().json()["state"] == "running"
+        assert reached(lossy, first, cost_j=500)["converged"]
+        lossy.patch("/trials", json=second).raise_for_status()
+        shown = lossy.get("/api/jobs/lived").raise_for_status().json()
+        assert [trial["state"] for trial in shown["trials"]] == ["completed", "failed"]
+        assert [(arm["trials"], arm["n"]) for arm in shown["arms"]] == [(0, 0), (2, 1)]
+
+    def test_a_job_is_imported_and_deleted(self, lossy: httpx.Client) -> None:
+        lossy.post("/jobs", json=job(job_id="moved")).raise_for_status()
+        reached(lossy, begin(lossy, "moved"), cost_j=500)
+        export = renamed(export_over(lossy, "moved"), "moved-2")
+
+        assert import_over(lossy, export).status_code == 201
+        assert import_over(lossy, export).status_code == 409
+        assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 200
+        assert lossy.delete("/jobs", params={"job_id": "moved-2"}).status_code == 404
+
+    @pytest.mark.usefixtures("lossy")
+    def test_a_token_is_made_rotated_replaced_and_revoked(self, relayed_url: str) -> None:
+        async def make() -> None:
+            # Longer than by default: see `tests.support.servers.Server`.
+            store = Store(open_database(relayed_url, patience_s=60.0), patience_s=60.0)
+            try:
+                tokens = Tokens(store)
+                _, record = await tokens.create("once", [Scope.READ])
+                assert await tokens.all() == [record]
+                _, rotated = await tokens.rotate(record.token_id)
+                assert rotated.previous_hash == record.token_hash
+                assert await tokens.all() == [rotated]
+                await _give(store, tokens, record.token_id)
+                await tokens.revoke(record.token_id)
+                assert [token.revoked_at is None for token in await tokens.all()] == [False, False]
+            finally:
+                await store.close()
+
+        asyncio.run(make())
+
+
+async def _give(store: Store, tokens: Tokens, token_id: str) -> None:
+    """Hand over a job with a trial, as one would without losses."""
+    service = BatchSizeService(store)
+    registration = CreatedJob.model_validate(job(job_id="given"))
+    caller = Caller(token_id, frozenset({Scope.REPORT}))
+    await service.register(registration, caller)
+    await service.transact(service.commands.begin_trial, "given", "key", caller=caller)
+    _, successor = await tokens.create("successor", [Scope.READ])
+    assert await tokens.transfer(token_id, successor.token_id) == (1, 1)
+    await tokens.revoke(successor.token_id)
+
+
+def cut_sessions(database_url: str) -> int:
+    """End every session of the database but this one, from the database's side; how many there were."""
+    backend = make_url(database_url).get_backend_name()
+
+    async def cut() -> int:
+        engine = create_async_engine(database_url, isolation_level="AUTOCOMMIT")
+        try:
+            async with engine.connect() as connection:
+                sessions = (await connection.execute(text(SESSIONS[backend]))).scalars().all()
+                for session in sessions:
+                    # It may have ended meanwhile.
+                    with suppress(DBAPIError):
+                        await connection.execute(text(END[backend].format(session)))
+                return len(sessions)
+        finally:
+            await engine.dispose()
+
+    return asyncio.run(cut())
+
+
+def test_sessions_that_are_ended_cost_no_request(
+    http: httpx.Client, relayed_server: ServerProcess, database_url: str
+) -> None:
+    http.post("/jobs", json=job(job_id="cut")).raise_for_status()
+    over = threading.Event()
+    answers = threading.Semaphore(0)
+
+    def train(name: int) -> list[dict[str, Any]]:
+        trials: list[dict[str, Any]] = []
+        while not over.is_set():
+            headers = {"Idempotency-Key": f"{name}-{len(trials)}"}
+            answer = http.get("/jobs/batch_size", params={"job_id": "cut"}, headers=headers).raise_for_status().json()
+            trial = {field: answer[field] for field in ("job_id", "batch_size", "trial_number")}
+            for epoch in (1, 2):
+                report(http, trial, epoch).raise_for_status()
+                answers.release()
+            reached(http, trial, cost_j=500)
+            trials.append(trial)
+        return trials
+
+    ended = 0
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        trainings = [pool.submit(train, name) for name in range(CLIENTS)]
+        try:
+            for _ in range(CUTS):
+                # Some work between two cuts; a training that has failed ends the wait.
+                for _ in range(10):
+                    while not answers.acquire(timeout=0.1):
+                        if any(training.done() for training in trainings):
+                            break
+                ended += cut_sessions(database_url)
+        finally:
+            over.set()
+        trials = [trial for training in trainings for trial in training.result()]
+
+    assert ended >= CUTS
+    assert sorted(trial["trial_number"] for trial in trials) == list(range(1, len(trials) + 1))
+    for trial in trials:
+        assert epochs_of(http, trial) == [1, 2, 2], trial
+    states = [trial["state"] for trial in http.get("/api/jobs/cut").raise_for_status().json()["trials"]]
+    assert states == ["completed"] * len(trials)
+    assert "Traceback" not in relayed_server.log.read_text()
+
+
+async def until_none_is_left(url: str, sessions: set[int]) -> None:
+    """Wait until sessions have ended that were told to end."""
+    table = "pg_stat_activity WHERE pid" if url.startswith("postgresql") else "information_schema.processlist WHERE id"
+    left = text(f"SELECT count(*) FROM {table} IN ({', '.join(map(str, sessions))})")  # noqa: S608 - numbers
+    engine = create_async_engine(url, isolation_level="AUTOCOMMIT")
+    try:
+        async with asyncio.timeout(60), engine.connect() as connection:
+            while await connection.scalar(left):
+                await asyncio.sleep(0.01)
+    finally:
+        await engine.dispose()
+
+
+async def test_connections_that_were_ended_while_idle_cost_no_request(
+    database_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kind = make_url(database_url).get_backend_name()
+    own = "SELECT pg_backend_pid()" if kind == "postgresql" else "SELECT connection_id()"
+
+    def session(transaction: Transaction) -> int:
+        number: int = transaction.connection.exec_driver_sql(own).scalar_one()
+        return number
+
+    caplog.set_level(logging.INFO, "bso_server")
+    async with open_store(database_url) as store:
+        ended = set(await asyncio.gather(store.read(session), store.read(session)))
+        assert len(ended) == 2
+        url = POSTGRES_URL if kind == "postgresql" else MYSQL_URL
+        await asyncio.gather(*(asyncio.to_thread(administer, url, END[kind].format(number)) for number in ended))
+        await until_none_is_left(url, ended)
+        caplog.clear()
+        await store.write(lambda transaction: transaction.job("none"))
+        # The second connection is made anew, though nobody has used it since.
+        await asyncio.gather(*(store.write(lambda transaction: transaction.job("none")) for _ in range(2)))
+    assert caplog.text.count("lost the connection") == caplog.text.count("found it again at attempt 2") == 1
+
+
+def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, relay: Relay) -> None:
+    http.post("/jobs", json=job(job_id="waiting")).raise_for_status()
+    trial = begin(http, "waiting")
+    before = relay.turned_away
+    relay.turn_away(True)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            answer = pool.submit(report, http, trial, 1)
+            while relay.turned_away < before + 2 and not answer.done():
+                time.sleep(0.01)
+            relay.turn_away(False)
+            assert answer.result().status_code == 200
+    finally:
+        relay.turn_away(False)
+    assert epochs_of(http, trial) == [1]
+
+
+def test_a_database_that_stays_away_is_told_and_survived(
+    http: httpx.Client, relay: Relay, relayed_server: ServerProcess
+) -> None:
+    http.post("/jobs", json=job(job_id="away")).raise_for_status()
+    trial = begin(http, "away")
+    said = len(relayed_server.log.read_text())
+    relay.close()
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
+            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "away"})
+            answers = [future.result() for future in [*reports, suggest]]
+        for answer in answers:
+            assert answer.status_code == 503, answer.text
+            assert answer.headers["content-type"] == "application/problem+json"
+            assert int(answer.headers["retry-after"]) > 0
+            assert "does not answer at present" in answer.json()["message"]
+            assert str(relay.port) not in answer.text
+        assert http.get("/health/ready").status_code == 503
+        assert http.get("/health/live").status_code == 200
+    finally:
+        relay.open()
+
+    log = relayed_server.log.read_text()[said:]
+    assert "Traceback" not in log
+    lines = [line for line in log.splitlines() if "gave up" in line]
+    assert 1 <= len(lines) <= len(answers)
+    assert all(str(relay.port) in line for line in lines)
+    assert http.get("/health/ready").status_code == 200
+    assert report(http, trial, 1).status_code == 200
+    assert epochs_of(http, trial) == [1]
+
+
+def test_a_network_that_falls_silent_is_told_and_survived(
+    http: httpx.Client, relay: Relay, relayed_server: ServerProcess
+) -> None:
+    http.post("/jobs", json=job(job_id="silent")).raise_for_status()
+    trial = begin(http, "silent")
+    said = len(relayed_server.log.read_text())
+    relay.fall_silent(True)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            reports = [pool.submit(report, http, trial, 1) for _ in range(3)]
+            suggest = pool.submit(http.get, "/jobs/batch_size", params={"job_id": "silent"})
+            for answer in [future.result() for future in [*reports, suggest]]:
+                assert answer.status_code == 503, answer.text
+                assert int(answer.headers["retry-after"]) > 0
+        assert http.get("/health/ready").status_code == 503
+        assert http.get("/health/live").status_code == 200
+    finally:
+        relay.fall_silent(False)
+
+    # What was cut off in the middle of a transaction may keep its locks for a moment.
+    deadline = time.monotonic() + PATIENCE_S
+    while report(http, trial, 1).status_code != 200:
+        assert time.monotonic() < deadline
+    assert http.get("/health/ready").status_code == 200
+    assert epochs_of(http, trial) == [1]
+    assert "Traceback" not in relayed_server.log.read_text()[said:]
+
+
+def test_the_schema_says_so(http: httpx.Client) -> None:
+    document = json.loads(http.get("/schema/openapi.json").raise_for_status().text)
+    assert "503" in document["paths"]["/report"]["post"]["responses"]
+    assert "503" not in document["paths"]["/health/live"]["get"]["responses"]

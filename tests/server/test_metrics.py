@@ -1,0 +1,378 @@
+"""``GET /metrics`` of an application in this process: what is counted, what is told of the database, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import string
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from bso_server.core.occurrences import Occurrence, Outcome, TransactionDone, TrialEnded
+from bso_server.errors import DatabaseUnavailableError, UnknownJobError
+from bso_server.metrics import prometheus
+from bso_server.metrics.prometheus import MOST_JOBS, DatabaseMetrics, Snapshot, samples_of
+from bso_server.service import health
+from bso_server.service.health import JobTotals, TotalsReader
+from bso_server.storage import queries
+from bso_server.storage.database import open_database
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from tests.support import ROOT, jobs
+from tests.support.servers import bso_server
+from tests.support.service import HOUR_S, job_service
+from tests.support.tokens import bearer, make_token
+from tests.support.watching import Values, scraped, trained, value, values_in, watched
+from zeus_plugins.protocol import CreatedJob, JobSpecFromClient, Stage, TrialState
+
+PAGE = (ROOT / "docs" / "metrics.md").read_text()
+MOST_SERIES = 1500
+# What hangs shows as a failure.
+LONG_S = 60.0
+
+
+async def test_what_happens_is_counted(tmp_path: Path) -> None:
+    async with watched(tmp_path) as http:
+        job_id = await trained(http)
+        assert (await http.get("/jobs/batch_size", params={"job_id": "nobody-1"})).status_code == 404
+        values = await scraped(http)
+        requests = "http_request_duration_seconds_count"
+        assert value(values, requests, method="POST", route="/report", status="200") == 1
+        assert value(values, requests, route="/jobs/batch_size", status="404") == 1
+        assert value(values, "suggestions_total", policy="zeus") == 1
+        assert value(values, "suggestions_total", policy="zeus", origin="exploration") == 1
+        assert value(values, "trials_ended_total", state="completed") == 1
+        assert value(values, "trials_ended_total") == 1
+        assert value(values, "trials_abandoned_total") == 0
+        assert value(values, "report_group_size_sum") == value(values, "report_group_size_count") == 1
+        assert value(values, "transactions_total", kind="write", outcome="committed") >= 3
+        assert value(values, "transactions_total", outcome="refused") == 1
+        assert job_id not in (await http.get("/metrics")).text
+
+
+async def test_what_the_database_has_is_told(tmp_path: Path) -> None:
+    async with watched(tmp_path) as http:
+        await trained(http, energy_j=50.0)
+        await trained(http, energy_j=70.0)
+        values = await scraped(http)
+        assert value(values, "jobs") == value(values, "jobs", policy="zeus", stage="pruning") == 2
+        assert value(values, "trials") == value(values, "trials", state="completed") == 2
+        assert value(values, "energy_joules") == 120
+        assert value(values, "saved_energy_joules") == value(values, "saved_time_seconds") == 0
+        assert value(values, "silent_trials") == 0
+        assert value(values, "totals_errors_total") == 0
+        assert 0 <= value(values, "totals_age_seconds") < 60
+
+
+async def test_only_jobs_that_a_pattern_names_are_told_of_by_name(tmp_path: Path) -> None:
+    async with watched(tmp_path, metrics_jobs="nightly-*") as http:
+        named = await trained(http, job_id="nightly-1")
+        other = await trained(http, job_id="daily-1")
+        values = await scraped(http)
+        assert value(values, "job_trials", job=named, state="completed") == 1
+        assert value(values, "job_energy_joules") == value(values, "job_energy_joules", job=named) == 50
+        assert other not in (await http.get("/metrics")).text
+
+
+async def test_the_page_has_every_metric_with_its_labels(tmp_path: Path) -> None:
+    rows = re.findall(r"^\| `(zeus_bso_\w+)` \| (\w+) \|([^|]*)\|", PAGE, re.MULTILINE)
+    described = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    assert len(described) == len(rows)
+    async with watched(tmp_path, metrics_jobs="*") as http:
+        await trained(http)
+        found = {}
+        for family in text_string_to_metric_families((await http.get("/metrics")).text):
+            name = family.name + ("_total" if family.type == "counter" else "")
+            found[name] = family.type, {label for each in family.samples for label in each.labels} - {"le"}
+            assert family.documentation.endswith(".")
+        assert found == described
+
+
+def random_path(source: random.Random) -> str:
+    name = "".join(source.choices(string.ascii_letters + string.digits + "-._~%20", k=source.randint(1, 30)))
+    start = source.choice(["/", "/api/jobs/", "/api/", "/ui/jobs/", "/ui/static/", "/jobs/", "/health/"])
+    return start + name + source.choice(["", "/trials", "/arms", f"/trials/{source.randint(0, 10**6)}/epochs"])
+
+
+@pytest.mark.slow
+async def test_random_paths_leave_few_series(tmp_path: Path) -> None:
+    source = random.Random(1)  # noqa: S311 - no secret
+    async with watched(tmp_path, metrics_jobs="*") as http:
+        for _ in range(10_000):
+            method = source.choice(["GET", "GET", "GET", "POST", "DELETE", "PURGE", f"X{source.randint(0, 10**6)}"])
+            await http.request(method, random_path(source))
+        values = await scraped(http)
+        assert value(values, "http_request_duration_seconds_count", route="none", status="404") > 1000
+        assert len(values) < MOST_SERIES
+
+
+class TestAccess:
+    async def test_metrics_need_what_reading_needs(self, tmp_path: Path) -> None:
+        url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+        assert bso_server("db", "upgrade", "--database-url", url).returncode == 0
+        token = make_token(url, "read")
+        async with watched(tmp_path, allowed_hosts="localhost") as http:
+            assert (await http.get("/metrics")).status_code == 401
+            assert (await http.get("/metrics", headers=bearer(token[:-1] + "_"))).status_code == 401
+            assert (await http.post("/jobs", headers=bearer(token))).status_code == 403
+            assert (await http.post("/ui/login", data={"token": "zbso_no"})).status_code == 401
+            assert (await http.get("/metrics", headers={"Host": "other.example"})).status_code == 400
+            answer = await http.get("/metrics", headers=bearer(token))
+            assert answer.status_code == 200
+            values = values_in(answer.text)
+            reasons = {"no_token": 1, "bad_token": 2, "forbidden": 1, "host": 1}
+            assert {each: value(values, "auth_failures_total", reason=each) for each in reasons} == reasons
+            assert token.split("_")[1] not in answer.text
+
+    async def test_they_can_be_open_to_everybody(self, tmp_path: Path) -> None:
+        async with watched(tmp_path, metrics="open") as http:
+            forwarded = {"X-Forwarded-For": "203.0.113.9"}
+            assert (await http.get("/api/jobs", headers=forwarded)).status_code == 403
+            assert (await http.get("/metrics", headers=forwarded)).status_code == 200
+
+    async def test_they_can_be_off(self, tmp_path: Path) -> None:
+        async with watched(tmp_path, metrics="off") as http:
+            assert (await http.get("/metrics")).status_code == 404
+            assert "x-request-id" in (await http.get("/version")).headers
+
+
+class TestListeners:
+    """The watchers of a store are told of what is in force, and of nothing else."""
+
+    async def test_nothing_that_was_rolled_back_is_told(self, tmp_path: Path) -> None:
+        told: list[Occurrence] = []
+
+        def refused(transaction: Transaction) -> None:
+            transaction.tell(TrialEnded(TrialState.FAILED))
+            raise UnknownJobError("job")
+
+        store = Store(open_database(f"sqlite:///{tmp_path / 'bso.sqlite3'}"), listener=told.append)
+        try:
+            with pytest.raises(UnknownJobError):
+                await store.write(refused)
+            await store.patient().write(lambda transaction: transaction.tell(TrialEnded(TrialState.FAILED)))
+        finally:
+            await store.close()
+        outcomes = [each.outcome for each in told if isinstance(each, TransactionDone)]
+        assert outcomes == [Outcome.REFUSED, Outcome.COMMITTED]
+        assert told[2:] == [TrialEnded(TrialState.FAILED)]
+
+    async def test_each_end_of_a_trial_is_told_once(self, tmp_path: Path) -> None:
+        told: list[Occurrence] = []
+        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
+            server.store.listener = told.append
+            first, second, third, fourth = [await server.suggest() for _ in range(4)]
+            await server.reach(first)
+            await server.reach(first)  # said again
+            await server.end(second)
+            await server.end(second)
+            await server.end(third, TrialState.SUSPENDED)
+            server.wait(HOUR_S + 1)
+            await server.service.reap()
+            await server.report(fourth, cost_j=1.0)
+            server.wait(HOUR_S + 1)
+            await server.suggest()
+        ends = [each.state for each in told if isinstance(each, TrialEnded)]
+        assert ends == ["completed", "failed", "abandoned", "abandoned"]
+
+
+class TestTotals:
+    @pytest.mark.storage
+    async def test_they_follow_what_happens(self, database_url: str) -> None:
+        async with job_service(database_url) as server:
+            reader = TotalsReader(server.store, clock=lambda: server.now)
+            first, second = await server.suggest(), await server.suggest()
+            await server.report(second, cost_j=30.0)
+            totals = (await reader.read())[server.job_id]
+            assert (totals.trials, totals.energy_j, totals.silent) == ({"running": 2}, 30.0, 0)
+            await server.report(second, cost_j=40.0, epoch=2)
+            await server.reach(first, cost_j=500.0)
+            totals = (await reader.read())[server.job_id]
+            assert (totals.trials, totals.energy_j) == ({"running": 1, "completed": 1}, 540.0)
+            server.wait(HOUR_S + 1)
+            assert (await reader.read())[server.job_id].silent == 1
+            await server.service.reap()
+            totals = (await reader.read())[server.job_id]
+            assert (totals.trials, totals.silent) == ({"abandoned": 1, "completed": 1}, 0)
+            await server.discard(first)
+            assert (await reader.read())[server.job_id].trials == {"abandoned": 1, "withdrawn": 1}
+            await server.service.delete_job(server.job_id)
+            assert server.job_id not in await reader.read()
+
+    async def test_jobs_without_a_change_are_not_looked_at_again(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks: list[str] = []
+        tallies = queries.tallies
+
+        def counted(transaction: Transaction, job_id: str) -> object:
+            looks.append(job_id)
+            return tallies(transaction, job_id)
+
+        monkeypatch.setattr(queries, "tallies", counted)
+        monkeypatch.setattr(health, "_JOBS_AT_ONCE", 2)
+        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
+            others = [CreatedJob.model_validate(jobs.job()) for _ in range(4)]
+            for each in others:
+                await server.service.register(each)
+            reader = TotalsReader(server.store)
+            assert list(await reader.read()) == sorted([server.job_id, *(each.job_id for each in others)])
+            assert len(looks) == 5
+            await server.suggest()
+            assert len(await reader.read()) == 5
+            assert looks[5:] == [server.job_id]
+
+    async def test_a_reading_that_is_broken_off_is_gone_on_with(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        looks: list[str] = []
+        tallies = queries.tallies
+
+        def broken_off(transaction: Transaction, job_id: str) -> object:
+            looks.append(job_id)
+            if len(looks) == 3:
+                raise UnknownJobError(job_id)
+            return tallies(transaction, job_id)
+
+        monkeypatch.setattr(queries, "tallies", broken_off)
+        monkeypatch.setattr(health, "_JOBS_AT_ONCE", 1)
+        async with job_service(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as server:
+            for _ in range(3):
+                await server.service.register(JobSpecFromClient.model_validate(jobs.job()))
+            reader = TotalsReader(server.store)
+            with pytest.raises(UnknownJobError):
+                await reader.read()
+            assert list(await reader.read()) == sorted(set(looks))
+            assert looks[3:] == sorted(set(looks))[2:]
+
+
+def totals_of_a_job(**fields: Any) -> JobTotals:
+    return JobTotals(
+        **{"policy": "zeus", "stage": Stage.BANDIT, "trials": {TrialState.COMPLETED: 3}, "energy_j": 5.0, **fields}
+    )
+
+
+class TestReading:
+    """The totals are read beside the scrapes."""
+
+    @pytest.fixture(autouse=True)
+    def _waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prometheus, "_WAIT_S", LONG_S)
+
+    @staticmethod
+    def metrics(read: Callable[[], Awaitable[dict[str, JobTotals]]], **options: Any) -> tuple[DatabaseMetrics, Counter]:
+        errors = Counter("errors", "Errors.", registry=None)
+        return DatabaseMetrics(read, errors, **options), errors
+
+    @staticmethod
+    async def values(metrics: DatabaseMetrics) -> Values:
+        registry = CollectorRegistry()
+        registry.register(await metrics.collector())
+        return values_in(generate_latest(registry).decode())
+
+    async def test_not_more_often_than_asked_for(self) -> None:
+        reads = 0
+
+        async def read() -> dict[str, JobTotals]:
+            nonlocal reads
+            reads += 1
+            return {"job": totals_of_a_job()}
+
+        metrics, _ = self.metrics(read)
+        for _ in range(5):
+            assert value(await self.values(metrics), "energy_joules") == 5.0
+        assert reads == 1
+        assert Snapshot(1000.0, 1.0).is_new(1014.0)
+        assert not Snapshot(1000.0, 1.0).is_new(1015.0)
+        assert not Snapshot(1000.0, 1.0).is_new(999.0)
+        assert Snapshot(1000.0, 10.0).is_new(1089.0)
+        assert not Snapshot(1000.0, 10.0).is_new(1090.0)
+
+    async def test_a_failure_leaves_what_is_known_and_is_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prometheus, "PERIOD_S", 0.0)
+        answers: list[dict[str, JobTotals] | Exception] = [
+            DatabaseUnavailableError("away"),
+            {"job": totals_of_a_job()},
+            DatabaseUnavailableError("away"),
+            RuntimeError("a defect"),
+        ]
+
+        async def read() -> dict[str, JobTotals]:
+            answer = answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        metrics, errors = self.metrics(read)
+        assert await self.values(metrics) == {}
+        for failures in (1, 2, 3):
+            values = await self.values(metrics)
+            assert (value(values, "energy_joules"), value_of(errors)) == (5.0, failures)
+        assert answers == []
+
+    async def test_a_database_that_hangs_holds_up_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prometheus, "_WAIT_S", 0.01)
+        released = asyncio.Event()
+
+        async def read() -> dict[str, JobTotals]:
+            await released.wait()
+            return {"job": totals_of_a_job()}
+
+        metrics, _ = self.metrics(read)
+        async with asyncio.timeout(LONG_S):
+            for _ in range(3):
+                assert await self.values(metrics) == {}
+        released.set()
+        while not (values := await self.values(metrics)):
+            await asyncio.sleep(0.01)
+        assert value(values, "energy_joules") == 5.0
+        await metrics.close()
+
+    async def test_a_reading_that_takes_too_long_is_given_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prometheus, "_DEADLINE_S", 0.01)
+
+        metrics, errors = self.metrics(asyncio.Event().wait)
+        while not value_of(errors):
+            assert await self.values(metrics) == {}
+
+    async def test_the_end_of_a_server_ends_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(prometheus, "_WAIT_S", 0.01)
+
+        metrics, errors = self.metrics(asyncio.Event().wait)
+        assert await self.values(metrics) == {}
+        await metrics.close()
+        assert value_of(errors) == 0
+
+    async def test_what_one_process_has_read_the_others_know(self, tmp_path: Path) -> None:
+        async def read() -> dict[str, JobTotals]:
+            return {"job": totals_of_a_job(saved_energy_j=-2.0)}
+
+        async def never() -> dict[str, JobTotals]:
+            raise AssertionError
+
+        one, _ = self.metrics(read, directory=tmp_path)
+        other, errors = self.metrics(never, directory=tmp_path)
+        values = await self.values(one)
+        age = ("zeus_bso_totals_age_seconds", frozenset[tuple[str, str]]())
+        assert {**await self.values(other), age: 0} == {**values, age: 0}
+        assert value(values, "saved_energy_joules") == -2.0
+        assert value_of(errors) == 0
+
+    def test_the_number_of_jobs_by_name_is_bounded(self) -> None:
+        everything = {f"a-{n:03}": totals_of_a_job() for n in range(MOST_JOBS + 7)} | {"b-1": totals_of_a_job()}
+        samples = samples_of(everything, "a-*")
+        assert len(samples["zeus_bso_job_energy_joules"]) == MOST_JOBS
+        assert samples["zeus_bso_unnamed_jobs"] == [([], 7)]
+        assert samples["zeus_bso_energy_joules"] == [([], 5.0 * (MOST_JOBS + 8))]
+        assert "zeus_bso_job_energy_joules" not in samples_of(everything, None)
+
+
+def value_of(counter: Counter) -> float:
+    (family,) = counter.collect()
+    return next(each.value for each in family.samples if each.name.endswith("_total"))

@@ -1,0 +1,186 @@
+"""The OpenAPI document is complete, and the server does what it says: requests made up from it, on each database.
+
+``ZEUS_TEST_FUZZ_EXAMPLES`` says how many requests each route gets; unless it is set, they are the same in each run.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode, SerializationContext
+from schemathesis.checks import not_a_server_error
+from schemathesis.schemas import APIOperation, BaseSchema
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess
+
+ROUTES = [
+    ("POST", "/jobs"),
+    ("DELETE", "/jobs"),
+    ("GET", "/jobs/batch_size"),
+    ("POST", "/report"),
+    ("POST", "/trials"),
+    ("PATCH", "/trials"),
+    ("PATCH", "/trials/heartbeat"),
+    ("PUT", "/trials/power_profile"),
+    ("GET", "/api/jobs"),
+    ("GET", "/api/jobs/{job_id}"),
+    ("GET", "/api/jobs/{job_id}/trials"),
+    ("GET", "/api/jobs/{job_id}/trials.csv"),
+    ("GET", "/api/jobs/{job_id}/trials/{trial_number}/epochs"),
+    ("POST", "/api/jobs/{job_id}/trials/{trial_number}/discard"),
+    ("PUT", "/api/jobs/{job_id}/share"),
+    ("DELETE", "/api/jobs/{job_id}/share"),
+    ("GET", "/api/jobs/{job_id}/arms"),
+    ("GET", "/api/jobs/{job_id}/explanation"),
+    ("GET", "/api/jobs/{job_id}/power_profiles"),
+    ("GET", "/api/jobs/{job_id}/events"),
+    ("GET", "/api/jobs/{job_id}/export"),
+    ("POST", "/api/import"),
+    ("GET", "/health/live"),
+    ("GET", "/health/ready"),
+    ("GET", "/version"),
+    ("GET", "/metrics"),
+]
+# Nothing about these requests can be wrong.
+WITHOUT_PARAMETERS = {"/health/live", "/health/ready", "/version", "/metrics"}
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+@schemathesis.serializer("application/jsonl")
+def _lines(_: SerializationContext, body: object) -> bytes:
+    """Anything, as the lines of an export."""
+    return body if isinstance(body, bytes) else str(body).encode(errors="replace")
+
+
+ASKED_EXAMPLES = os.environ.get("ZEUS_TEST_FUZZ_EXAMPLES")
+VALID = int(ASKED_EXAMPLES or 20)
+EXAMPLES = {GenerationMode.POSITIVE: VALID, GenerationMode.NEGATIVE: max(1, VALID // 2)}
+# No lines that are made up are an export, and test_exports.py knows better what could be wrong with one.
+IMPORTS = max(1, VALID // 4)
+
+
+@pytest.fixture(scope="module")
+def document(any_server: ServerProcess) -> BaseSchema:
+    return schemathesis.openapi.from_url(f"{any_server.url}/schema/openapi.json")
+
+
+@pytest.fixture
+def open_trial(any_server: ServerProcess) -> dict[str, Any]:
+    """A trial that has reported once, of a job with another one that has ended."""
+    job_id = f"fuzz-{uuid.uuid4().hex[:8]}"
+    with httpx.Client(base_url=any_server.url) as http:
+        http.post("/jobs", json=job(job_id=job_id)).raise_for_status()
+        for metric in (0.95, 0.5):
+            trial = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+            result = {"time": 5, "energy": 500, "metric": metric, "current_epoch": 3}
+            http.post("/report", json={**trial, **result}).raise_for_status()
+    return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+
+def strategy(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode, job_id: str) -> Any:
+    """Requests of one route; where it has a place for it, half of them are about this job."""
+    wanted: dict[str, Any] = {}
+    if any(parameter.name == "job_id" for parameter in operation.path_parameters):
+        wanted["path_parameters"] = {"job_id": job_id}
+    if any(parameter.name == "job_id" for parameter in operation.query):
+        wanted["query"] = {"job_id": job_id}
+    cases = operation.as_strategy(mode)
+    return cases | operation.as_strategy(mode, **wanted) if wanted else cases
+
+
+def aimed(case: Case[Any], trial: dict[str, Any], aim: bool) -> Case[Any]:
+    """The same request, made up tokens aside, whose body is about this trial where that is wanted."""
+    for name in [name for name in case.headers if name.lower() == "authorization"]:
+        del case.headers[name]
+    if aim and isinstance(case.body, dict):
+        case.body |= trial
+    return case
+
+
+def kinds_of_requests() -> Iterator[tuple[str, str, GenerationMode]]:
+    for method, path in ROUTES:
+        yield method, path, GenerationMode.POSITIVE
+        if path not in WITHOUT_PARAMETERS:
+            yield method, path, GenerationMode.NEGATIVE
+
+
+@pytest.mark.slow
+@pytest.mark.fuzz
+@pytest.mark.parametrize(("method", "path", "mode"), list(kinds_of_requests()))
+def test_made_up_requests(
+    any_server: ServerProcess,
+    document: BaseSchema,
+    open_trial: dict[str, Any],
+    method: str,
+    path: str,
+    mode: GenerationMode,
+) -> None:
+    with requests.Session() as session:
+
+        @settings(
+            max_examples=IMPORTS if path == "/api/import" else EXAMPLES[mode],
+            deadline=None,
+            derandomize=ASKED_EXAMPLES is None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=strategy(document[path][method], mode, open_trial["job_id"]), aim=st.booleans())
+        def check(case: Case[Any], aim: bool) -> None:
+            answer = aimed(case, open_trial, aim).call(base_url=any_server.url, session=session)
+            case.validate_response(answer, checks=CHECKS)
+
+        check()
+
+
+def test_the_document_names_every_route(document: BaseSchema) -> None:
+    described = {
+        (method.upper(), path) for path, operations in document.raw_schema["paths"].items() for method in operations
+    }
+    assert described == set(ROUTES)
+
+
+def test_every_route_says_what_it_does_and_how_it_fails(document: BaseSchema) -> None:
+    for method, path in ROUTES:
+        route = document.raw_schema["paths"][path][method.lower()]
+        assert route["summary"], path
+        assert route["description"], path
+        for status, answer in route["responses"].items():
+            if int(status) >= 400:
+                assert set(answer["content"]) == {"application/problem+json"}, (path, status)
+
+
+def test_constraints_inside_of_unions_are_told(document: BaseSchema) -> None:
+    schemas = document.raw_schema["components"]["schemas"]
+    assert schemas["CreatedJob"]["properties"]["batch_sizes"]["items"] == {
+        "type": "integer",
+        "exclusiveMinimum": 0,
+        "maximum": 2**31 - 1,
+    }
+    seed = schemas["CreatedJob"]["properties"]["mab_seed"]["anyOf"]
+    assert {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**63} in seed
+
+
+def test_nothing_in_the_document_comes_from_elsewhere(any_server: ServerProcess) -> None:
+    assert "://" not in httpx.get(f"{any_server.url}/schema/openapi.json").text.replace("http://user", "")

@@ -1,0 +1,349 @@
+"""What an operator does: upgrading databases, looking at settings, starting several processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import sqlite3
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from datetime import datetime
+from pathlib import Path
+
+import httpx
+import pytest
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+from sqlalchemy.engine import make_url
+
+from bso_server.cli.common import CommandError, settings_of
+from bso_server.core.job import LeasePolicy
+from bso_server.settings import Settings
+from bso_server.storage import migrations, sqlite
+from bso_server.storage.database import open_database
+from bso_server.storage.sqlite import network_filesystem
+from bso_server.storage.store import Store
+from tests.support import warm
+from tests.support.databases import MYSQL, POSTGRESQL, SQLITE_DRIVERS, empty_database
+from tests.support.exports import export_over
+from tests.support.jobs import job
+from tests.support.servers import NEEDED, SERVER_START_S, ServerProcess, bso_server, free_port
+from tests.support.wire import begin
+
+KEPT = job(job_id="kept-1")
+
+MOUNTS = """\
+/dev/sda1 / ext4 rw 0 0
+fileserver:/home /home nfs4 rw 0 0
+/dev/sdb1 /home/local xfs rw 0 0
+share /mnt/with\\040blank cifs rw 0 0
+host: /mnt/ssh fuse.sshfs rw 0 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/var/lib/bso.sqlite3", None),
+        ("/home/me/bso.sqlite3", "nfs4"),
+        ("/home/local/bso.sqlite3", None),
+        ("/homework/bso.sqlite3", None),
+        ("/mnt/with blank/bso.sqlite3", "cifs"),
+        ("/mnt/ssh/bso.sqlite3", "fuse.sshfs"),
+    ],
+)
+def test_network_filesystems_are_known(path: str, kind: str | None) -> None:
+    assert network_filesystem(Path(path), MOUNTS) == kind
+
+
+def test_this_machines_mounts_can_be_read(tmp_path: Path) -> None:
+    assert network_filesystem(tmp_path) is None
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_database_in_memory_is_refused(driver: str) -> None:
+    for url in (f"{driver}://", f"{driver}:///:memory:"):
+        with pytest.raises(ValueError, match="name a file"):
+            open_database(url)
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_file_on_a_network_file_system_is_refused(driver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite, "network_filesystem", lambda path: network_filesystem(path, MOUNTS))
+    with pytest.raises(ValueError, match=r"/home/me/bso\.sqlite3 is on a network file system \(nfs4\)"):
+        open_database(f"{driver}:////home/me/bso.sqlite3")
+
+
+def test_the_driver_is_the_one_that_the_url_names() -> None:
+    drivers = {
+        "sqlite:////tmp/bso.sqlite3": "sqlite",
+        "sqlite+aiosqlite:////tmp/bso.sqlite3": "sqlite+aiosqlite",
+        "postgresql://db/bso": "postgresql+asyncpg",
+        "postgresql+asyncpg://db/bso": "postgresql+asyncpg",
+        "mysql://db/bso": "mysql+asyncmy",
+        "mysql+asyncmy://db/bso": "mysql+asyncmy",
+    }
+    assert {url: open_database(url).url.drivername for url in drivers} == drivers
+
+
+@pytest.mark.parametrize(
+    ("driver", "extra"),
+    [("sqlite+aiosqlite", "server"), ("postgresql+asyncpg", "postgres"), ("mysql+asyncmy", "mysql")],
+)
+def test_a_driver_that_is_not_installed_is_named_with_its_extra(
+    driver: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, module = driver.partition("+")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"{module} is not installed: pip install 'zeus-plugins\[{extra}\]'"):
+        open_database(f"{driver}:////tmp/bso.sqlite3")
+
+
+def test_from_an_empty_database_to_a_served_one(database_url: str, tmp_path: Path) -> None:
+    source = ["--database-url", database_url]
+    server = ServerProcess(database_url, tmp_path / "server.log")
+    assert bso_server("db", "current", *source).stdout == "none\n"
+    refused = bso_server("db", "check", *source)
+    assert refused.returncode == 1
+    assert "run: bso-server db upgrade" in refused.stderr
+    if not database_url.startswith("sqlite"):
+        refused = bso_server("serve", "--port", str(free_port()), *source)
+        assert refused.returncode == 1
+        assert "run: bso-server db upgrade" in refused.stderr
+
+    server.start(*([] if database_url.startswith("sqlite") else ["--migrate"]))
+    server.kill()
+    assert bso_server("db", "check", *source).returncode == 0
+    assert re.fullmatch(r"\d{4}\n", bso_server("db", "current", *source).stdout)
+
+
+def test_sql_for_offline_use_touches_nothing(database_url: str) -> None:
+    printed = bso_server("db", "upgrade", "--sql", "--database-url", database_url)
+    assert printed.returncode == 0, printed.stderr
+    assert "CREATE TABLE jobs" in printed.stdout
+    assert "CREATE TABLE trials" in printed.stdout
+
+
+def test_the_revisions_are_known_without_alembic() -> None:
+    scripts = ScriptDirectory(str(Path(migrations.__file__).parent)).walk_revisions()
+    assert tuple(script.revision for script in scripts)[::-1] == migrations.REVISIONS
+
+
+def test_two_upgrades_at_once(database_url: str, tmp_path: Path) -> None:
+    command, output = ["bso_server", "db", "upgrade", "--database-url", database_url], tmp_path / "output"
+    both = [warm.start(*command, modules=NEEDED, output=output) for _ in range(2)]
+    for process in both:
+        assert process.wait() == 0, output.read_text()
+
+
+@pytest.mark.parametrize("kind", [POSTGRESQL, MYSQL])
+def test_of_servers_that_start_at_once_one_migrates(kind: str, tmp_path: Path) -> None:
+    for number in range(10):
+        with empty_database(kind, tmp_path) as database_url:
+            servers = [ServerProcess(database_url, tmp_path / f"{number}-{each}.log") for each in range(4)]
+            try:
+                with ThreadPoolExecutor(len(servers)) as pool:
+                    for started in [pool.submit(server.start, "--migrate") for server in servers]:
+                        started.result()
+            finally:
+                for server in servers:
+                    server.kill()
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_sqlite_file_is_copied_before_its_schema_changes(
+    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "bso.sqlite3"
+
+    def migrate() -> None:
+        async def run() -> None:
+            store = Store(open_database(f"{driver}:///{file}"))
+            try:
+                await store.migrate()
+            finally:
+                await store.close()
+
+        asyncio.run(run())
+
+    migrate()
+    migrate()
+    assert list(tmp_path.glob("*.backup")) == []
+
+    monkeypatch.setattr(migrations, "HEAD", "9999")
+    migrate()
+
+    (copy,) = tmp_path.glob("*.backup")
+    with closing(sqlite3.connect(copy)) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchone() is not None
+
+
+@pytest.fixture
+def newer_url(database_url: str) -> Iterator[str]:
+    """A database whose schema a later version has made."""
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    (known,) = set_revision(database_url, "9999")
+    yield database_url
+    assert set_revision(database_url, known) == ["9999"]
+
+
+def set_revision(database_url: str, revision: str) -> list[str]:
+    """Write another revision into a database; what stood there before."""
+
+    def replace(connection: Connection) -> list[str]:
+        before = list(connection.scalars(text("SELECT version_num FROM alembic_version")))
+        connection.execute(text("UPDATE alembic_version SET version_num = :revision"), {"revision": revision})
+        return before
+
+    async def run() -> list[str]:
+        opened = open_database(database_url)
+        try:
+            return await opened.transact(replace)
+        finally:
+            await opened.close()
+
+    return asyncio.run(run())
+
+
+def test_a_database_of_a_newer_version_is_left_alone(newer_url: str) -> None:
+    for command in (["serve", "--port", str(free_port())], ["db", "check"], ["db", "upgrade"]):
+        answer = bso_server(*command, "--database-url", newer_url)
+        assert answer.returncode == 1
+        (line,) = answer.stderr.splitlines()
+        assert "is at schema 9999, which this version does not know" in line
+        assert "newer version" in line
+        assert "restore the backup" in line
+    assert bso_server("db", "current", "--database-url", newer_url).stdout == "9999\n"
+    if newer_url.startswith("sqlite"):
+        # A server that is started again and again must not fill the disk.
+        assert list(Path(make_url(newer_url).database or "").parent.glob("*.backup")) == []
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mysql"])
+def test_a_database_that_cannot_be_reached_is_one_line_naming_it(kind: str) -> None:
+    host = f"127.0.0.1:{free_port()}"
+    for command in (["serve"], ["db", "check"], ["db", "upgrade"]):
+        answer = bso_server(*command, "--database-url", f"{kind}://me:quiet@{host}/bso")
+        assert answer.returncode == 1
+        (line,) = answer.stderr.splitlines()
+        assert f"no connection to the database {kind}://me:***@{host}/bso" in line
+        assert "Check that it runs and can be reached" in line
+        assert "quiet" not in line
+
+
+@pytest.mark.parametrize("database_url", [POSTGRESQL, MYSQL], indirect=True)
+def test_a_user_that_the_database_refuses_is_one_line(database_url: str) -> None:
+    url = make_url(database_url).set(username="zeus_nobody", password="quiet")  # noqa: S106 - nobody's
+    answer = bso_server("db", "check", "--database-url", url.render_as_string(hide_password=False))
+    assert answer.returncode == 1
+    (line,) = answer.stderr.splitlines()
+    assert "user and password" in line
+    assert "zeus_nobody:***@" in line
+    assert "quiet" not in line
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_file_that_is_no_database_is_one_line(driver: str, tmp_path: Path) -> None:
+    file = tmp_path / "letter.txt"
+    file.write_text("Dear reader, " * 1000)
+    answer = bso_server("db", "check", "--database-url", f"{driver}:///{file}")
+    assert answer.returncode == 1
+    (line,) = answer.stderr.splitlines()
+    assert f"{file}: file is not a database" in line
+
+
+def test_config_show_names_sources_and_hides_secrets(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("ZEUS_BSO_LOG_LEVEL=DEBUG\n")
+    environment = {
+        **os.environ,
+        "ZEUS_BSO_DB_PASSWORD": "hush",
+        "ZEUS_BSO_DB_USER": "zeus",
+        "ZEUS_BSO_SERVER_PORT": "8001",
+    }
+    command = ["bso_server", "config", "show", "--database-url", "postgresql://me:quiet@host/db"]
+    done = warm.run(*command, modules=NEEDED, environ=environment, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout
+    assert "hush" not in shown
+    assert "quiet" not in shown
+    lines = shown.splitlines()
+    assert "ZEUS_BSO_DATABASE_URL=postgresql://me:***@host/db  (argument)" in lines
+    assert "ZEUS_BSO_DB_USER=zeus  (environment)" in lines
+    assert "ZEUS_BSO_SERVER_PORT=8001  (environment)" in lines
+    assert "ZEUS_BSO_LOG_LEVEL=DEBUG  (.env)" in lines
+    assert "ZEUS_BSO_SERVER_HOST=127.0.0.1  (default)" in lines
+
+
+def test_user_and_password_fill_what_the_url_lacks() -> None:
+    opened = open_database("postgresql://host/db", user="zeus", password="hush")  # noqa: S106 - nobody's
+    assert Store(opened).description == "postgresql://zeus:***@host/db"
+    assert Store(open_database("postgresql://me@host/db", user="zeus")).description == "postgresql://me@host/db"
+
+
+def test_a_wrong_value_is_named_by_its_variable(tmp_path: Path) -> None:
+    command, environ = ["bso_server", "serve", "--port", str(free_port())], {**os.environ, "ZEUS_BSO_LOG_LEVEL": "LOUD"}
+    answer = warm.run(*command, modules=NEEDED, environ=environ, folder=tmp_path)
+    assert answer.returncode == 1
+    assert "ZEUS_BSO_LOG_LEVEL" in answer.stderr
+    assert "Traceback" not in answer.stderr
+
+
+def test_leases_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings(_env_file=None).leases == LeasePolicy()
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "7")
+    monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_LEASE_S", "77")
+    monkeypatch.setenv("ZEUS_BSO_SILENT_LEASE_S", "777")
+    monkeypatch.setenv("ZEUS_BSO_SUSPENDED_LEASE_S", "7777")
+    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url) as http:
+            http.post("/jobs", json=KEPT).raise_for_status()
+            trials = [begin(http, KEPT["job_id"]) for _ in range(3)]
+            beat = http.patch("/trials/heartbeat", json=trials[1]).raise_for_status().json()
+            http.patch("/trials", json={**trials[2], "outcome": "suspended"}).raise_for_status()
+            _, *kept = export_over(http, KEPT["job_id"])
+    finally:
+        server.kill()
+    assert (beat["interval_s"], beat["lease_s"]) == (7, 77)
+    begun = [datetime.fromisoformat(trial["started_at"]) for trial in kept]
+    ends = [datetime.fromisoformat(trial["lease_expires_at"]) for trial in kept]
+    # Between the beginning and what the lease counts from lie milliseconds, on a busy machine seconds.
+    for start, end, lease_s in zip(begun, ends, (777, 77, 7777), strict=True):
+        assert lease_s <= (end - start).total_seconds() < lease_s + SERVER_START_S
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "360"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_LEASE_S": "30"}, "ZEUS_BSO_HEARTBEAT_LEASE_S"),
+        ({"ZEUS_BSO_SILENT_LEASE_S": "0"}, "ZEUS_BSO_SILENT_LEASE_S"),
+        ({"ZEUS_BSO_SUSPENDED_LEASE_S": "inf"}, "ZEUS_BSO_SUSPENDED_LEASE_S"),
+        ({"ZEUS_BSO_HEARTBEAT_INTERVAL_S": "nan"}, "ZEUS_BSO_HEARTBEAT_INTERVAL_S"),
+    ],
+)
+def test_leases_that_cannot_work_are_refused(
+    variables: dict[str, str], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CommandError, match=f"{named}: "):
+        settings_of(argparse.Namespace())
+
+
+def test_several_workers_serve_one_database(tmp_path: Path) -> None:
+    server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", tmp_path / "server.log")
+    server.start("--workers", "2")
+    try:
+        deadline = time.monotonic() + SERVER_START_S
+        while server.log.read_text().count("Started server process") < 2:
+            assert time.monotonic() < deadline, server.log.read_text()
+            time.sleep(0.05)
+    finally:
+        server.stop()

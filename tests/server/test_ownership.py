@@ -1,0 +1,314 @@
+"""Tokens that are rotated, revoked or replaced, and the jobs, trials and waiting results that belong to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import get_args
+
+import pytest
+
+from bso_server.core.access import Scope
+from bso_server.errors import ForbiddenError
+from bso_server.service import reading
+from bso_server.service.reading import JobReader
+from bso_server.service.tokens import Tokens
+from tests.support.exports import decoded, exported
+from tests.support.job_bench import seconds_and_joules
+from tests.support.jobs import THREE_SIZES, job
+from tests.support.reporting import until, warnings_in
+from tests.support.servers import ServerProcess, bso_server
+from tests.support.service import job_service, trial_id
+from zeus_plugins import JobSpec
+from zeus_plugins.cli import main
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.client.outbox import default_outbox
+from zeus_plugins.client.port import NO_RETRIES
+from zeus_plugins.errors import ZeusBSOTokenError
+from zeus_plugins.protocol import CreatedJob, Heartbeat, TrialState, TrialView
+from zeus_plugins.training.session import OnUnreachable, TrialSession
+
+
+@dataclass
+class Site:
+    """A server, a job on it, and commands that an administrator runs beside it."""
+
+    server: ServerProcess
+    job: JobSpec
+    until_the_end: ExitStack
+
+    def run(self, *command: str) -> str:
+        done = bso_server(*command, "--database-url", self.server.database_url)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def token(self, name: str, scope: str = "report", *options: str) -> str:
+        return self.run("token", "create", "--name", name, "--scope", scope, *options).strip()
+
+    def rotate(self, token: str, *options: str) -> str:
+        return self.run("token", "rotate", id_of(token), *options).strip()
+
+    def forget(self) -> None:
+        """Have the server read its tokens anew, which it does every ten seconds."""
+        self.server.kill()
+        self.server.start()
+
+    def session(self, token: str, on_unreachable: OnUnreachable = "default") -> TrialSession:
+        """A training that spends a second and ten joules on each epoch."""
+        client = self.until_the_end.enter_context(BsoClient(self.server.url, token=token, retries=NO_RETRIES))
+        return TrialSession(self.job, client, seconds_and_joules(1.0, 10.0), on_unreachable=on_unreachable)
+
+    def begun(self, token: str) -> TrialSession:
+        session = self.session(token)
+        session.ask()
+        session.begin_measurement()
+        return session
+
+    def trials(self, token: str) -> list[TrialView]:
+        with BsoClient(self.server.url, token=token) as client:
+            return list(client.show_job(self.job.job_id).trials)
+
+    def sync(self, token: str, monkeypatch: pytest.MonkeyPatch) -> int:
+        monkeypatch.setenv("ZEUS_SERVER_URL", self.server.url)
+        monkeypatch.setenv("ZEUS_BSO_TOKEN", token)
+        return main(["sync"])
+
+
+@pytest.fixture
+def site(server: ServerProcess) -> Iterator[Site]:
+    job_id = f"digits-{uuid.uuid4().hex[:8]}"
+    job = JobSpec(
+        job_id=job_id,
+        job_id_prefix="digits",
+        batch_sizes=(32, 64),
+        default_batch_size=64,
+        target_metric=0.9,
+        max_epochs=4,
+    )
+    with ExitStack() as until_the_end:
+        yield Site(server, job, until_the_end)
+
+
+def id_of(token: str) -> str:
+    return token.split("_")[1]
+
+
+def through_a_checkpoint(session: TrialSession) -> dict[str, object]:
+    state: dict[str, object] = json.loads(json.dumps(session.state_dict()))
+    session.end(KeyboardInterrupt())
+    return state
+
+
+def facts(trial: TrialView) -> tuple[TrialState, float | None, str | None]:
+    return trial.state, trial.epochs, trial.owner
+
+
+class TestAnotherToken:
+    def test_a_training_with_it_does_not_begin(self, site: Site) -> None:
+        owner, other = site.token("nightly"), site.token("other")
+        through_a_checkpoint(site.begun(owner))
+        with pytest.raises(ZeusBSOTokenError, match=rf"belongs to token {id_of(owner)} \(nightly\).*jobs share"):
+            site.session(other).ask()
+        assert len(site.trials(owner)) == 1
+
+    @pytest.mark.parametrize("on_unreachable", get_args(OnUnreachable))
+    def test_a_resumed_training_goes_on_and_its_results_wait_for_the_handover(
+        self,
+        site: Site,
+        caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
+        on_unreachable: OnUnreachable,
+    ) -> None:
+        owner, other = site.token("nightly"), site.token("other")
+        first = site.begun(owner)
+        first.report_evaluation(0.5)
+        state = through_a_checkpoint(first)
+
+        resumed = site.session(other, on_unreachable)
+        with caplog.at_level(logging.WARNING, logger="zeus_plugins"):
+            assert resumed.resume(state)
+            resumed.begin_measurement()
+            assert resumed.report_evaluation(0.95).converged
+            resumed.end()
+        refused, waiting = warnings_in(caplog)
+        assert f"belongs to token {id_of(owner)} (nightly), and token {id_of(other)} can neither" in refused
+        assert f"bso-server token transfer {id_of(owner)} {id_of(other)}" in refused
+        assert "The training goes on" in refused
+        assert "1 results of job" in waiting
+        assert [facts(trial) for trial in site.trials(owner)] == [(TrialState.SUSPENDED, 1, id_of(owner))]
+
+        assert site.sync(other, monkeypatch) == 1  # nothing has changed, and nothing is lost
+        assert len(default_outbox().waiting()) == 1
+        assert site.run("token", "transfer", id_of(owner), id_of(other)) == (
+            f"1 jobs and 1 trials of token {id_of(owner)} belong to token {id_of(other)}\n"
+        )
+        assert site.sync(other, monkeypatch) == 0
+        assert [facts(trial) for trial in site.trials(other)] == [(TrialState.COMPLETED, 2, id_of(other))]
+        with pytest.raises(ZeusBSOTokenError, match="belongs to token"):
+            site.session(owner).ask()
+
+    def test_that_of_an_administrator_resumes_the_trial(self, site: Site) -> None:
+        owner, admin = site.token("nightly"), site.token("operator", "admin")
+        first = site.begun(owner)
+        first.report_evaluation(0.5)
+        state = through_a_checkpoint(first)
+        resumed = site.session(admin)
+        assert resumed.resume(state)
+        resumed.begin_measurement()
+        assert resumed.report_evaluation(0.95).converged
+        resumed.end()
+        assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.COMPLETED, 2, id_of(owner))]
+        said = f"trial 1: token {id_of(admin)}, an administrator's, in the place of token {id_of(owner)}"
+        assert said in site.server.log.read_text()
+
+
+class TestRevocation:
+    def test_a_trial_that_had_reached_its_target_ends_by_an_administrators_sync(
+        self, site: Site, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        owner, other, admin = site.token("nightly"), site.token("other"), site.token("operator", "admin")
+        session = site.begun(owner)
+        session.report_evaluation(0.5)
+        said = site.run("token", "revoke", id_of(owner))
+        assert "1 of its trials may still go on, and only administrators report on them now" in said
+        assert f"bso-server token transfer {id_of(owner)} ID" in said
+        site.forget()
+        assert session.report_evaluation(0.95).converged
+        session.end()
+        assert "does not accept the token (401" in warnings_in(caplog)[0]
+        assert [facts(trial) for trial in site.trials(admin)] == [(TrialState.RUNNING, 1, id_of(owner))]
+
+        site.run("jobs", "share", site.job.job_id)
+        caplog.clear()
+        site.begun(other).end(KeyboardInterrupt())
+        (stays,) = warnings_in(caplog)
+        assert f"results of job {site.job.job_id} stay in" in stays
+        assert f"belongs to token {id_of(owner)} (nightly)" in stays
+
+        assert site.sync(other, monkeypatch) == 1
+        assert site.sync(admin, monkeypatch) == 0
+        assert facts(site.trials(admin)[0]) == (TrialState.COMPLETED, 2, id_of(owner))
+        assert default_outbox().waiting() == default_outbox().refused() == []
+
+
+class TestRotation:
+    def test_a_training_goes_on_with_the_old_secret_and_another_with_the_new_one(self, site: Site) -> None:
+        old = site.token("nightly")
+        session = site.begun(old)
+        session.report_evaluation(0.5)
+        new = site.rotate(old)
+        assert id_of(new) == id_of(old)
+        assert not session.report_evaluation(0.6).stop_train
+        state = through_a_checkpoint(session)
+        assert [facts(trial) for trial in site.trials(old)] == [(TrialState.SUSPENDED, 2, id_of(old))]
+
+        resumed = site.session(new)
+        assert resumed.resume(state)
+        resumed.begin_measurement()
+        assert resumed.report_evaluation(0.95).converged
+        resumed.end()
+        assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 3, id_of(old))]
+
+    def test_a_request_sent_again_with_the_new_secret_finds_its_trial(self, site: Site) -> None:
+        old = site.token("nightly")
+        site.begun(old).end(KeyboardInterrupt())
+        job_id = site.job.job_id
+        with BsoClient(site.server.url, token=old) as client:
+            trial = client.request_trial(job_id, "the-same")
+        with BsoClient(site.server.url, token=site.rotate(old)) as client:
+            assert client.request_trial(job_id, "the-same") == trial
+
+    def test_results_that_the_old_secret_could_not_deliver_are_delivered_with_the_new_one(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        old = site.token("nightly")
+        session = site.begun(old)
+        new = site.rotate(old, "--grace", "0")
+        site.forget()
+        assert session.report_evaluation(0.95).converged
+        session.end()
+        assert len(default_outbox().waiting()) == 1
+        assert site.sync(old, monkeypatch) == 1
+        assert site.sync(new, monkeypatch) == 0
+        assert [facts(trial) for trial in site.trials(new)] == [(TrialState.COMPLETED, 1, id_of(old))]
+
+    def test_heartbeats_go_on_with_the_old_secret(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ZEUS_BSO_HEARTBEAT_INTERVAL_S", "0.1")
+        old = site.token("nightly")
+        new = site.rotate(old)
+        site.forget()
+        session = site.begun(old)
+
+        def lease_ends() -> object:
+            return decoded(site.run("jobs", "export", site.job.job_id or ""))[1]["lease_expires_at"]
+
+        before = lease_ends()
+        until(lambda: lease_ends() != before)
+        session.end(KeyboardInterrupt())
+        assert [facts(trial) for trial in site.trials(new)] == [(TrialState.SUSPENDED, None, id_of(old))]
+
+
+async def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bso_server.service.tokens._HANDED_OVER_AT_ONCE", 2)
+    async with job_service(database_url) as service:
+        tokens = Tokens(service.store)
+        commands = service.service.commands
+        gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
+        jobs = []
+        for caller in (gone, gone, gone, stays):
+            registration = CreatedJob.model_validate(job(**THREE_SIZES))
+            await service.service.register(registration, caller)
+            job_id = registration.job_id
+            await service.service.transact(commands.share, job_id)
+            jobs.append(job_id)
+            for each in (gone, gone, stays):
+                await service.service.transact(commands.begin_trial, job_id, caller=each)
+
+        before = [await exported(service.store, job_id) for job_id in jobs]
+        assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
+        assert await tokens.revoke(gone.token_id or "") == 8
+        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
+        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
+
+        assert await tokens.jobs_per_owner() == {new.token_id: 3, stays.token_id: 1}
+        for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
+            view = await JobReader(service.store).read(reading.show_job, job_id)
+            assert (view.owner, view.shared) == (owner.token_id, True)
+            assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
+            after = await exported(service.store, job_id)
+            assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
+
+
+async def test_a_trial_without_an_owner_is_its_jobs(database_url: str) -> None:
+    """As after an import."""
+    async with job_service(database_url) as service:
+        tokens, commands = Tokens(service.store), service.service.commands
+        callers = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("owner", "other")]
+        registration = CreatedJob.model_validate(job(**THREE_SIZES))
+        await service.service.register(registration, callers[0])
+        trial = trial_id(await service.service.transact(commands.begin_trial, registration.job_id))
+        beat = Heartbeat(**trial.model_dump())
+        with pytest.raises(ForbiddenError, match="belongs to token"):
+            await service.service.transact(commands.heartbeat, beat, callers[1])
+        assert (await service.service.transact(commands.heartbeat, beat, callers[0])).state is TrialState.RUNNING
+        await service.service.transact(commands.share, registration.job_id)
+        assert (await service.service.transact(commands.heartbeat, beat, callers[1])).state is TrialState.RUNNING
+
+
+def test_the_list_of_tokens_tells_of_rotations_and_jobs(site: Site) -> None:
+    token = site.token("nightly", "report", "--share")
+    site.begun(token).end(KeyboardInterrupt())
+    site.rotate(token, "--grace", "7d")
+    (shown,) = json.loads(site.run("token", "list", "--json"))["tokens"]
+    assert (shown["jobs"], shown["shares_jobs"], shown["revoked_at"]) == (1, True, None)
+    assert shown["created_at"] < shown["rotated_at"] < shown["previous_secret_until"]
+    header, line = site.run("token", "list").splitlines()
+    assert "OLD SECRET UNTIL" in header
+    assert "1 (shares)" in line
+    assert line.split()[-3] == shown["previous_secret_until"][:10]

@@ -1,0 +1,263 @@
+"""The trial protocol under a network that delays, repeats, drops and reorders, checked after each step.
+
+In the manner of Jepsen, but in one process and one thread, so that a history that goes wrong is found again, and made
+short: several runs of trainings speak to the functions of the service over a SQLite file. They ask, report, beat, end,
+fall silent, are resumed from checkpoints while they still live, and the server's clock jumps. What any of them has sent
+may arrive again at any time. `tests/support/trial_model.py` says what must come of it, and
+`tests/support/protocol_machine.py` what must hold whatever comes of it.
+
+Where hypothesis prints a history that fails, add it to `KNOWN`, so that it is played for ever.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from bso_server.core.access import UNRESTRICTED, Caller
+from bso_server.core.job import LeasePolicy, Moment
+from bso_server.core.model import TrialRecord
+from bso_server.service.commands import Commands
+from bso_server.service.reports import Outcome, ReportBatch
+from bso_server.storage.database import open_sqlite_file
+from bso_server.storage.rows import StoredEpoch
+from bso_server.storage.sqlite import SyncStore
+from bso_server.storage.transaction import Transaction
+from tests.support.properties import THOROUGH
+from tests.support.protocol_machine import ARRIVES, IN_VAIN, IS_LOST, YEAR_S, Histories
+from tests.support.trial_model import FAILED, RUNNING, SUSPENDED
+from zeus_plugins.protocol import Heartbeat, HeartbeatResponse, TrialDispatch, TrialEnd
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of its own is made there
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _store() -> Iterator[None]:
+    """One file for all histories, where a commit is quick."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        file = open_sqlite_file(f"sqlite:///{folder}/bso.sqlite3", busy_timeout_s=1.0)
+        assert file is not None
+        Histories.store = SyncStore(file, threading.RLock())
+        yield
+        Histories.store.close()
+
+
+def play(machine: type[Histories], histories: int, phases: Sequence[Phase] = tuple(Phase)) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=histories,
+            stateful_step_count=30,
+            phases=phases,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.hypothesis
+def test_whatever_happens_the_server_keeps_its_promises() -> None:
+    play(Histories, 2000 if settings().max_examples >= THOROUGH else 200)
+
+
+def two_runs(state: Histories) -> None:
+    """One that is thought dead lives on, and says all that it can."""
+    state.begin(fate=ARRIVES, is_old=False)
+    state.train(energy_j=100.0, fate=ARRIVES, metric=0.1, pick=0, time_s=10.0)
+    state.pass_time(seconds=4000.0)
+    state.expire()
+    state.resume(epochs_lost=1, fate=ARRIVES, pick=0)
+    state.train(energy_j=100.0, fate=ARRIVES, metric=0.1, pick=1, time_s=10.0)
+    state.train(energy_j=100.0, fate=ARRIVES, metric=0.95, pick=0, time_s=2000.0)
+    assert state.rows[1].state is RUNNING
+    assert state.runs[0].has_ended
+    assert not state.runs[1].has_ended
+
+
+def a_take_over_that_arrives_late(state: Histories) -> None:
+    """Two runs resume; then the take-over of the first one of them arrives once more."""
+    state.begin(fate=ARRIVES, is_old=False)
+    state.resume(epochs_lost=0, fate=ARRIVES, pick=0)
+    state.resume(epochs_lost=0, fate=ARRIVES, pick=0)
+    for pick in range(len(state.network)):
+        state.arrive_again(pick=pick)
+    assert state.rows[1].lease_epoch == 3
+
+
+def a_take_over_without_an_answer(state: Histories) -> None:
+    """A run resumes without the server, trains, and takes the trial over with its first result."""
+    state.begin(fate=ARRIVES, is_old=False)
+    state.resume(epochs_lost=0, fate=IN_VAIN, pick=0)
+    state.train(energy_j=100.0, fate=IS_LOST, metric=0.1, pick=1, time_s=10.0)
+    state.deliver_what_waits(fate=ARRIVES, pick=0)
+    assert (state.rows[1].lease_epoch, state.rows[1].report_count) == (3, 1)
+
+
+def an_end_that_arrives_late(state: Histories) -> None:
+    """A run is preempted, and says so when it has long been resumed."""
+    state.begin(fate=ARRIVES, is_old=False)
+    state.end(fate=IS_LOST, outcome=SUSPENDED, pick=0)
+    state.resume(epochs_lost=0, fate=ARRIVES, pick=0)
+    state.deliver_what_waits(fate=ARRIVES, pick=0)
+    assert state.rows[1].state is RUNNING
+
+
+def a_clock_that_was_ahead(state: Histories) -> None:
+    """A lease that was granted a year ahead ends as one that is granted now."""
+    state.pass_time(seconds=YEAR_S)
+    state.begin(fate=ARRIVES, is_old=False)
+    state.pass_time(seconds=-YEAR_S)
+    state.expire()
+    assert state.rows[1].state is RUNNING
+
+
+def a_job_made_anew(state: Histories) -> None:
+    """A report by a training of a deleted job does not count for the one that has its name."""
+    state.begin(fate=ARRIVES, is_old=False)
+    state.train(energy_j=100.0, fate=IS_LOST, metric=0.95, pick=0, time_s=10.0)
+    state.register_anew(really=True)
+    state.begin(fate=ARRIVES, is_old=False)
+    state.deliver_what_waits(fate=ARRIVES, pick=0)
+    assert (state.rows[1].state, state.rows[1].report_count) == (RUNNING, 0)
+
+
+KNOWN = [
+    two_runs,
+    a_take_over_that_arrives_late,
+    a_take_over_without_an_answer,
+    an_end_that_arrives_late,
+    a_clock_that_was_ahead,
+    a_job_made_anew,
+]
+
+
+@pytest.mark.parametrize("history", KNOWN)
+def test_a_known_history(history: Callable[[Histories], None]) -> None:
+    state = Histories()
+    history(state)
+    state.teardown()
+
+
+# --- servers that break a promise -------------------------------------------------------------------------------------
+
+
+class HearsTheDead(Commands):
+    """Takes heartbeats of any run."""
+
+    def heartbeat(
+        self, transaction: Transaction, heartbeat: Heartbeat, caller: Caller = UNRESTRICTED
+    ) -> HeartbeatResponse:
+        return super().heartbeat(transaction, heartbeat.model_copy(update={"lease_epoch": None}), caller)
+
+
+class EndsForTheDead(Commands):
+    """Lets any run end the trial."""
+
+    def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
+        super().end_trial(transaction, end.model_copy(update={"lease_epoch": None}), caller)
+
+
+class ForgetsKeys(Commands):
+    """Starts a trial for each request."""
+
+    def begin_trial(
+        self,
+        transaction: Transaction,
+        job_id: str,
+        idempotency_key: str | None = None,
+        caller: Caller = UNRESTRICTED,
+    ) -> TrialDispatch:
+        return super().begin_trial(
+            transaction, job_id, idempotency_key and f"{idempotency_key}-{self._clock()}", caller
+        )
+
+
+class ForgetsArms(Commands):
+    """Remembers of a dispatch nothing but the trial."""
+
+    def begin_trial(
+        self,
+        transaction: Transaction,
+        job_id: str,
+        idempotency_key: str | None = None,
+        caller: Caller = UNRESTRICTED,
+    ) -> TrialDispatch:
+        arms = transaction.arms(job_id)
+        dispatch = super().begin_trial(transaction, job_id, idempotency_key, caller)
+        transaction.update_arms(job_id, arms.values())
+        return dispatch
+
+
+class Endless(Moment):
+    """Takes no lease for too long."""
+
+    @property
+    def longest_lease_end(self) -> datetime:
+        return self.now + timedelta(days=10_000)
+
+
+class TrustsClocks(Commands):
+    """Lets a lease end when it says, whatever the clock said when it was granted."""
+
+    def moment(self, now: datetime | None = None) -> Moment:
+        return Endless(now or self._clock(), LeasePolicy())
+
+
+class CountsRetries(Commands):
+    """Gives a size up after one crash less."""
+
+    def end_trial(self, transaction: Transaction, end: TrialEnd, caller: Caller = UNRESTRICTED) -> None:
+        self._crash_retries = 1 if end.outcome is FAILED else 3
+        super().end_trial(transaction, end, caller)
+
+
+class LosesReports(ReportBatch):
+    """Keeps the last report of each trial alone."""
+
+    def _save(self) -> None:
+        self._epochs: list[StoredEpoch] = []
+        super()._save()
+
+
+class SavesTwice(ReportBatch):
+    """Counts a report that arrives again."""
+
+    def take(self) -> list[Outcome]:
+        self._trials_before = {key: _with_another(trial) for key, trial in self._trials_before.items()}
+        self._trials = dict(self._trials_before)
+        return super().take()
+
+
+def _with_another(trial: TrialRecord) -> TrialRecord:
+    return replace(trial, report_count=trial.report_count + 1) if trial.report_count > 1 else trial
+
+
+BREAKAGES = [
+    HearsTheDead,
+    EndsForTheDead,
+    ForgetsKeys,
+    ForgetsArms,
+    TrustsClocks,
+    CountsRetries,
+    LosesReports,
+    SavesTwice,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BREAKAGES)
+def test_a_server_that_breaks_a_promise_is_found_out(broken: type[Commands] | type[ReportBatch]) -> None:
+    class Broken(Histories):
+        commands_of = broken if issubclass(broken, Commands) else Commands
+        batch_of = broken if issubclass(broken, ReportBatch) else ReportBatch
+
+    with pytest.raises(AssertionError):
+        play(Broken, 400, [Phase.generate])

@@ -1,0 +1,366 @@
+"""Looking at jobs over HTTP, on each kind of database: pages, parts of a job, events, and the server's health."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import io
+import sqlite3
+import uuid
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+from sqlalchemy import Connection
+from sqlalchemy.engine import URL, make_url
+
+from bso_server.errors import DatabaseNotReadyError
+from bso_server.service.commands import BatchSizeService, Commands
+from bso_server.service.reading import JobReader
+from bso_server.storage.migrations import HEAD
+from bso_server.storage.store import Store
+from bso_server.storage.transaction import Transaction
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess
+from tests.support.service import open_store
+from tests.support.wire import assert_refused, begin, reached, report
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.protocol import TrialView
+
+T = TypeVar("T")
+
+
+@pytest.fixture
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix of this test's own: the tests of a module share a database."""
+    return f"read-{uuid.uuid4().hex[:8]}"
+
+
+def register(http: httpx.Client, job_id: str, prefix: str, **fields: object) -> str:
+    body = job(job_id=job_id, job_id_prefix=prefix, **{"num_pruning_rounds": 1, "mab_seed": 1, **fields})
+    http.post("/jobs", json=body).raise_for_status()
+    return job_id
+
+
+@pytest.fixture
+def job_id(http: httpx.Client, prefix: str) -> str:
+    return register(http, f"{prefix}-job", prefix)
+
+
+def get(http: httpx.Client, path: str, **query: object) -> dict[str, Any]:
+    body: dict[str, Any] = http.get(path, params=query).raise_for_status().json()
+    return body
+
+
+def pages(http: httpx.Client, path: str, **query: object) -> list[dict[str, Any]]:
+    """Every page, from the first one to that without a cursor."""
+    found = [get(http, path, **query)]
+    while found[-1]["next_cursor"] is not None:
+        found.append(get(http, path, **query, cursor=found[-1]["next_cursor"]))
+    return found
+
+
+class TestJobs:
+    def test_pages_hold_every_job_once(self, http: httpx.Client, prefix: str) -> None:
+        made = {register(http, f"{prefix}-{letter}", prefix) for letter in "cabed"}
+        found = pages(http, "/api/jobs", prefix=prefix, limit=2)
+
+        assert [len(page["jobs"]) for page in found] == [2, 2, 1]
+        assert [job["job_id"] for page in found for job in page["jobs"]] == sorted(made)
+
+    def test_a_full_last_page_says_that_it_is_the_last(self, http: httpx.Client, prefix: str) -> None:
+        for letter in "ab":
+            register(http, f"{prefix}-{letter}", prefix)
+        assert get(http, "/api/jobs", prefix=prefix, limit=2)["next_cursor"] is None
+
+    def test_a_prefix_is_the_registered_one_as_a_whole(self, http: httpx.Client, prefix: str) -> None:
+        register(http, f"{prefix}-a", prefix)
+        register(http, f"{prefix}-b", f"{prefix}-b")
+        assert [job["job_id"] for job in get(http, "/api/jobs", prefix=prefix)["jobs"]] == [f"{prefix}-a"]
+        assert get(http, "/api/jobs", prefix=prefix.upper())["jobs"] == []
+
+    def test_stages(self, http: httpx.Client, prefix: str) -> None:
+        register(http, f"{prefix}-pruning", prefix)
+        register(http, f"{prefix}-bandit", prefix, num_pruning_rounds=0)
+        begin(http, f"{prefix}-bandit")
+        for stage in ("pruning", "bandit"):
+            (job,) = get(http, "/api/jobs", prefix=prefix, stage=stage)["jobs"]
+            assert (job["job_id"], job["stage"]) == (f"{prefix}-{stage}", stage)
+
+    def test_a_line_about_a_job(self, http: httpx.Client, prefix: str, job_id: str) -> None:
+        reached(http, begin(http, job_id), cost_j=500)
+        begin(http, job_id)
+        (job,) = get(http, "/api/jobs", prefix=prefix)["jobs"]
+        assert (job["trials"], job["min_cost_j"], job["min_cost_batch_size"]) == (2, 500, 16)
+
+    def test_our_client_lists_all_pages(self, http: httpx.Client, prefix: str, any_server: ServerProcess) -> None:
+        for number in range(101):
+            register(http, f"{prefix}-{number}", prefix)
+        with BsoClient(any_server.url) as client:
+            listed = {job.job_id for job in client.list_jobs().jobs}
+        assert {f"{prefix}-{number}" for number in range(101)} <= listed
+
+
+class TestJob:
+    def test_it_shows_the_latest_trials_and_counts_all(self, http: httpx.Client, job_id: str) -> None:
+        reached(http, begin(http, job_id), cost_j=500)
+        for _ in range(4):
+            begin(http, job_id)
+        for limit, numbers in ((0, []), (2, [4, 5]), (100, [1, 2, 3, 4, 5])):
+            job = get(http, f"/api/jobs/{job_id}", limit=limit)
+            assert [trial["trial_number"] for trial in job["trials"]] == numbers
+            assert (job["trial_count"], job["trial_states"]) == (5, {"completed": 1, "running": 4})
+            assert (job["min_cost_j"], job["best_batch_size"]) == (500, 16)
+            assert [(arm["batch_size"], arm["trials"], arm["n"]) for arm in job["arms"]] == [(8, 1, 0), (16, 4, 1)]
+            assert job["arms"] == get(http, f"/api/jobs/{job_id}/arms")["arms"]
+
+    def test_our_client_shows_all_trials(self, http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
+        for _ in range(102):
+            begin(http, job_id)
+        assert [trial["trial_number"] for trial in get(http, f"/api/jobs/{job_id}")["trials"]] == [*range(3, 103)]
+        with BsoClient(any_server.url) as client:
+            view = client.show_job(job_id)
+        assert [trial.trial_number for trial in view.trials] == [*range(1, 103)]
+        table = http.get(f"/api/jobs/{job_id}/trials.csv").raise_for_status().text
+        assert len(table.splitlines()) == 103
+
+
+class TestTrials:
+    def test_pages_hold_every_trial_once(self, http: httpx.Client, job_id: str) -> None:
+        for _ in range(5):
+            begin(http, job_id)
+        found = pages(http, f"/api/jobs/{job_id}/trials", limit=2)
+
+        trials = [trial for page in found for trial in page["trials"]]
+        assert [len(page["trials"]) for page in found] == [2, 2, 1]
+        assert [trial["trial_number"] for trial in trials] == [1, 2, 3, 4, 5]
+        assert trials == get(http, f"/api/jobs/{job_id}")["trials"]
+
+    def test_one_state(self, http: httpx.Client, job_id: str) -> None:
+        first, second, third = (begin(http, job_id) for _ in range(3))
+        reached(http, second, cost_j=500)
+        reached(http, third, cost_j=500)
+        found = pages(http, f"/api/jobs/{job_id}/trials", state="completed", limit=1)
+        assert [trial["trial_number"] for page in found for trial in page["trials"]] == [2, 3]
+        (running,) = get(http, f"/api/jobs/{job_id}/trials", state="running")["trials"]
+        assert running["trial_number"] == first["trial_number"]
+
+    def test_csv(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        http.patch("/trials", json={**trial, "detail": 'said "no", then\nleft'}).raise_for_status()
+        answer = http.get(f"/api/jobs/{job_id}/trials.csv")
+
+        assert answer.headers["content-type"].startswith("text/csv")
+        header = (
+            "trial_number,batch_size,state,origin,reason,message,started_at,ended_at,end_reason,time_s,energy_j,"
+            "energy_source,cost_j,epochs,metric,owner,epoch_bound,epoch_bound_reason,power_limit_w,power_limits"
+        )
+        assert answer.text.startswith(header + "\r\n")  # as in version 0.1.0: scripts may count on the places
+        assert set(header.split(",")) == set(TrialView.model_fields)
+        (row,) = csv.DictReader(io.StringIO(answer.text, newline=""))
+        (shown,) = get(http, f"/api/jobs/{job_id}")["trials"]
+        assert row == {name: "" if value is None else str(value) for name, value in shown.items()}
+        assert row["message"].endswith('(said "no", then\nleft)')
+
+
+class TestArms:
+    def test_they_are_those_of_the_whole_job(self, http: httpx.Client, job_id: str) -> None:
+        for cost_j in (500, 400, 450, 420):
+            reached(http, begin(http, job_id), cost_j)
+        begin(http, job_id)
+        job = get(http, f"/api/jobs/{job_id}")
+        assert get(http, f"/api/jobs/{job_id}/arms") == {"arms": job["arms"]}
+        assert sum(arm["trials"] for arm in job["arms"]) == 5
+        assert sum(arm["n"] for arm in job["arms"]) == 4
+
+
+class TestEpochs:
+    def test_every_report_is_there_with_the_one_that_ended_the_trial(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=0.5)
+        report(http, trial, time=2, energy=250, metric=0.5, current_epoch=1)
+        reached(http, trial, cost_j=500)
+        found = get(http, f"/api/jobs/{job_id}/trials/1/epochs")["epochs"]
+
+        fields = ("report_number", "epoch", "time_s", "energy_j", "cost_j", "metric")
+        assert [tuple(epoch[name] for name in fields) for epoch in found] == [
+            (1, 0.5, 1, 100, 100, 0.25),
+            (2, 1, 2, 250, 225, 0.5),
+            (3, 2, 5, 500, 500, 0.95),
+        ]
+        instants = [epoch["reported_at"] for epoch in found]
+        assert instants == sorted(instants)
+
+    def test_a_trial_that_ended_without_a_report_shows_no_report_twice(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        assert get(http, f"/api/jobs/{job_id}/trials/1/epochs") == {"epochs": []}
+        report(http, trial, time=1, energy=100, metric=0.25, current_epoch=1)
+        http.patch("/trials", json=trial).raise_for_status()
+        assert len(get(http, f"/api/jobs/{job_id}/trials/1/epochs")["epochs"]) == 1
+
+    def test_unknown_trials(self, http: httpx.Client, job_id: str) -> None:
+        begin(http, job_id)
+        answer = http.get(f"/api/jobs/{job_id}/trials/2/epochs")
+        assert_refused(answer, 404, "trial_number", f"job '{job_id}' has no trial 2")
+
+
+class TestEvents:
+    def test_they_come_in_order_and_go_on_where_one_stopped(self, http: httpx.Client, job_id: str) -> None:
+        first = begin(http, job_id)
+        second = begin(http, job_id)
+        http.patch("/trials", json=second).raise_for_status()
+        reached(http, first, cost_j=500)
+        path = f"/api/jobs/{job_id}/events"
+        found = get(http, path)
+
+        fields = ("event", "kind", "trial_number", "batch_size", "state")
+        assert [tuple(event[name] for name in fields) for event in found["events"]] == [
+            (1, "dispatched", 1, 16, "completed"),
+            (2, "dispatched", 2, 16, "failed"),
+            (3, "ended", 2, 16, "failed"),
+            (4, "ended", 1, 16, "completed"),
+        ]
+        assert found["next"] == 4
+        assert get(http, path, since=4) == {"events": [], "next": 4}
+        page = get(http, path, since=1, limit=2)
+        assert ([event["event"] for event in page["events"]], page["next"]) == ([2, 3], 3)
+        assert get(http, path, since=page["next"])["events"] == found["events"][3:]
+
+    def test_their_times_are_those_of_the_trials(self, http: httpx.Client, job_id: str) -> None:
+        reached(http, begin(http, job_id), cost_j=500)
+        (trial,) = get(http, f"/api/jobs/{job_id}")["trials"]
+        began, ended = get(http, f"/api/jobs/{job_id}/events")["events"]
+        assert (began["at"], ended["at"]) == (trial["started_at"], trial["ended_at"])
+
+
+@pytest.mark.parametrize(
+    "part", ["", "/trials", "/trials.csv", "/trials/1/epochs", "/arms", "/events", "/export"], ids=lambda part: part
+)
+def test_unknown_jobs(http: httpx.Client, part: str) -> None:
+    assert_refused(http.get(f"/api/jobs/none{part}"), 404, "job_id", "unknown job 'none'")
+
+
+def test_a_job_may_be_named_like_a_route(http: httpx.Client) -> None:
+    register(http, "import", "import")
+    assert get(http, "/api/jobs/import")["job"]["job_id"] == "import"
+    assert get(http, "/api/jobs/import/arms")["arms"]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("limit=0", "limit"),
+        ("limit=1001", "limit"),
+        ("limit=many", "limit"),
+        (f"limit={2**70}", "limit"),
+        ("stage=late", "stage"),
+        ("prefix=a%00b", "prefix"),
+        ("prefix=%ED%A0%80", "prefix"),
+        ("prefix=", "prefix"),
+        ("cursor=a%00b", "cursor"),
+        ("cursor=" + "x" * 256, "cursor"),
+    ],
+)
+def test_wrong_questions_about_jobs(http: httpx.Client, query: str, field: str) -> None:
+    assert_refused(http.get(f"/api/jobs?{query}"), 422, field)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("trials?state=lost", "state"),
+        ("trials?cursor=-1", "cursor"),
+        ("trials?cursor=x", "cursor"),
+        (f"trials?cursor={2**31}", "cursor"),
+        ("events?since=-1", "since"),
+        (f"events?since={2**63}", "since"),
+        ("trials/0/epochs", "trial_number"),
+        (f"trials/{2**31}/epochs", "trial_number"),
+        (f"trials/{'9' * 30}/epochs", "trial_number"),
+    ],
+)
+def test_wrong_questions_about_a_job(http: httpx.Client, job_id: str, path: str, field: str) -> None:
+    assert_refused(http.get(f"/api/jobs/{job_id}/{path}"), 422, field)
+
+
+class TestHealth:
+    def test_a_server_that_is_well(self, http: httpx.Client) -> None:
+        assert get(http, "/health/live") == {"status": "ok"}
+        assert get(http, "/health/ready") == {"status": "ok"}
+
+    def test_version(self, http: httpx.Client) -> None:
+        assert get(http, "/version") == {"version": version("zeus-plugins"), "schema_revision": HEAD}
+
+    def test_another_schema_is_not_ready(self, server: ServerProcess) -> None:
+        with closing(sqlite3.connect(make_url(server.database_url).database or "")) as connection:
+            connection.execute("UPDATE alembic_version SET version_num = '0000'")
+            connection.commit()
+        answer = httpx.get(f"{server.url}/health/ready")
+        assert_refused(answer, 503, None, "another schema")
+        assert str(server.database_url) not in answer.text
+        assert httpx.get(f"{server.url}/health/live").status_code == 200
+
+
+class BrokenDatabase:
+    """A database that does not answer, at once or ever."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self._at_once = at_once
+
+    @property
+    def url(self) -> URL:
+        return make_url("postgresql://secret.example/bso")
+
+    async def run(
+        self,
+        work: Callable[[Connection], T],  # noqa: ARG002 - this and the others are Database's
+        *,
+        read_only: bool = False,  # noqa: ARG002
+        waits: bool = True,  # noqa: ARG002
+        timeout_s: float = 0.0,  # noqa: ARG002
+    ) -> T:
+        if self._at_once:
+            raise ConnectionRefusedError("secret.example refused")
+        await asyncio.Event().wait()
+        raise AssertionError("never")
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_database_that_does_not_answer_is_not_ready(at_once: bool) -> None:
+    reader = JobReader(Store(BrokenDatabase(at_once=at_once)), patience_s=0.01)
+    with pytest.raises(DatabaseNotReadyError, match="does not answer") as caught:
+        await reader.check_ready()
+    assert "secret" not in caught.value.message
+
+
+async def test_reading_stops_no_writer_and_sees_one_moment(
+    http: httpx.Client, any_server: ServerProcess, job_id: str
+) -> None:
+    begin(http, job_id)
+
+    async def write() -> None:
+        async with open_store(any_server.database_url) as store:
+            await BatchSizeService(store).transact(Commands().begin_trial, job_id)
+
+    def read(transaction: Transaction) -> tuple[int, int]:
+        before = len(transaction.all_trials(job_id))
+        with ThreadPoolExecutor(1) as another:
+            another.submit(asyncio.run, write()).result(timeout=120)
+        return before, len(transaction.all_trials(job_id))
+
+    async with open_store(any_server.database_url) as store:
+        assert await store.read(read) == (1, 1)
+    assert len(get(http, f"/api/jobs/{job_id}")["trials"]) == 2

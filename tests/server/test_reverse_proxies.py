@@ -1,0 +1,207 @@
+"""The example configurations of nginx and Caddy, run as they are but for addresses and files: TLS and a prefix."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urljoin
+
+import httpx
+import pytest
+
+from tests.support import ROOT
+from tests.support.dashboard_pages import Page
+from tests.support.exports import encoded, export_over, import_over, renamed
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess, free_port, wait_until_up
+from tests.support.tokens import bearer, make_token
+from zeus_plugins import BatchSizeOptimizer, JobSpec
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.protocol import GpuConfig
+
+pytestmark = pytest.mark.slow
+
+DEPLOY = ROOT / "deploy"
+LIMIT_BYTES = 1024 * 1024
+
+
+def nginx(folder: Path, server: ServerProcess, port: int) -> list[str]:
+    """The command of an nginx in the foreground."""
+    site = replaced(
+        (DEPLOY / "nginx" / "zeus-bso.conf").read_text(),
+        ("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+        ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+        ("listen 80;", f"listen 127.0.0.1:{free_port()};"),
+        ("/etc/ssl/zeus-bso", str(folder)),
+        ("bso.example.com", "localhost"),
+    )
+    return nginx_with(site, folder)
+
+
+def nginx_with(site: str, folder: Path) -> list[str]:
+    temporary = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi"))
+    (folder / "nginx.conf").write_text(
+        f"daemon off; pid {folder}/pid; error_log {folder}/proxy.log; events {{}}\n"
+        f"http {{ access_log off; client_body_temp_path {folder}/body; {temporary}\n{site} }}\n"
+    )
+    return ["nginx", "-c", str(folder / "nginx.conf"), "-p", str(folder), "-e", str(folder / "proxy.log")]
+
+
+def caddy(folder: Path, server: ServerProcess, port: int) -> list[str]:
+    """The command of a Caddy that manages no certificates."""
+    site = replaced(
+        (DEPLOY / "caddy" / "Caddyfile").read_text(),
+        ("127.0.0.1:8000", f"127.0.0.1:{server.port}"),
+        ("bso.example.com {", f"https://localhost:{port} {{\n\tbind 127.0.0.1"),
+        (
+            "# tls /etc/ssl/zeus-bso/fullchain.pem /etc/ssl/zeus-bso/privkey.pem",
+            f"tls {folder}/fullchain.pem {folder}/privkey.pem",
+        ),
+    )
+    (folder / "Caddyfile").write_text(f"{{\n\tadmin off\n\tauto_https off\n}}\n{site}")
+    return ["caddy", "run", "--adapter", "caddyfile", "--config", str(folder / "Caddyfile")]
+
+
+def replaced(text: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+PROXIES = [
+    pytest.param(make, marks=pytest.mark.skipif(shutil.which(make.__name__) is None, reason=f"needs {make.__name__}"))
+    for make in (nginx, caddy)
+]
+
+
+@contextmanager
+def running(command: list[str], folder: Path, url: str) -> Iterator[None]:
+    environ = {**os.environ, "HOME": str(folder), "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
+    log = folder / "proxy.out"
+    with log.open("wb") as output, subprocess.Popen(command, env=environ, stdout=output, stderr=output) as process:
+        try:
+            wait_until_up(process, url, log)
+            yield
+        finally:
+            process.terminate()
+
+
+def certify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a certificate for this machine, which clients trust."""
+    request_of_one = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
+    files = ["-keyout", "privkey.pem", "-out", "fullchain.pem", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*request_of_one.split(), *files], cwd=tmp_path, check=True, capture_output=True)
+    # Trainings on machines with a certificate authority of their own do the same.
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "fullchain.pem"))
+
+
+@pytest.fixture(params=PROXIES)
+def proxied(
+    request: pytest.FixtureRequest, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The URL of a server behind a proxy, below a prefix."""
+    certify(tmp_path, monkeypatch)
+    make: Callable[[Path, ServerProcess, int], list[str]] = request.param
+    port = free_port()
+    url = f"https://localhost:{port}/zeus"
+    with running(make(tmp_path, server, port), tmp_path, url):
+        yield url
+
+
+def train(url: str, token: str, job_id: str) -> None:
+    """Run a training that reaches its target after two epochs."""
+    gpus = GpuConfig(max_power=300.0, number_of_gpus=1, gpu_model="A40")
+    spec = JobSpec(job_id=job_id, job_id_prefix="proxied", batch_sizes=(8,), default_batch_size=8, target_metric=0.5)
+    monitor = ReplayMonitor([Measurement(1.0, 50.0, "nvml")] * 10, gpus)
+    with BatchSizeOptimizer(monitor, url, spec, token=token) as training:
+        assert training.get_batch_size() == 8
+        training.on_train_begin()
+        training.on_evaluate(0.25)
+        training.on_evaluate(0.75)
+        assert training.training_finished
+
+
+def test_a_training_goes_through_a_proxy_with_tls_below_a_prefix(proxied: str, server: ServerProcess) -> None:
+    token = make_token(server.database_url, "report")
+    train(proxied, token, "proxied-1")
+    with httpx.Client(base_url=proxied, headers=bearer(token)) as http:
+        (trial,) = http.get("/api/jobs/proxied-1").json()["trials"]
+        assert (trial["state"], trial["epochs"]) == ("completed", 2)
+        assert http.get("/api/jobs").status_code == 200
+    assert httpx.get(f"{proxied}/api/jobs").status_code == 401
+
+
+def test_pages_work_below_the_prefix_and_their_cookie_is_secure(proxied: str, server: ServerProcess) -> None:
+    token = make_token(server.database_url, "admin")
+    with httpx.Client() as http:
+        assert http.get(proxied).headers["location"] in {"/zeus/ui/", f"{proxied}/ui/"}
+        asked = http.get(f"{proxied}/ui/")
+        assert (asked.status_code, "Log in" in asked.text) == (401, True)
+        origin = urljoin(proxied, "/").rstrip("/")
+        entered = http.post(f"{proxied}/ui/login", data={"token": token}, headers={"Origin": origin})
+        assert entered.status_code == 303
+        assert "; Secure" in entered.headers["set-cookie"]
+        page = http.get(urljoin(f"{proxied}/ui/login", entered.headers["location"]))
+        assert page.status_code == 200
+        links = {urljoin(str(page.url), link.partition("#")[0]) for link in Page(page.text).links}
+        assert len(links) > 3
+        for link in links - {f"{proxied}/ui/logout"}:
+            assert link.startswith(f"{proxied}/ui/")
+            assert http.get(link).is_success
+        assert http.post(f"{proxied}/ui/login", data={"token": token}, headers={"Origin": "https://other"}).is_error
+
+
+def test_a_client_behind_a_proxy_is_not_taken_for_the_servers_own_machine(proxied: str, server: ServerProcess) -> None:
+    assert httpx.get(f"{server.url}/api/jobs").is_success
+    refused = httpx.get(f"{proxied}/api/jobs")
+    assert refused.status_code == 403
+    assert "token" in refused.json()["message"]
+
+
+def test_bodies_have_the_servers_limit_and_whole_jobs_another(proxied: str, server: ServerProcess) -> None:
+    token = bearer(make_token(server.database_url, "admin"))
+    with httpx.Client(base_url=proxied, headers={**token, "content-type": "application/json"}) as http:
+        assert http.post("/jobs", json=job(job_id="kept-1", job_id_prefix="kept")).status_code == 201
+        assert http.post("/jobs", content=b" " * (LIMIT_BYTES + 1)).status_code == 413
+        longer = encoded(renamed(export_over(http, "kept-1"), "kept-2")) + b" " * (2 * LIMIT_BYTES)
+        assert import_over(http, longer).status_code == 201
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+def test_tokens_tell_to_which_of_several_servers_a_training_goes(
+    server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify(tmp_path, monkeypatch)
+    (tmp_path / "other").mkdir()
+    other = ServerProcess(f"sqlite:///{tmp_path / 'other' / 'bso.sqlite3'}", tmp_path / "other" / "server.log")
+    other.start()
+    try:
+        tokens = [make_token(each.database_url, "report") for each in (server, other)]
+        port = free_port()
+        site = replaced(
+            (DEPLOY / "nginx" / "partitioned.conf").read_text(),
+            ("10.0.0.1:8000", f"127.0.0.1:{server.port}"),
+            ("10.0.0.2:8000", f"127.0.0.1:{other.port}"),
+            ("zbso_0123abcd_", tokens[1][: len("zbso_0123abcd_")]),
+            ("listen 443 ssl", f"listen 127.0.0.1:{port} ssl"),
+            ("/etc/ssl/zeus-bso", str(tmp_path)),
+            ("bso.example.com", "localhost"),
+        )
+        url = f"https://localhost:{port}/zeus"
+        with running(nginx_with(site, tmp_path), tmp_path, url):
+            for token, job_id in zip(tokens, ("proxied-a", "proxied-b"), strict=True):
+                train(url, token, job_id)
+            for each, token, prefix, job_id in zip(
+                (server, other), tokens, "ab", ("proxied-a", "proxied-b"), strict=True
+            ):
+                jobs = httpx.get(f"{each.url}/api/jobs", headers=bearer(token)).json()
+                assert [one["job_id"] for one in jobs["jobs"]] == [job_id]
+                assert httpx.get(f"{url}/{prefix}/api/jobs", headers=bearer(token)).json() == jobs
+                assert httpx.get(f"{url}/{prefix}/ui/", auth=("anybody", token)).status_code == 200
+    finally:
+        other.kill()

@@ -1,0 +1,145 @@
+"""Settings and tokens that stand in files, as container platforms hand out secrets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bso_server.cli import main
+from bso_server.settings import Settings, secret, source_of
+from tests.support import warm
+from tests.support.servers import NEEDED, free_port, wait_until_up
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.environment import access_token
+from zeus_plugins.errors import ZeusBSOConfigError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, without settings from elsewhere."""
+    for name in [name for name in os.environ if name.startswith("ZEUS_BSO_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def held(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n"])
+def test_a_setting_is_what_its_file_holds_without_the_line_feeds_at_its_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setenv("ZEUS_BSO_DB_PASSWORD_FILE", held(folder / "password", " with blanks " + end))
+    monkeypatch.setenv("ZEUS_BSO_SERVER_PORT_FILE", held(folder / "port", "1001" + end))
+    settings = Settings()
+    assert settings.db_password is not None
+    assert settings.db_password.get_secret_value() == " with blanks "
+    assert settings.server_port == 1001
+    assert source_of("server_port", {}) == "environment, from a file"
+
+
+def test_a_file_ranks_as_its_setting_does_in_the_same_place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, name in enumerate(("SERVER_PORT", "CRASH_RETRIES", "MAX_BODY_BYTES", "LOG_LEVEL"), start=1):
+        held(folder / name, "ERROR" if name == "LOG_LEVEL" else str(number))
+    (folder / ".env").write_text(
+        f"ZEUS_BSO_CRASH_RETRIES=20\nZEUS_BSO_MAX_BODY_BYTES_FILE=absent\nZEUS_BSO_LOG_LEVEL_FILE={folder}/LOG_LEVEL\n"
+    )
+    monkeypatch.setenv("ZEUS_BSO_SERVER_PORT_FILE", "absent")
+    monkeypatch.setenv("ZEUS_BSO_CRASH_RETRIES_FILE", "CRASH_RETRIES")
+    monkeypatch.setenv("ZEUS_BSO_MAX_BODY_BYTES", "30")
+    settings = Settings(server_port=1000)
+    assert (settings.server_port, settings.crash_retries, settings.max_body_bytes) == (1000, 2, 30)
+    assert settings.log_level == "ERROR"
+    sources = [source_of(name, {"server_port": 1000}) for name in ("server_port", "crash_retries", "log_level")]
+    assert sources == ["argument", "environment, from a file", ".env, from a file"]
+
+
+@pytest.mark.parametrize(
+    ("content", "other", "said"),
+    [
+        (None, None, "ZEUS_BSO_DATABASE_URL_FILE: the file cannot be read: .*No such file.*secret"),
+        ("\n", None, "ZEUS_BSO_DATABASE_URL_FILE: the file .*secret is empty"),
+        (b"\xff\n", None, "ZEUS_BSO_DATABASE_URL_FILE: the file cannot be read: .*utf-8"),
+        ("sqlite:///a", "sqlite:///b", "both ZEUS_BSO_DATABASE_URL and ZEUS_BSO_DATABASE_URL_FILE are set: unset one"),
+    ],
+    ids=["absent", "empty", "no text", "both"],
+)
+def test_a_file_that_does_not_serve_is_told_with_its_variable(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: str | bytes | None,
+    other: str | None,
+    said: str,
+) -> None:
+    if content is not None:
+        (folder / "secret").write_bytes(content if isinstance(content, bytes) else content.encode())
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL_FILE", str(folder / "secret"))
+    if other is not None:
+        monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", other)
+    with pytest.raises(ValueError, match=said):
+        Settings()
+    assert main(["db", "check"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("bso-server: ")
+    with pytest.raises(ZeusBSOConfigError, match=said):  # the server in a training's process
+        client_from_environment("embedded:")
+
+
+def test_an_empty_variable_of_a_file_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL_FILE", "")
+    assert Settings().log_level == "INFO"
+    assert source_of("log_level", {}) == "default"
+    assert secret("TOKEN", {"TOKEN": "abc", "TOKEN_FILE": ""}) == "abc"
+
+
+@pytest.mark.parametrize("argument", [False, True], ids=["file", "argument before a file"])
+def test_workers_find_the_database_of_their_parent(folder: Path, argument: bool) -> None:
+    port, log = free_port(), folder / "log"
+    url = held(folder / "url", f"sqlite:///{folder / 'of_file.sqlite3'}\n")
+    environ = {**os.environ, "ZEUS_BSO_DATABASE_URL_FILE": "absent" if argument else url}
+    named = ["--database-url", f"sqlite:///{folder / 'of_argument.sqlite3'}"] if argument else []
+    process = warm.start(
+        *("bso_server", "serve", "--port", str(port), *named),
+        modules=NEEDED,
+        output=log,
+        environ=environ,
+        folder=folder,
+    )
+    try:
+        wait_until_up(process, f"http://127.0.0.1:{port}", log)
+        assert httpx.get(f"http://127.0.0.1:{port}/health/ready").status_code == 200
+    finally:
+        process.terminate()
+        process.wait()
+    assert (folder / f"of_{'argument' if argument else 'file'}.sqlite3").exists()
+
+
+def test_the_clients_token_may_stand_in_a_file(folder: Path) -> None:
+    path = held(folder / "token", "zbso_1_abc\n")
+    assert access_token({"ZEUS_BSO_TOKEN_FILE": path}) == "zbso_1_abc"
+    assert access_token({"ZEUS_BSO_TOKEN": "of-variable", "ZEUS_BSO_TOKEN_FILE": ""}) == "of-variable"
+    assert access_token({}) is None
+    absent = {"ZEUS_SERVER_URL": "http://bso.example", "ZEUS_BSO_TOKEN_FILE": "absent"}
+    with client_from_environment(token="argument", environ=absent):  # noqa: S106 - no real token
+        pass
+    with pytest.raises(ZeusBSOConfigError, match=r"ZEUS_BSO_TOKEN_FILE: the file cannot be read: .*absent"):
+        client_from_environment(environ=absent)
+    with pytest.raises(ZeusBSOConfigError, match=r"ZEUS_BSO_TOKEN_FILE: the file .* is empty"):
+        access_token({"ZEUS_BSO_TOKEN_FILE": held(folder / "empty", " \n")})
+    with pytest.raises(ZeusBSOConfigError, match="both ZEUS_BSO_TOKEN and ZEUS_BSO_TOKEN_FILE are set"):
+        access_token({"ZEUS_BSO_TOKEN": "abc", "ZEUS_BSO_TOKEN_FILE": path})
+
+
+def test_the_command_shows_a_server_the_token_in_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ZEUS_BSO_TOKEN_FILE", str(folder / "absent"))
+    assert main(["jobs", "list", "--server-url", "http://127.0.0.1:9"]) == 1
+    assert "ZEUS_BSO_TOKEN_FILE: the file cannot be read" in capsys.readouterr().err

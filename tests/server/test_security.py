@@ -1,0 +1,592 @@
+"""Who may do what: real servers on each kind of database, and applications that hear from other machines."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import csv
+import io
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import httpx
+import pytest
+from litestar import Litestar, get, post
+from litestar.routes import ASGIRoute, HTTPRoute
+from sqlalchemy import Engine, event
+
+from bso_server.api.auth import PAGE, AccessControl, needed_scope, needs
+from bso_server.api.errors import EXCEPTION_HANDLERS
+from bso_server.app import create_app
+from bso_server.core.access import Scope
+from bso_server.service.tokens import Authenticator, TokenSource
+from bso_server.settings import Settings
+from tests.support.jobs import job
+from tests.support.power_limit_bench import found_out
+from tests.support.servers import ServerProcess, bso_server
+from tests.support.tokens import RESULT, Http, Tokens, bearer, make_token
+from tests.support.wire import assert_refused
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import TrialId
+
+T = TypeVar("T")
+ADDRESSES = [f"127.0.0.{number}" for number in range(1, 20)]
+LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
+UNKNOWN = f"zbso_00000000_{'x' * 43}"
+
+
+@pytest.fixture(scope="module")
+def any_server(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """One of this file's own: the first token closes a server to whoever has none."""
+    server = ServerProcess(database_url, tmp_path_factory.mktemp("server") / "server.log")
+    server.start("--migrate")
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="module")
+def tokens(any_server: ServerProcess) -> Tokens:
+    scopes = {"read": "read", "report": "report", "other": "report", "admin": "admin"}
+    return Tokens(**{name: make_token(any_server.database_url, scope) for name, scope in scopes.items()})
+
+
+@pytest.fixture
+def http(any_server: ServerProcess) -> Http:
+    return Http(any_server.url)
+
+
+class TestTokens:
+    def test_without_a_token_nothing_but_open_routes_answers(self, http: Http, tokens: Tokens) -> None:
+        # Shown once, so that the server has certainly noticed that there are tokens.
+        assert http.ask("GET", "/api/jobs", tokens.read).status_code == 200
+
+        refused = httpx.get(f"{http.url}/api/jobs")
+        assert_refused(refused, 401, None, "bso-server token create", "ZEUS_BSO_TOKEN")
+        assert refused.headers["WWW-Authenticate"].startswith("Bearer ")
+        assert_refused(httpx.post(f"{http.url}/jobs", content="{"), 401, None)
+        for path in ("/health/live", "/health/ready", "/version"):
+            assert httpx.get(http.url + path).status_code == 200
+
+    @pytest.mark.parametrize("path", ["/api/jobs", "/schema/openapi.json"])
+    def test_a_bad_token_is_refused(self, http: Http, path: str) -> None:
+        refused = http.ask("GET", path, UNKNOWN)
+        assert_refused(refused, 401, None, "unknown or was revoked")
+        assert "WWW-Authenticate" in refused.headers
+
+    def test_a_token_is_taken_as_a_password_too(self, http: Http, tokens: Tokens) -> None:
+        assert httpx.get(f"{http.url}/api/jobs", auth=("whoever", tokens.read)).status_code == 200
+        assert_refused(httpx.get(f"{http.url}/api/jobs", auth=("whoever", "")), 401, None, "Bearer TOKEN")
+
+    def test_the_training_side_needs_nothing_but_the_token(self, http: Http, tokens: Tokens) -> None:
+        with BsoClient(http.url, token=tokens.report) as client:
+            assert client.list_jobs() is not None
+        with BsoClient(http.url.replace("//", f"//zeus:{tokens.report}@")) as client:
+            assert client.list_jobs() is not None
+        with BsoClient(http.url, token=UNKNOWN) as client, pytest.raises(ZeusBSOConfigError, match="token"):
+            client.list_jobs()
+
+    def test_a_revoked_token_is_refused(self, any_server: ServerProcess, http: Http) -> None:
+        token = make_token(any_server.database_url, "admin")
+        revoke = bso_server("token", "revoke", token.split("_")[1], "--database-url", any_server.database_url)
+        assert revoke.returncode == 0, revoke.stderr
+        assert_refused(http.ask("GET", "/api/jobs", token), 401, None, "revoked")
+
+    @pytest.mark.parametrize(
+        ("method", "path", "needed"),
+        [
+            ("GET", "/api/jobs", {"read", "report", "admin"}),
+            ("GET", "/api/jobs/none", {"read", "report", "admin"}),
+            ("GET", "/schema/openapi.json", {"read", "report", "admin"}),
+            ("POST", "/jobs", {"report", "admin"}),
+            ("GET", "/jobs/batch_size?job_id=none", {"report", "admin"}),
+            ("POST", "/report", {"report", "admin"}),
+            ("POST", "/trials", {"report", "admin"}),
+            ("PATCH", "/trials", {"report", "admin"}),
+            ("PATCH", "/trials/heartbeat", {"report", "admin"}),
+            ("PUT", "/trials/power_profile", {"report", "admin"}),
+            ("GET", "/api/jobs/none/explanation", {"read", "report", "admin"}),
+            ("GET", "/api/jobs/none/power_profiles", {"read", "report", "admin"}),
+            ("DELETE", "/jobs?job_id=none", {"admin"}),
+            ("POST", "/api/import", {"admin"}),
+            ("POST", "/api/jobs/none/trials/1/discard", {"admin"}),
+            ("PUT", "/api/jobs/none/share", {"admin"}),
+            ("DELETE", "/api/jobs/none/share", {"admin"}),
+        ],
+    )
+    def test_scopes(self, http: Http, tokens: Tokens, method: str, path: str, needed: set[str]) -> None:
+        for scope in ("read", "report", "admin"):
+            answer = http.ask(method, path, getattr(tokens, scope))
+            if scope in needed:
+                assert answer.status_code not in {401, 403}, answer.text
+            else:
+                assert_refused(answer, 403, None, "has no scope")
+
+
+def test_a_route_that_somebody_forgets_to_protect_is_protected() -> None:
+    async def forgotten() -> None: ...
+
+    assert needed_scope(get("/forgotten")(forgotten)) == "read"
+    assert needed_scope(post("/forgotten")(forgotten)) == "admin"
+
+
+def test_what_each_route_asks_for(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'bso.sqlite3'}"))
+    needed: dict[str | None, set[str]] = {None: set(), "report": set(), "read": set(), "admin": set()}
+    for route in app.routes:
+        if isinstance(route, ASGIRoute):
+            needed[needed_scope(route.route_handler)].add(f"any {route.path}")
+            continue
+        assert isinstance(route, HTTPRoute)
+        for handler in route.route_handlers:
+            for method in handler.http_methods - {"OPTIONS"}:
+                needed[needed_scope(handler)].add(f"{method} {route.path}")
+
+    pages = {"GET /", "GET /ui/static/{name:str}", "POST /ui/login", "POST /ui/logout"}
+    assert needed[None] == {"GET /health/live", "GET /health/ready", "GET /version", *pages}
+    assert needed["report"] == {
+        "POST /jobs",
+        "GET /jobs/batch_size",
+        "any /report",
+        "POST /trials",
+        "PATCH /trials",
+        "PATCH /trials/heartbeat",
+        "PUT /trials/power_profile",
+    }
+    assert all(route.startswith("GET ") for route in needed["read"])
+    assert {"GET /api/jobs", "GET /api/jobs/{job_id:str}", "GET /schema/openapi.json"} <= needed["read"]
+    assert {"DELETE /jobs", "POST /api/import"} <= needed["admin"]
+
+
+class TestOwners:
+    def test_only_the_token_that_began_a_trial_or_an_administrator_reports_on_it(
+        self, http: Http, tokens: Tokens
+    ) -> None:
+        trial = http.begin(tokens.report)
+        assert_refused(
+            http.report(tokens.other, trial), 403, None, "belongs to token", tokens.report.split("_")[1], "(test)"
+        )
+        assert_refused(http.ask("PATCH", "/trials/heartbeat", tokens.other, json=trial), 403, None)
+        assert_refused(http.ask("PUT", "/trials/power_profile", tokens.other, json=trial | found_out(job())), 403, None)
+
+        for token in (tokens.report, tokens.admin):
+            assert http.report(token, trial).status_code == 200
+            assert http.ask("PATCH", "/trials/heartbeat", token, json=trial).status_code == 200
+            stored = http.ask("PUT", "/trials/power_profile", token, json=trial | found_out(job()))
+            assert stored.status_code == 200, stored.text
+
+    def test_its_token_or_an_administrator_ends_a_trial(self, http: Http, tokens: Tokens) -> None:
+        for ending in (tokens.report, tokens.admin):
+            trial = http.begin(tokens.report)
+            assert_refused(http.ask("PATCH", "/trials", tokens.other, json=trial), 403, None)
+            assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "running"
+            assert http.ask("PATCH", "/trials", ending, json=trial).status_code == 200
+            assert http.ask("GET", f"/api/jobs/{trial['job_id']}", ending).json()["trials"][0]["state"] == "failed"
+
+    def test_a_job_is_its_tokens_until_it_is_shared_but_each_trial_stays_its_own(
+        self, http: Http, tokens: Tokens
+    ) -> None:
+        registered = job(job_id=f"job-{uuid.uuid4().hex}")
+        first = http.begin(tokens.report, http.ask("POST", "/jobs", tokens.report, json=registered).json()["job_id"])
+        job_id = first["job_id"]
+        offline = {"json": {"job_id": job_id, "batch_size": 32}, "headers": {"Idempotency-Key": "k"}}
+        for refused in (
+            http.ask("POST", "/jobs", tokens.other, json=registered),
+            http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}),
+            http.ask("POST", "/trials", tokens.other, **offline),
+        ):
+            owner = tokens.report.split("_")[1]
+            assert_refused(refused, 403, None, f"belongs to token {owner} (test)", f"bso-server jobs share {job_id}")
+        assert http.ask("GET", f"/api/jobs/{job_id}", tokens.other).json()["trial_count"] == 1
+
+        http.share(tokens.admin, job_id)
+        assert http.ask("POST", "/jobs", tokens.other, json=registered).status_code == 200
+        second = http.begin(tokens.other, job_id)
+        assert http.report(tokens.report, first).status_code == 200
+        assert http.report(tokens.other, second).status_code == 200
+        assert_refused(http.report(tokens.report, second), 403, None)
+
+        assert http.ask("DELETE", f"/api/jobs/{job_id}/share", tokens.admin).json()["shared"] is False
+        assert_refused(http.ask("GET", "/jobs/batch_size", tokens.other, params={"job_id": job_id}), 403, None)
+        assert http.report(tokens.other, second).status_code == 200  # What has begun goes on.
+
+    def test_a_token_may_share_all_its_jobs(self, http: Http, tokens: Tokens, any_server: ServerProcess) -> None:
+        sharing = make_token(any_server.database_url, "report", options=["--share"])
+        trial = http.begin(sharing)
+        assert http.begin(tokens.other, trial["job_id"])["trial_number"] == 2
+        shown = http.ask("GET", f"/api/jobs/{trial['job_id']}", tokens.read).json()
+        assert (shown["owner"], shown["shared"]) == (sharing.split("_")[1], True)
+
+    def test_an_administrator_may_run_anybodys_job_and_the_log_says_so(
+        self, http: Http, tokens: Tokens, any_server: ServerProcess
+    ) -> None:
+        trial = http.begin(tokens.report)
+        begun = http.begin(tokens.admin, trial["job_id"])
+        assert http.report(tokens.admin, trial).status_code == 200
+        assert http.ask("PATCH", "/trials", tokens.admin, json=trial).status_code == 200
+        owner, admin = tokens.report.split("_")[1], tokens.admin.split("_")[1]
+        said = f"token {admin}, an administrator's, in the place of token {owner}"
+        lines = any_server.log.read_text().splitlines()
+        assert sum(f"job {trial['job_id']} trial 1: {said}" in line for line in lines) == 2
+        assert sum(f"job {trial['job_id']} trial {begun['trial_number']}: {said}" in line for line in lines) == 1
+
+    def test_whose_token_a_trial_was_dispatched_to_can_be_read(
+        self, http: Http, tokens: Tokens, any_server: ServerProcess
+    ) -> None:
+        job_id = http.begin(tokens.report)["job_id"]
+        http.share(tokens.admin, job_id)
+        http.begin(tokens.other, job_id)
+        owners = [token.split("_")[1] for token in (tokens.report, tokens.other)]
+        for path in (f"/api/jobs/{job_id}", f"/api/jobs/{job_id}/trials"):
+            answer = http.ask("GET", path, tokens.read)
+            assert [trial["owner"] for trial in answer.json()["trials"]] == owners
+            assert tokens.report.split("_", 2)[2] not in answer.text
+        table = http.ask("GET", f"/api/jobs/{job_id}/trials.csv", tokens.read).text
+        assert [row["owner"] for row in csv.DictReader(io.StringIO(table))] == owners
+        text = bso_server("jobs", "show", job_id, "--database-url", any_server.database_url).stdout
+        assert "  TOKEN  " in text
+        assert f", token {owners[0]} (shared)\n" in text
+        listed = bso_server("jobs", "list", "--database-url", any_server.database_url).stdout
+        assert any(line.startswith(job_id) and line.endswith(f"{owners[0]} (shared)") for line in listed.splitlines())
+        for owner in owners:
+            assert f"  {owner}  " in text
+
+    def test_a_key_does_not_hand_out_another_tokens_trial(self, http: Http, tokens: Tokens) -> None:
+        job_id = http.ask("POST", "/jobs", tokens.report, json=job()).json()["job_id"]
+        http.share(tokens.admin, job_id)
+
+        def suggest(token: str) -> httpx.Response:
+            headers = {**bearer(token), "Idempotency-Key": "the-same"}
+            return httpx.get(f"{http.url}/jobs/batch_size", params={"job_id": job_id}, headers=headers)
+
+        first = suggest(tokens.report)
+        assert_refused(suggest(tokens.other), 403, None, "belongs to token")
+        assert suggest(tokens.report).json() == first.json()
+
+    async def test_a_refused_report_spoils_no_other_of_its_group(self, http: Http, tokens: Tokens) -> None:
+        trials = [http.begin(tokens.report) for _ in range(8)]
+        async with httpx.AsyncClient(base_url=http.url) as client:
+            asked = [
+                client.post("/report", json={**trial, **RESULT}, headers=bearer(token))
+                for trial in trials
+                for token in (tokens.other, tokens.report)
+            ]
+            assert [answer.status_code for answer in await asyncio.gather(*asked)] == [403, 200] * 8
+
+
+class TestFirstTokens:
+    """On a server of its own, which has no tokens to begin with."""
+
+    def test_the_first_token_closes_the_server_for_good(self, server: ServerProcess) -> None:
+        assert "no tokens yet" in server.log.read_text()
+        trial = {name: value for name, value in begin_openly(server.url).items() if name in TrialId.model_fields}
+        token = make_token(server.database_url, "report")
+
+        # The trial was dispatched to nobody: every token that may report may go on with it.
+        assert httpx.post(f"{server.url}/report", json={**trial, **RESULT}, headers=bearer(token)).status_code == 200
+        assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None)
+
+        revoked = bso_server("token", "revoke", token.split("_")[1], "--database-url", server.database_url)
+        assert "until bso-server token create" in revoked.stderr
+        server.kill()
+        server.start()
+        assert "all tokens are revoked" in server.log.read_text()
+        assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(token)), 401, None)
+        assert_refused(httpx.get(f"{server.url}/api/jobs"), 401, None, "bso-server token create")
+        another = make_token(server.database_url, "report")
+        assert httpx.get(f"{server.url}/api/jobs", headers=bearer(another)).status_code == 200
+
+    def test_an_insecure_server_says_so_loudly_and_asks_nobody(self, server: ServerProcess) -> None:
+        token = make_token(server.database_url, "read")
+        server.kill()
+        server.start("--insecure")
+
+        assert "WARNING bso_server: INSECURE" in server.log.read_text()
+        assert httpx.get(f"{server.url}/api/jobs").status_code == 200
+        assert httpx.get(f"{server.url}/api/jobs", headers=bearer(token)).status_code == 200
+        assert_refused(httpx.get(f"{server.url}/api/jobs", headers=bearer(UNKNOWN)), 401, None)
+
+    def test_the_commands_show_a_token_to_a_server(
+        self, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        token = make_token(server.database_url, "read")
+        monkeypatch.setenv("ZEUS_BSO_TOKEN", token)
+        assert bso_server("jobs", "list", "--server-url", server.url).stdout == "no jobs\n"
+        monkeypatch.delenv("ZEUS_BSO_TOKEN")
+        refused = bso_server("jobs", "list", "--server-url", server.url)
+        assert "needs a token" in refused.stderr
+        as_password = server.url.replace("//", f"//me:{UNKNOWN}@")
+        refused = bso_server("jobs", "list", "--server-url", as_password)
+        assert "answered 401" in refused.stderr
+        assert UNKNOWN not in refused.stderr
+
+    def test_secrets_are_never_logged(self, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        bso_server("db", "upgrade", "--database-url", database_url)
+        token = make_token(database_url, "report")
+        monkeypatch.setenv("ZEUS_BSO_LOG_LEVEL", "DEBUG")
+        monkeypatch.setenv("ZEUS_BSO_ECHO_SQL", "1")
+        server = ServerProcess(database_url, tmp_path / "server.log")
+        server.start()
+        try:
+            Http(server.url).begin(token)
+            assert httpx.get(f"{server.url}/api/jobs", auth=("me", token)).status_code == 200
+            assert Http(server.url).ask("POST", "/report", token, content="{").status_code == 400
+            assert Http(server.url).ask("DELETE", "/jobs?job_id=none", token).status_code == 403
+            assert Http(server.url).ask("GET", "/api/jobs", UNKNOWN).status_code == 401
+            assert httpx.get(f"{server.url}/api/jobs", headers={"Authorization": token}).status_code == 401
+        finally:
+            server.stop()
+        log = server.log.read_text()
+        assert "FROM tokens" in log, "the log is not as detailed as this test means it to be"
+        for secret in (token[14:], UNKNOWN[14:], base64.b64encode(f"me:{token}".encode()).decode()):
+            assert secret not in log
+        assert all("refused with 401" in line for line in log.splitlines() if "authorization" in line.lower())
+
+
+def begin_openly(url: str) -> dict[str, Any]:
+    job_id = httpx.post(f"{url}/jobs", json=job()).json()["job_id"]
+    trial: dict[str, Any] = httpx.get(f"{url}/jobs/batch_size", params={"job_id": job_id}).json()
+    return trial
+
+
+@asynccontextmanager
+async def in_app(settings: Settings) -> AsyncIterator[Callable[[str], httpx.AsyncClient]]:
+    """Run an application in this process; yield a function that makes a client at a given address."""
+    app = create_app(settings)
+
+    def client(address: str) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app, client=(address, 1234))
+        return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+    async with app.lifespan():
+        yield client
+
+
+@pytest.fixture
+def sqlite_url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+
+
+class TestFromOtherMachines:
+    """However it was launched: only the application itself knows where a request comes from."""
+
+    @staticmethod
+    async def statuses(settings: Settings, headers: dict[str, str] | None = None) -> dict[str, int]:
+        addresses = ["127.0.0.1", "::1", "::ffff:127.0.0.1", "203.0.113.9"]
+        async with in_app(settings) as client:
+            return {it: (await client(it).get("/api/jobs", headers=headers)).status_code for it in addresses}
+
+    async def test_without_tokens_only_this_machine_is_served(self, sqlite_url: str) -> None:
+        assert await self.statuses(Settings(database_url=sqlite_url)) == {
+            "127.0.0.1": 200,
+            "::1": 200,
+            "::ffff:127.0.0.1": 200,
+            "203.0.113.9": 403,
+        }
+
+    async def test_the_refusal_says_what_to_do(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url)) as client:
+            refused = await client(FOREIGN).post("/jobs", json=job())
+            assert_refused(refused, 403, None, "bso-server token create", "--insecure")
+            assert (await client(FOREIGN).get("/health/live")).status_code == 200
+            assert (await client(LOCAL).get("/api/jobs")).json()["jobs"] == []
+
+    @pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+    async def test_an_address_that_somebody_wrote_into_a_header_proves_nothing(
+        self, sqlite_url: str, header: str
+    ) -> None:
+        # What a server sees that trusts every proxy: the address is what the header says.
+        headers = {header: "127.0.0.1"}
+        assert set((await self.statuses(Settings(database_url=sqlite_url), headers)).values()) == {403}
+
+    async def test_an_insecure_server_serves_all(self, sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ZEUS_BSO_INSECURE", "1")
+        assert set((await self.statuses(Settings(database_url=sqlite_url))).values()) == {200}
+
+    async def test_with_a_token_any_machine_is_served(self, sqlite_url: str) -> None:
+        token = make_token(sqlite_url, "read")
+        assert set((await self.statuses(Settings(database_url=sqlite_url), bearer(token))).values()) == {200}
+        assert set((await self.statuses(Settings(database_url=sqlite_url))).values()) == {401}
+
+
+async def test_a_report_with_a_token_takes_three_statements(database_url: str) -> None:
+    bso_server("db", "upgrade", "--database-url", database_url)
+    token = make_token(database_url, "report")
+    statements: list[str] = []
+
+    def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+        statements.append(statement.split()[0])
+
+    event.listen(Engine, "before_cursor_execute", count)
+    try:
+        async with in_app(Settings(database_url=database_url)) as client, client(FOREIGN) as http:
+            http.headers.update(bearer(token))
+            job_id = (await http.post("/jobs", json=job())).json()["job_id"]
+            trial = (await http.get("/jobs/batch_size", params={"job_id": job_id})).json()
+            statements.clear()
+            answer = await http.post("/report", json={**trial, **RESULT})
+            assert answer.status_code == 200, answer.text
+    finally:
+        event.remove(Engine, "before_cursor_execute", count)
+    assert [word for word in statements if word != "BEGIN"] == ["SELECT", "UPDATE", "INSERT"]
+
+
+class TestLimits:
+    async def test_other_hosts_are_refused(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url, allowed_hosts="bso.example, *.corp.example")) as client:
+            here = client(LOCAL)
+            for host in ("bso.example", "bso.example:1", "a.corp.example"):
+                assert (await here.get("/api/jobs", headers={"Host": host})).status_code == 200
+            refused = await here.get("/api/jobs", headers={"Host": "evil.example"})
+            assert_refused(refused, 400, None, "'evil.example'", "ZEUS_BSO_ALLOWED_HOSTS")
+            # Probes address the machine, not its name.
+            assert (await here.get("/health/live", headers={"Host": "10.0.0.7"})).status_code == 200
+
+    async def test_pages_of_other_sites_are_refused(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url)) as client:
+            here = client(LOCAL)
+            for site in ("same-origin", "same-site", "none"):
+                assert (await here.get("/api/jobs", headers={"Sec-Fetch-Site": site})).status_code == 200
+            refused = await here.post("/jobs", json={}, headers={"Sec-Fetch-Site": "cross-site"})
+            assert_refused(refused, 403, None, "another site")
+
+    async def test_without_tokens_a_name_that_anybody_may_lead_here_is_refused(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url)) as client:
+            here, evil = client(LOCAL), {"Host": "evil.example:8000"}
+            for refused in (await here.get("/api/jobs", headers=evil), await here.post("/jobs", headers=evil)):
+                assert_refused(refused, 400, None, "'evil.example:8000'", "localhost", "bso-server token create")
+            assert (await here.get("/health/live", headers=evil)).status_code == 200
+
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            ("POST", "/jobs"),
+            ("GET", "/jobs/batch_size?job_id=none"),
+            ("POST", "/report"),
+            ("PATCH", "/trials/heartbeat"),
+            ("DELETE", "/jobs?job_id=none"),
+            ("POST", "/api/import"),
+        ],
+    )
+    async def test_a_foreign_page_changes_nothing(self, sqlite_url: str, method: str, path: str) -> None:
+        async with in_app(
+            Settings(database_url=sqlite_url, allowed_hosts="localhost.example, board.example, *")
+        ) as client:
+            here = client(LOCAL)
+            for origin in ("http://evil.example", "http://localhost:3000", "null"):
+                refused = await here.request(method, path, headers={"Origin": origin})
+                assert_refused(refused, 403, None, repr(origin), "ZEUS_BSO_ALLOWED_HOSTS")
+            for headers in ({"Origin": "http://localhost:8000"}, {"Origin": "https://board.example"}, {}):
+                answer = await here.request(method, path, headers=headers)
+                assert answer.status_code not in {401, 403}
+
+    async def test_only_following_a_link_leads_from_another_site_to_a_page(self) -> None:
+        """On an application of this test's own, with a page and what is none."""
+
+        async def none() -> None: ...
+
+        authenticator = Authenticator(cast("TokenSource", None), insecure=True)
+        app = Litestar(
+            [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
+            middleware=[AccessControl(authenticator, ["*"], read_timeout_s=60)],
+            exception_handlers=EXCEPTION_HANDLERS,
+        )
+        link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
+            assert (await http.get("/page", headers=link)).status_code == 200
+            assert (await http.get("/data", headers={**link, "Sec-Fetch-Site": "none"})).status_code == 200
+            for otherwise in ({"Sec-Fetch-Mode": "no-cors"}, {"Sec-Fetch-Dest": "iframe"}):
+                assert_refused(await http.get("/page", headers={**link, **otherwise}), 403, None, "another site")
+            assert_refused(await http.get("/page", headers={"Sec-Fetch-Site": "cross-site"}), 403, None)
+            assert_refused(await http.get("/data", headers=link), 403, None, "another site")
+            assert_refused(await http.post("/page", headers=link), 403, None, "another site")
+
+    @pytest.mark.parametrize("announced", [True, False])
+    async def test_a_large_body_is_refused_before_it_is_read(self, sqlite_url: str, announced: bool) -> None:
+        size, piece = 100 * 1024 * 1024, b"x" * 65536
+        taken = 0
+
+        async def body() -> AsyncIterator[bytes]:
+            nonlocal taken
+            for _ in range(size // len(piece)):
+                taken += len(piece)
+                yield piece
+
+        async with in_app(Settings(database_url=sqlite_url)) as client:
+            headers = {"content-type": "application/json", **({"content-length": str(size)} if announced else {})}
+            refused = await client(LOCAL).post("/jobs", content=body(), headers=headers)
+            assert_refused(refused, 413, None, "ZEUS_BSO_MAX_BODY_BYTES")
+        assert taken <= (0 if announced else 1024 * 1024 + len(piece))
+
+    async def test_an_address_that_asks_too_often_has_to_wait(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url, rate_limit_per_minute=3)) as client:
+            here, there = client(LOCAL), client("127.0.0.2")
+            for _ in range(3):
+                assert (await here.get("/api/jobs")).status_code == 200
+            refused = await here.get("/api/jobs")
+            assert_refused(refused, 429, None, "ZEUS_BSO_RATE_LIMIT_PER_MINUTE")
+            assert 0 < int(refused.headers["RateLimit-Reset"]) <= 60
+            assert (await here.get("/health/live")).status_code == 200
+            assert (await there.get("/api/jobs")).status_code == 200
+            forged = await here.get("/api/jobs", headers={"X-Forwarded-For": "127.0.0.3"})
+            assert forged.status_code == 429
+
+    async def test_addresses_are_forgotten_that_have_not_asked_for_a_while(self, sqlite_url: str) -> None:
+        app = create_app(Settings(database_url=sqlite_url, rate_limit_per_minute=3, reap_interval_s=0.01))
+        counts = app.stores.get("request_counts")
+
+        async with app.lifespan():
+            for address in ADDRESSES:
+                transport = httpx.ASGITransport(app, client=(address, 1234))
+                async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+                    assert (await http.get("/api/jobs")).status_code == 200
+            counted = [f"RateLimitMiddleware::{address}" for address in ADDRESSES]
+            assert [await counts.exists(key) for key in counted] == [True] * len(counted)
+            # As a minute later: Litestar keeps each count for one.
+            for key in counted[1:]:
+                await counts.set(key, await counts.get(key) or b"", expires_in=timedelta(microseconds=1))
+            async with asyncio.timeout(60):
+                while any([await counts.exists(key) for key in counted[1:]]):
+                    await asyncio.sleep(0.01)
+            assert await counts.exists(counted[0])
+
+    async def test_who_is_refused_stands_in_the_log(self, sqlite_url: str, caplog: pytest.LogCaptureFixture) -> None:
+        token, other = make_token(sqlite_url, "read"), make_token(sqlite_url, "report")
+
+        settings = Settings(
+            database_url=sqlite_url, allowed_hosts="localhost", max_body_bytes=1000, rate_limit_per_minute=6
+        )
+        async with in_app(settings) as client, client(FOREIGN) as http:
+            for shown, status in ((None, 401), (UNKNOWN, 401), (token, 403)):
+                headers = {} if shown is None else bearer(shown)
+                assert (await http.delete("/jobs?job_id=none", headers=headers)).status_code == status
+            large = await http.post("/report", content=b"x" * 1001, headers=bearer(other))
+            assert large.status_code == 413
+            assert (await http.get("/api/jobs", headers={"Host": "evil.example"})).status_code == 400
+            # What is wrong without being refused leaves no line.
+            assert (await http.get("/api/jobs/no%0ane", headers=bearer(token))).status_code in {404, 422}
+            assert (await http.get("/api/jobs", headers=bearer(token))).status_code == 429
+            assert (await http.get("/api/jobs/no%0ane", headers=bearer(other))).status_code == 429
+        refused = [record.getMessage() for record in caplog.records if record.getMessage().startswith("refused")]
+        ids = {name: f"token {text.split('_')[1]}" for name, text in {"read": token, "report": other}.items()}
+        assert [line.partition(": ")[2] for line in refused] == [
+            f"DELETE '/jobs' from {FOREIGN}, no token: this server needs a token",
+            f"DELETE '/jobs' from {FOREIGN}, token 00000000: the token is unknown or was revoked, or has "
+            "another secret by now",
+            f"DELETE '/jobs' from {FOREIGN}, {ids['read']}: {ids['read']} has no scope admin, which this request "
+            "needs; make another one",
+            f"POST '/report' from {FOREIGN}, {ids['report']}: Request Entity Too Large",
+            f"GET '/api/jobs' from {FOREIGN}, no token: this server does not answer to host 'evil.example'",
+            f"GET '/api/jobs' from {FOREIGN}, {ids['read']}: Too Many Requests",
+            f"GET '/api/jobs/no\\nne' from {FOREIGN}, {ids['report']}: Too Many Requests",
+        ]
+        assert [int(line.split()[2].rstrip(":")) for line in refused] == [401, 401, 403, 413, 400, 429, 429]
+
+    async def test_requests_are_not_counted_unless_asked_for(self, sqlite_url: str) -> None:
+        async with in_app(Settings(database_url=sqlite_url)) as client:
+            assert "RateLimit-Limit" not in (await client(LOCAL).get("/api/jobs")).headers

@@ -1,0 +1,489 @@
+"""The database on each kind of engine, below HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, Engine, event
+
+from bso_server.core.model import TrialRecord, changed
+from bso_server.errors import DatabaseNotReadyError
+from bso_server.service.commands import BatchSizeService
+from bso_server.storage.database import open_database
+from bso_server.storage.faults import JobExistsError
+from bso_server.storage.queries import jobs_page
+from bso_server.storage.rows import TRIAL_AT_REPORT
+from bso_server.storage.sqlite import SqliteDatabase
+from bso_server.storage.store import Store
+from bso_server.storage.tables import metadata
+from bso_server.storage.transaction import Transaction
+from tests.support.databases import SQLITE_DRIVERS
+from tests.support.jobs import job
+from tests.support.service import open_store
+from zeus_plugins.protocol import OWN_POLICIES, ZEUS, CreatedJob, Origin, TrainingResult, TrialState
+
+pytestmark = pytest.mark.storage
+
+T = TypeVar("T")
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=timezone(timedelta(hours=9)))
+
+
+def registration(job_id: str, policy: str = ZEUS) -> CreatedJob:
+    return CreatedJob(**job(policy=policy, job_id=job_id, job_id_prefix=job_id[:1]))
+
+
+def begun(job_id: str, trial_number: int, started_at: datetime) -> TrialRecord:
+    return TrialRecord(
+        job_id=job_id,
+        trial_number=trial_number,
+        batch_size=8,
+        state=TrialState.RUNNING,
+        origin=Origin.BANDIT,
+        started_at=started_at,
+    )
+
+
+def in_store(database_url: str, use: Callable[[Store], Awaitable[T]]) -> T:
+    async def run() -> T:
+        store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+        try:
+            await store.migrate()
+            return await use(store)
+        finally:
+            await store.close()
+
+    return asyncio.run(run())
+
+
+async def test_migrating_again_changes_nothing(database_url: str) -> None:
+    async with open_store(database_url) as store:
+        await store.migrate()
+        await store.check_schema()
+
+
+async def test_the_migrations_make_the_tables_that_the_code_expects(database_url: str) -> None:
+    def differences(connection: Connection) -> list[Any]:
+        return list(compare_metadata(MigrationContext.configure(connection), metadata))
+
+    async with open_store(database_url) as store:
+        assert await store._database.transact(differences, read_only=True) == []
+
+
+async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
+    store = Store(open_database(f"sqlite:///{tmp_path / 'empty.sqlite3'}"))
+    try:
+        with pytest.raises(DatabaseNotReadyError, match="bso-server db upgrade"):
+            await store.check_schema()
+    finally:
+        await store.close()
+
+
+async def test_what_goes_in_comes_out(database_url: str) -> None:
+    trial = TrialRecord(
+        job_id="round-trip",
+        trial_number=1,
+        batch_size=16,
+        state=TrialState.RUNNING,
+        origin=Origin.EXPLORATION,
+        reason="first é ✓",
+        started_at=NOW,
+        started_event=1,
+        lease_expires_at=NOW,
+    )
+    measured = replace(
+        trial,
+        time_s=123456.789012345,
+        energy_j=0.1 + 0.2,
+        epoch=0.3,
+        metric=0.0,
+        report_count=2,
+        first_epoch=0.1,
+        first_cost_j=1 / 3,
+        cost_deviations_j2=2 / 3,
+        epoch_bound=7,
+        epoch_bound_reason="seven",
+    )
+
+    def write(transaction: Transaction) -> None:
+        transaction.insert_job(registration("round-trip"), NOW)
+        transaction.insert_trials([trial])
+        transaction.update_trials([measured])
+
+    async with open_store(database_url) as store:
+        await store.write(write)
+        found = await store.read(lambda transaction: transaction.job("round-trip"))
+        assert found is not None
+        assert found.registration == registration("round-trip")
+        assert found.registration.target_metric == 0.9
+        assert found.created_at == NOW
+        assert found.created_at.tzinfo is UTC
+        trials = await store.read(lambda transaction: transaction.all_trials("round-trip"))
+        assert trials == [measured]
+
+
+async def test_several_trials_are_saved_with_their_own_values(database_url: str) -> None:
+    def save(transaction: Transaction) -> None:
+        before = transaction.all_trials("several")
+        transaction.update_trials([replace(trial, message=f"new {trial.trial_number}") for trial in before])
+
+    async with open_store(database_url) as store:
+        await store.write(lambda transaction: transaction.insert_job(registration("several"), NOW))
+        added = [begun("several", number, NOW) for number in (1, 2, 3)]
+        await store.write(lambda transaction: transaction.insert_trials(added))
+        await store.write(save)
+        after = await store.read(lambda transaction: transaction.all_trials("several"))
+        assert after == [replace(trial, message=f"new {trial.trial_number}") for trial in added]
+
+
+def test_a_copy_of_a_record_differs_in_what_was_changed_alone() -> None:
+    trial = begun("copied", 1, NOW)
+    assert changed(trial, metric=0.5, report_count=1) == replace(trial, metric=0.5, report_count=1)
+    assert trial.metric is None
+    with pytest.raises(TypeError, match="TrialRecord has no field mertic"):
+        changed(trial, mertic=0.5)
+
+
+async def test_work_that_raises_leaves_nothing(database_url: str) -> None:
+    def crash(transaction: Transaction) -> None:
+        transaction.insert_job(registration("undone"), NOW)
+        raise RuntimeError("crash")
+
+    async with open_store(database_url) as store:
+        with pytest.raises(RuntimeError, match="crash"):
+            await store.write(crash)
+        assert await store.read(lambda transaction: transaction.job("undone")) is None
+
+
+async def test_a_job_id_is_taken_once(database_url: str) -> None:
+    async with open_store(database_url) as store:
+        await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
+        with pytest.raises(JobExistsError):
+            await store.write(lambda transaction: transaction.insert_job(registration("taken"), NOW))
+
+
+async def test_rows_come_in_order(database_url: str) -> None:
+    def write(transaction: Transaction) -> None:
+        for job_id in ("order-b", "order-a", "order-c"):
+            transaction.insert_job(registration(job_id), NOW)
+        for number in (2, 1, 3):
+            transaction.insert_trials([begun("order-a", number, NOW)])
+
+    async with open_store(database_url) as store:
+        await store.write(write)
+        page = await store.read(partial(jobs_page, prefix=None, stage=None, after=None, limit=100))
+        jobs = [stored.job_id for stored in page]
+        trials = await store.read(lambda transaction: transaction.all_trials("order-a"))
+        assert [job for job in jobs if job.startswith("order")] == ["order-a", "order-b", "order-c"]
+        assert [trial.trial_number for trial in trials] == [1, 2, 3]
+
+
+async def test_work_that_lost_against_another_transaction_is_done_again(database_url: str) -> None:
+    """Two transactions lock two jobs in opposite orders; SQLite has no such deadlocks, one waits for the other."""
+    both_hold_one = threading.Barrier(2)
+    tries = Counter[str]()
+
+    def lock(first: str, second: str) -> Callable[[Transaction], None]:
+        def work(transaction: Transaction) -> None:
+            tries[first] += 1
+            transaction.locked_job(first)
+            if tries.total() <= 2 and not database_url.startswith("sqlite"):
+                both_hold_one.wait(60)
+            transaction.locked_job(second)
+
+        return work
+
+    def in_thread(first: str, second: str) -> None:
+        async def run() -> None:
+            store = Store(open_database(database_url, patience_s=60.0), patience_s=60.0)
+            try:
+                await store.write(lock(first, second))
+            finally:
+                await store.close()
+
+        asyncio.run(run())
+
+    async with open_store(database_url) as store:
+        for job_id in ("dead-a", "dead-b"):
+            await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=NOW))
+    with ThreadPoolExecutor(2) as pool:
+        for outcome in [pool.submit(in_thread, "dead-a", "dead-b"), pool.submit(in_thread, "dead-b", "dead-a")]:
+            outcome.result()
+    assert tries.total() == (2 if database_url.startswith("sqlite") else 3)
+
+
+def test_a_report_that_is_being_taken_saves_its_trial_from_the_reaper(database_url: str) -> None:
+    """The reaper looks while a report on an expired trial is under way, and waits for the new lease."""
+    now = datetime.now(UTC)
+    job_id = "saved"
+    is_locked = threading.Event()
+
+    def renew(transaction: Transaction) -> None:
+        _, trial = transaction.locked_trials([(job_id, 1)])[job_id, 1]
+        is_locked.set()
+        # Long enough for the reaper to look; it makes no difference to the outcome.
+        time.sleep(0.5)
+        transaction.update_trials([replace(trial, lease_expires_at=now + timedelta(hours=1))], TRIAL_AT_REPORT)
+
+    def in_thread(use: Callable[[Store], Awaitable[T]]) -> T:
+        return in_store(database_url, use)
+
+    async def begin(store: Store) -> None:
+        await store.write(partial(Transaction.insert_job, registration=registration(job_id), created_at=now))
+        trial = replace(begun(job_id, 1, now), lease_expires_at=now - timedelta(hours=1))
+        await store.write(partial(Transaction.insert_trials, added=[trial]))
+
+    async def reap(store: Store) -> list[TrialRecord]:
+        assert is_locked.wait(60)
+        await BatchSizeService(store).reap()
+        return await store.read(lambda transaction: transaction.all_trials(job_id))
+
+    in_store(database_url, begin)
+    with ThreadPoolExecutor(2) as pool:
+        report = pool.submit(in_thread, lambda store: store.write(renew))
+        reaper = pool.submit(in_thread, reap)
+        report.result()
+        assert [trial.state for trial in reaper.result()] == [TrialState.RUNNING]
+
+
+async def test_how_many_statements_a_report_takes(database_url: str) -> None:
+    statements: list[str] = []
+    # PostgreSQL locks the job apart, once it is known that the trial ends.
+    locks_apart = ["SELECT"] if database_url.startswith("postgresql") else []
+    async with open_store(database_url) as store:
+        service = BatchSizeService(store)
+        await service.register(registration("counted"))
+        trial = await service.transact(service.commands.begin_trial, "counted")
+
+        database: Any = store._database
+        engine = database.file.engine if isinstance(database, SqliteDatabase) else database._engine.sync_engine
+
+        @event.listens_for(engine, "before_cursor_execute")
+        def count(_conn: Any, _cursor: Any, statement: str, *_rest: Any) -> None:
+            statements.append(statement.split()[0])
+
+        for metric, expected in (
+            (0.5, ["SELECT", "UPDATE", "INSERT"]),
+            (0.95, ["SELECT", *locks_apart, "UPDATE", "UPDATE"]),
+        ):
+            statements.clear()
+            await service.reports.record_report(
+                TrainingResult(
+                    **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
+                    time=1,
+                    energy=1,
+                    metric=metric,
+                    current_epoch=1,
+                    energy_source="replay",
+                )
+            )
+            assert [word for word in statements if word != "BEGIN"] == expected
+
+
+@pytest.mark.parametrize("policy", OWN_POLICIES)
+async def test_no_decision_reads_a_whole_table_or_all_trials_of_a_job(tmp_path: Path, policy: str) -> None:
+    """What SQLite plans, which rests on the statements alone: it keeps no statistics here."""
+    queries: dict[str, Any] = {}
+
+    url = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
+    async with open_store(url) as store:
+        service = BatchSizeService(store)
+        database: Any = store._database
+        event.listen(
+            database.file.engine,
+            "before_cursor_execute",
+            lambda _conn, _cursor, statement, parameters, _context, many: queries.update(
+                {statement: parameters[0] if many else parameters}
+            ),
+        )
+        await service.register(registration("planned", policy))
+        trials = [await service.transact(service.commands.begin_trial, "planned") for _ in range(3)]
+        results = [
+            TrainingResult(
+                **trial.model_dump(include={"job_id", "batch_size", "trial_number"}),
+                time=1,
+                energy=1,
+                metric=metric,
+                current_epoch=1,
+            )
+            for trial, metric in zip(trials, (0.5, 0.5, 0.95), strict=True)
+        ]
+        await asyncio.gather(*(service.reports.record_report(result) for result in results))
+        await service.transact(service.commands.begin_trial, "planned")
+        await service.reap()
+    with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as connection:
+        for query, parameters in queries.items():
+            if query.startswith(("SELECT", "UPDATE")):
+                plan = [row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}", parameters)]
+                assert not [step for step in plan if step.startswith("SCAN")], query
+                assert "SEARCH trials USING INDEX sqlite_autoindex_trials_1 (job_id=?)" not in plan, query
+    assert any(query.startswith("SELECT trials.job_id") and " OR " in query for query in queries)
+
+
+@pytest.fixture(params=SQLITE_DRIVERS)
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """An empty SQLite file, in both ways in turn."""
+    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
+
+
+async def test_sqlite_is_safe(sqlite_url: str) -> None:
+    def settings(connection: Connection) -> dict[str, Any]:
+        names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        return {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in names}
+
+    async with open_store(sqlite_url) as store:
+        for read_only in (False, True):
+            found = await store._database.transact(settings, read_only=read_only)
+            assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of files are POSIX's")
+async def test_a_sqlite_file_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        database = tmp_path / "bso.sqlite3"
+
+        async with open_store(f"sqlite:///{database}") as store:
+            await store.migrate()
+            modes = {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.glob("bso.sqlite3*")}
+            assert modes == dict.fromkeys(("bso.sqlite3", "bso.sqlite3-shm", "bso.sqlite3-wal"), "0o600")
+    finally:
+        os.umask(before)
+
+
+async def test_a_sqlite_writer_has_the_lock_before_it_reads_and_a_reader_takes_none(
+    sqlite_url: str, tmp_path: Path
+) -> None:
+    def other_can_write() -> bool:
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3", timeout=0, isolation_level=None)) as other:
+            try:
+                other.execute("BEGIN IMMEDIATE")
+            except sqlite3.OperationalError:
+                return False
+            other.execute("ROLLBACK")
+            return True
+
+    async with open_store(sqlite_url) as store:
+        assert not await store.write(lambda _: other_can_write())
+        assert await store.read(lambda transaction: (transaction.job("nobody"), other_can_write())) == (None, True)
+        # The same connections again, and those of writers after readers.
+        assert not await store.write(lambda _: other_can_write())
+
+
+async def test_all_that_a_sqlite_reader_reads_is_of_one_moment(sqlite_url: str, tmp_path: Path) -> None:
+    def count_twice(transaction: Transaction) -> tuple[int, int]:
+        before = len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
+        with closing(sqlite3.connect(tmp_path / "bso.sqlite3")) as other, other:
+            other.execute("DELETE FROM jobs")
+        return before, len(jobs_page(transaction, prefix=None, stage=None, after=None, limit=100))
+
+    async with open_store(sqlite_url) as store:
+        await store.write(lambda transaction: transaction.insert_job(registration("moment"), NOW))
+        assert await store.read(count_twice) == (1, 1)
+
+
+async def test_a_locked_sqlite_file_is_tried_again(
+    sqlite_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "bso_server"):
+        async with open_store(sqlite_url) as store:
+            await store._database.transact(
+                lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close()
+            )
+            with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
+                other.execute("BEGIN IMMEDIATE")
+                writing = asyncio.create_task(
+                    store.write(lambda transaction: transaction.insert_job(registration("waits"), NOW))
+                )
+                while "broken off by the database" not in caplog.text:
+                    await asyncio.sleep(0.01)
+                other.execute("ROLLBACK")
+                await writing
+            assert await store.read(lambda transaction: transaction.job("waits")) is not None
+
+
+async def test_writers_of_one_process_queue_for_one_connection_to_a_sqlite_file(sqlite_url: str) -> None:
+    """Connections would poll for SQLite's lock, and some of them for long."""
+    opened: list[Any] = []
+
+    async with open_store(sqlite_url) as store:
+
+        def insert(number: int) -> Callable[[Transaction], None]:
+            return lambda transaction: transaction.insert_job(registration(f"many-{number}"), NOW)
+
+        def note(connection: Any, _record: Any) -> None:
+            opened.append(connection)
+
+        event.listen(Engine, "connect", note)
+        try:
+            await asyncio.gather(*(store.write(insert(number)) for number in range(30)))
+        finally:
+            event.remove(Engine, "connect", note)
+    assert opened == []
+
+
+async def test_a_request_that_is_given_up_leaves_no_lock_behind(sqlite_url: str) -> None:
+    """A client that leaves in the middle of its request cancels the task; the writer after it finds the file free."""
+    async with open_store(sqlite_url) as store:
+        begun = threading.Event()
+
+        def insert(transaction: Transaction) -> None:
+            begun.set()
+            for number in range(50):
+                transaction.insert_job(registration(f"given-up-{number}"), NOW)
+
+        writing = asyncio.create_task(store.write(insert))
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        writing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await writing
+        await store.write(lambda transaction: transaction.insert_job(registration("next"), NOW))
+        jobs = await store.read(partial(jobs_page, prefix="given-up", stage=None, after=None, limit=100))
+        assert len(jobs) in {0, 50}
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["postgresql://bso:s3cret@db/bso", "postgresql://bso@db/bso?password=s3cret", "mysql://bso@db/b?passwd=s3cret"],
+)
+def test_a_description_holds_no_password(url: str) -> None:
+    description = Store(open_database(url)).description
+    assert "s3cret" not in description
+    assert description.startswith(url.split("//")[0])
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nonsense", "cannot be read"),
+        ("oracle://host/db", "oracle databases are not supported"),
+        ("postgres://me:s3cret@db:1/bso", "write postgresql://me:***@db:1/bso "),
+        ("postgres+asyncpg://db/bso", "write postgresql://db/bso "),
+        ("postgresql+psycopg://me:s3cret@db/bso?sslmode=require", "write postgresql://me:***@db/bso "),
+        ("postgresql+psycopg2://db/bso", "write postgresql://db/bso "),
+        ("mysql+pymysql://me:s3cret@db/bso", "write mysql://me:***@db/bso "),
+        ("mariadb+mariadbconnector://db/bso", "write mariadb://db/bso "),
+        ("sqlite+pysqlcipher:////srv/bso.sqlite3", "write sqlite:////srv/bso.sqlite3 "),
+    ],
+)
+def test_a_url_that_cannot_be_used_says_what_to_write(url: str, words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as refused:
+        open_database(url)
+    assert "s3cret" not in str(refused.value)

@@ -1,0 +1,200 @@
+"""Many requests at the same time to two servers on one database, of each kind; one of them has two workers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.jobs import THREE_SIZES, job
+from tests.support.servers import ServerProcess, bso_server, wait_for_workers
+
+PATIENCE_S = 120.0
+
+
+Call = tuple[str, str, dict[str, Any]]
+"""Method, path, and what `httpx.AsyncClient.request` takes beside them."""
+
+
+@pytest.fixture(scope="module")
+def servers(database_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The URLs of a server with two workers and of one with a single process."""
+    upgrade = bso_server("db", "upgrade", "--database-url", database_url)
+    assert upgrade.returncode == 0, upgrade.stderr
+    directory = tmp_path_factory.mktemp("servers")
+    both = [ServerProcess(database_url, directory / f"server-{number}.log") for number in (1, 2)]
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            for started in [
+                pool.submit(server.start, "--workers", str(n)) for n, server in zip((2, 1), both, strict=True)
+            ]:
+                started.result()
+        wait_for_workers(both[0], 2)
+        yield [server.url for server in both]
+    finally:
+        for server in both:
+            server.stop()
+
+
+@pytest.fixture
+def prefix() -> str:
+    """A prefix that no other test's jobs have."""
+    return f"storm-{uuid.uuid4().hex[:8]}"
+
+
+def job_of(prefix: str) -> dict[str, Any]:
+    return job(**THREE_SIZES, eta_knob=1.0, job_id_prefix=prefix, job_id=prefix)
+
+
+@pytest.fixture
+def job_id(servers: Sequence[str], prefix: str) -> str:
+    body = job_of(prefix)
+    httpx.post(f"{servers[0]}/jobs", json=body).raise_for_status()
+    return prefix
+
+
+def at_once(servers: Sequence[str], calls: Sequence[Call]) -> list[httpx.Response]:
+    """The answers to these calls, made at the same time, each over a connection of its own, to each server in turn."""
+
+    async def run() -> list[httpx.Response]:
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx.AsyncClient(limits=limits, timeout=PATIENCE_S) as http:
+            return await asyncio.gather(
+                *(
+                    http.request(method, url + path, **request)
+                    for url, (method, path, request) in zip(cycle(servers), calls, strict=False)
+                )
+            )
+
+    return asyncio.run(run())
+
+
+def suggest(job_id: str, **headers: str) -> Call:
+    return "GET", "/jobs/batch_size", {"params": {"job_id": job_id}, "headers": headers}
+
+
+def report(trial: dict[str, Any], *, cost_j: float, metric: float = 0.95, epoch: int = 2) -> Call:
+    identity = {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+    return (
+        "POST",
+        "/report",
+        {
+            "json": identity
+            | {"time": 1, "energy": cost_j, "metric": metric, "current_epoch": epoch, "energy_source": "nvml"}
+        },
+    )
+
+
+def statuses(answers: Sequence[httpx.Response]) -> Counter[int]:
+    return Counter(answer.status_code for answer in answers)
+
+
+def read(servers: Sequence[str], path: str, **params: Any) -> Any:
+    return httpx.get(servers[0] + path, params=params).raise_for_status().json()
+
+
+def begin(servers: Sequence[str], job_id: str, number: int) -> list[dict[str, Any]]:
+    answers = at_once(servers, [suggest(job_id)] * number)
+    assert statuses(answers) == {200: number}
+    return [answer.json() for answer in answers]
+
+
+def test_a_hundred_suggests_on_one_job(servers: Sequence[str], job_id: str) -> None:
+    trials = begin(servers, job_id, 100)
+
+    assert sorted(trial["trial_number"] for trial in trials) == list(range(1, 101))
+    assert Counter(trial["origin"] for trial in trials) == {"exploration": 1, "concurrent": 99}
+    told = {trial["trial_number"]: trial["batch_size"] for trial in trials}
+    kept = read(servers, f"/api/jobs/{job_id}")["trials"]
+    assert {trial["trial_number"]: trial["batch_size"] for trial in kept} == told
+    (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
+    assert summary["trials"] == 100
+    assert sum(arm["trials"] for arm in read(servers, f"/api/jobs/{job_id}/arms")["arms"]) == 100
+
+
+def test_one_suggest_sent_again_and_again(servers: Sequence[str], job_id: str) -> None:
+    answers = at_once(servers, [suggest(job_id, **{"Idempotency-Key": "key"})] * 20)
+    assert statuses(answers) == {200: 20}
+    assert {answer.json()["trial_number"] for answer in answers} == {1}
+
+
+def test_twenty_final_reports_of_one_trial(servers: Sequence[str], job_id: str) -> None:
+    """The first one ends the trial; the others, which say something else, are refused."""
+    (trial,) = begin(servers, job_id, 1)
+    costs = [float(100 + number) for number in range(20)]
+    answers = at_once(servers, [report(trial, cost_j=cost_j) for cost_j in costs])
+
+    assert statuses(answers) == {200: 1, 409: 19}
+    (taken,) = [cost_j for cost_j, answer in zip(costs, answers, strict=True) if answer.is_success]
+    job = read(servers, f"/api/jobs/{job_id}")
+    assert [(kept["state"], kept["energy_j"]) for kept in job["trials"]] == [("completed", taken)]
+    (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
+    assert summary["min_cost_j"] == job["min_cost_j"] == taken
+
+
+def test_one_final_report_sent_again_and_again(servers: Sequence[str], job_id: str) -> None:
+    (trial,) = begin(servers, job_id, 1)
+    answers = at_once(servers, [report(trial, cost_j=100)] * 20)
+    assert statuses(answers) == {200: 20}
+    assert len({answer.text for answer in answers}) == 1
+    assert answers[0].json()["converged"]
+    assert read(servers, f"/api/jobs/{job_id}/arms")["arms"][1]["n"] == 1
+
+
+def test_final_reports_of_all_trials_of_a_job(servers: Sequence[str], job_id: str) -> None:
+    trials = begin(servers, job_id, 50)
+    costs = {trial["trial_number"]: 200.0 - trial["trial_number"] for trial in trials}
+    answers = at_once(servers, [report(trial, cost_j=costs[trial["trial_number"]]) for trial in trials])
+
+    assert statuses(answers) == {200: 50}
+    job = read(servers, f"/api/jobs/{job_id}")
+    assert {trial["trial_number"]: trial["energy_j"] for trial in job["trials"]} == costs
+    assert {trial["state"] for trial in job["trials"]} == {"completed"}
+    (summary,) = read(servers, "/api/jobs", prefix=job_id)["jobs"]
+    assert summary["min_cost_j"] == min(costs.values())
+    (arm,) = [arm for arm in read(servers, f"/api/jobs/{job_id}/arms")["arms"] if arm["trials"]]
+    assert (arm["n"], arm["mean_cost_j"]) == (50, pytest.approx(sum(costs.values()) / 50))
+    events = read(servers, f"/api/jobs/{job_id}/events", limit=200)["events"]
+    assert [event["event"] for event in events] == list(range(1, 101))
+
+
+def test_suggests_and_reports_at_the_same_time(servers: Sequence[str], job_id: str) -> None:
+    trials = begin(servers, job_id, 25)
+    epochs = [report(trial, cost_j=10, metric=0.1, epoch=1) for trial in trials]
+    answers = at_once(servers, [call for pair in zip(epochs, [suggest(job_id)] * 25, strict=True) for call in pair])
+
+    assert statuses(answers) == {200: 50}
+    kept = read(servers, f"/api/jobs/{job_id}")["trials"]
+    assert [trial["trial_number"] for trial in kept] == list(range(1, 51))
+    assert [trial["epochs"] for trial in kept] == [1] * 25 + [None] * 25
+
+
+def test_many_jobs_of_one_prefix(servers: Sequence[str], prefix: str) -> None:
+    """Jobs without an id get one each."""
+    nameless = job_of(prefix) | {"job_id": None}
+    answers = at_once(servers, [("POST", "/jobs", {"json": nameless})] * 50)
+    assert statuses(answers) == {201: 50}
+    told = {answer.json()["job_id"] for answer in answers}
+    assert len(told) == 50
+    assert {job["job_id"] for job in read(servers, "/api/jobs", prefix=prefix, limit=100)["jobs"]} == told
+
+
+def test_one_job_registered_by_many(servers: Sequence[str], prefix: str) -> None:
+    """Half of them want it otherwise: one configuration is taken, and the other one refused."""
+    # Twice the same, so that each server gets both.
+    limits = [10, 10, 11, 11] * 10
+    bodies = [job_of(prefix) | {"max_epochs": limit} for limit in limits]
+    answers = at_once(servers, [("POST", "/jobs", {"json": body}) for body in bodies])
+
+    kept = read(servers, f"/api/jobs/{prefix}")["job"]["max_epochs"]
+    agreeing = [answer for body, answer in zip(bodies, answers, strict=True) if body["max_epochs"] == kept]
+    assert statuses(agreeing) == {201: 1, 200: 19}
+    assert statuses(answers) == {201: 1, 200: 19, 409: 20}
+    assert {answer.json()["max_epochs"] for answer in agreeing} == {kept}

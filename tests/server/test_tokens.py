@@ -1,0 +1,515 @@
+"""Tokens: their making, how they are told from others, where they are kept, and how long they are remembered."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from bso_server.core.access import UNRESTRICTED, Scope, TokenRecord
+from bso_server.errors import (
+    ForbiddenError,
+    RevokedTokenError,
+    UnauthenticatedError,
+    UnknownTokenError,
+    UntrustedHostError,
+)
+from bso_server.service.tokens import (
+    CACHE_S,
+    Authenticator,
+    Tokens,
+    is_loopback,
+    new_secret,
+    new_token,
+    refuse_other_origins,
+    require_allowed_host,
+    token_in,
+)
+from tests.support.servers import bso_server
+from tests.support.service import open_store
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+TOKEN, RECORD = new_token("a training", {Scope.REPORT}, NOW)
+LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
+
+
+def basic(login: str) -> str:
+    return f"Basic {base64.b64encode(login.encode()).decode()}"
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Book:
+    """Tokens in memory; counts how often somebody looks."""
+
+    def __init__(self, *records: TokenRecord) -> None:
+        self.records = {record.token_id: record for record in records}
+        self.looks = 0
+
+    async def find(self, token_id: str) -> TokenRecord | None:
+        self.looks += 1
+        return self.records.get(token_id)
+
+    async def any(self) -> bool:
+        self.looks += 1
+        return bool(self.records)
+
+    def revoke(self, token_id: str) -> None:
+        self.records[token_id] = replace(self.records[token_id], revoked_at=NOW)
+
+
+class TestMaking:
+    def test_a_token_holds_its_id_and_256_random_bits(self) -> None:
+        token, record = new_token("a training", {Scope.READ}, NOW)
+
+        assert re.fullmatch(rf"zbso_{record.token_id}_[A-Za-z0-9_-]{{43}}", token)
+        assert re.fullmatch("[0-9a-f]{8}", record.token_id)
+        assert new_token("a training", {Scope.READ}, NOW)[0] != token
+
+    def test_a_record_does_not_hold_the_secret(self) -> None:
+        secret = TOKEN.split("_", 2)[2]
+        assert secret not in repr(RECORD)
+        assert len(RECORD.token_hash) == 64
+
+    @pytest.mark.parametrize(
+        ("scope", "implied"),
+        [
+            (Scope.READ, {Scope.READ}),
+            (Scope.REPORT, {Scope.READ, Scope.REPORT}),
+            (Scope.ADMIN, {Scope.READ, Scope.REPORT, Scope.ADMIN}),
+        ],
+    )
+    def test_wider_scopes_imply_narrower_ones(self, scope: Scope, implied: set[Scope]) -> None:
+        assert replace(RECORD, scopes=frozenset({scope})).caller().scopes == implied
+
+    def test_a_missing_scope_is_named(self) -> None:
+        caller = RECORD.caller()
+        caller.require(Scope.READ)
+        with pytest.raises(ForbiddenError, match=f"{RECORD.token_id} has no scope admin"):
+            caller.require(Scope.ADMIN)
+
+
+class TestReadingHeaders:
+    @pytest.mark.parametrize(
+        "header",
+        [f"Bearer {TOKEN}", f"bearer  {TOKEN} ", basic(f"me:{TOKEN}"), basic(f":{TOKEN}")],
+        ids=["Bearer", "with blanks", "Basic", "Basic without a name"],
+    )
+    def test_the_token_is_found(self, header: str) -> None:
+        assert token_in(header) == TOKEN
+
+    @pytest.mark.parametrize(
+        "header",
+        [
+            "",
+            "Bearer",
+            TOKEN,
+            f"Digest {TOKEN}",
+            f"Bearer {TOKEN[:-1]}",
+            f"Bearer {TOKEN}x",
+            f"Bearer {TOKEN}\n{TOKEN}",
+            "Bearer zbso_0123abcd_",
+            basic("me:"),
+            basic(TOKEN),
+            basic(f"{TOKEN}:me"),
+            "Basic %",
+            "Basic /w==",
+            "Basic é",
+        ],
+        # The tokens differ from run to run, and names of tests must not.
+        ids=[
+            *("nothing", "no token", "no scheme", "another scheme", "too short", "too long", "two lines", "no secret"),
+            *("Basic without a token", "Basic without a colon", "as the name", "no Base64", "no text", "no ASCII"),
+        ],
+    )
+    def test_anything_else_is_refused_without_repeating_it(self, header: str) -> None:
+        with pytest.raises(UnauthenticatedError) as caught:
+            token_in(header)
+        assert TOKEN[:-1] not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.9.10", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:203.0.113.9", False),
+        ("203.0.113.9", False),
+        ("128.0.0.1", False),
+        ("0.0.0.0", False),  # noqa: S104 - nothing is bound to it
+        ("localhost", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_loopback_addresses(address: str | None, local: bool) -> None:
+    assert is_loopback(address) is local
+
+
+@pytest.mark.parametrize(
+    "host", ["bso.example", "BSO.example:8000", "bso.example:", "a.corp.example", "a.b.corp.example:1", "[::1]:8000"]
+)
+def test_allowed_hosts(host: str) -> None:
+    require_allowed_host(host, ["Bso.example", "*.corp.example", "[::1]"])
+    require_allowed_host(host, ["*"])
+
+
+@pytest.mark.parametrize(
+    "host", ["", "evil.example", "bso.example.evil", "corp.example", "xcorp.example", "bso!example"]
+)
+def test_other_hosts(host: str) -> None:
+    with pytest.raises(UntrustedHostError, match="ZEUS_BSO_ALLOWED_HOSTS"):
+        require_allowed_host(host, ["bso.example", "*.corp.example"])
+
+
+@pytest.mark.parametrize(
+    ("origin", "host"),
+    [
+        ("", "bso.example"),
+        ("http://bso.example", "bso.example"),
+        ("http://BSO.example:8000", "bso.example:8000"),
+        ("https://bso.example", "bso.example:443"),
+        ("http://bso.example:80", "bso.example"),
+        ("http://[::1]:8000", "[::1]:8000"),
+        ("https://board.example", "bso.example"),
+        ("http://board.example:3000", "bso.example"),
+        ("https://a.corp.example", "bso.example"),
+    ],
+)
+def test_origins_that_may_change_something(origin: str, host: str) -> None:
+    refuse_other_origins(origin, host, ["*", "board.example", "*.corp.example"])
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "null",
+        "http://evil.example",
+        "http://localhost:3000",
+        "http://localhost",
+        "https://localhost:8000.evil.example",
+        "http://",
+        "://",
+        "localhost:8000",
+        "file://",
+    ],
+)
+def test_other_origins(origin: str) -> None:
+    with pytest.raises(ForbiddenError, match="ZEUS_BSO_ALLOWED_HOSTS"):
+        refuse_other_origins(origin, "localhost:8000", ["*"])
+
+
+class TestAuthenticating:
+    """With tokens in memory and a clock that is set by hand."""
+
+    async def identify(
+        self, authenticator: Authenticator, authorization: str | None, address: str = FOREIGN, host: str = "localhost"
+    ) -> str | type[Exception] | None:
+        """The caller's token id, or the kind of refusal."""
+        try:
+            return (await authenticator.identify(authorization, address, host)).token_id
+        except (ForbiddenError, UnauthenticatedError, UntrustedHostError) as error:
+            return type(error)
+
+    async def test_without_tokens_only_local_clients_are_served(self) -> None:
+        authenticator = Authenticator(Book())
+        assert await authenticator.identify(None, LOCAL, "localhost") == UNRESTRICTED
+        assert await self.identify(authenticator, None, FOREIGN) is ForbiddenError
+
+    async def test_with_tokens_each_client_needs_one(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+        assert await self.identify(authenticator, None, FOREIGN) is UnauthenticatedError
+        assert await self.identify(authenticator, f"Bearer {TOKEN}", FOREIGN) == RECORD.token_id
+
+    @pytest.mark.parametrize(
+        "host",
+        ["localhost", "LOCALHOST:8000", "bso.localhost", "127.0.0.1:80", "127.1.2.3", "[::1]:8000", "[::1]", "box:1"],
+    )
+    async def test_without_tokens_the_machines_own_names_are_served_and_those_that_the_operator_allows(
+        self, host: str
+    ) -> None:
+        assert await self.identify(Authenticator(Book(), allowed_hosts=["*", "box"]), None, LOCAL, host) is None
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            "",
+            "evil.example",
+            "localhost.evil.example",
+            "evillocalhost",
+            "127.0.0.1.evil.example",
+            "10.0.0.1",
+            "[::2]:1",
+        ],
+    )
+    async def test_without_tokens_no_other_name_is_served(self, host: str) -> None:
+        assert (
+            await self.identify(Authenticator(Book(), allowed_hosts=["*", "box"]), None, LOCAL, host)
+            is UntrustedHostError
+        )
+        assert await self.identify(Authenticator(Book(RECORD)), f"Bearer {TOKEN}", LOCAL, host) == RECORD.token_id
+        assert await self.identify(Authenticator(Book(), insecure=True), None, LOCAL, host) is None
+
+    async def test_when_all_tokens_are_revoked_nobody_is_served(self) -> None:
+        authenticator = Authenticator(Book(replace(RECORD, revoked_at=NOW)))
+        assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+        assert await self.identify(authenticator, None, FOREIGN) is UnauthenticatedError
+
+    @pytest.mark.parametrize("book", [Book(), Book(RECORD)], ids=["no tokens", "tokens"])
+    async def test_an_insecure_server_serves_everybody(self, book: Book) -> None:
+        assert await self.identify(Authenticator(book, insecure=True), None, FOREIGN) is None
+
+    @pytest.mark.parametrize("insecure", [False, True])
+    @pytest.mark.parametrize("book", [Book(), Book(replace(RECORD, revoked_at=NOW))], ids=["unknown", "revoked"])
+    async def test_a_bad_token_is_refused_everywhere(self, book: Book, insecure: bool) -> None:
+        authenticator = Authenticator(book, insecure=insecure)
+        assert await self.identify(authenticator, f"Bearer {TOKEN}", LOCAL) is UnauthenticatedError
+
+    async def test_the_id_alone_is_not_enough(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        forged = f"Bearer zbso_{RECORD.token_id}_{'x' * 43}"
+        assert await self.identify(authenticator, forged) is UnauthenticatedError
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert await self.identify(authenticator, forged) is UnauthenticatedError
+
+    async def test_a_known_token_is_not_looked_up_again(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        for _ in range(3):
+            assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+            clock.now_s += CACHE_S / 4
+        assert book.looks == 1
+
+    async def test_a_revocation_takes_effect_when_the_memory_expires(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        await self.identify(authenticator, f"Bearer {TOKEN}")
+        book.revoke(RECORD.token_id)
+
+        clock.now_s += CACHE_S - 0.001
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        clock.now_s += 0.001
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+
+    async def test_a_new_secret_works_at_once_and_the_old_one_until_its_end(self) -> None:
+        book, clock = Book(RECORD), Clock()
+        instants = [NOW]
+        authenticator = Authenticator(book, clock=clock, now=lambda: instants[-1])
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        new, new_hash = new_secret(RECORD.token_id)
+        book.records[RECORD.token_id] = RECORD.rotated(new_hash, NOW, NOW + timedelta(hours=1))
+
+        for _ in range(2):
+            assert await self.identify(authenticator, f"Bearer {new}") == RECORD.token_id
+            assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert book.looks == 2
+        instants.append(NOW + timedelta(hours=1))
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert await self.identify(authenticator, f"Bearer {new}") == RECORD.token_id
+        book.revoke(RECORD.token_id)
+        instants.append(NOW)
+        clock.now_s += CACHE_S
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert await self.identify(authenticator, f"Bearer {new}") is UnauthenticatedError
+
+    def test_a_rotation_that_is_done_twice_keeps_the_old_secret(self) -> None:
+        once = RECORD.rotated("new", NOW, NOW + timedelta(hours=1))
+        assert once.previous_hash == RECORD.token_hash
+        assert once.rotated("new", NOW + timedelta(seconds=1), NOW + timedelta(hours=2)) == once
+
+    async def test_a_new_token_works_at_once_and_closes_the_server(self) -> None:
+        book = Book()
+        authenticator = Authenticator(book, clock=Clock())
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") is UnauthenticatedError
+        assert await self.identify(authenticator, None, LOCAL) is None
+
+        book.records[RECORD.token_id] = RECORD
+        assert await self.identify(authenticator, f"Bearer {TOKEN}") == RECORD.token_id
+        assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+
+    async def test_the_first_token_closes_the_server_though_nobody_shows_it(self) -> None:
+        book, clock = Book(), Clock()
+        authenticator = Authenticator(book, clock=clock)
+        assert await self.identify(authenticator, None, LOCAL) is None
+
+        book.records[RECORD.token_id] = RECORD
+        clock.now_s += CACHE_S
+        assert await self.identify(authenticator, None, LOCAL) is UnauthenticatedError
+
+    async def test_a_local_client_of_an_open_server_costs_no_look_each_time(self) -> None:
+        book = Book()
+        authenticator = Authenticator(book, clock=Clock())
+        for _ in range(3):
+            await self.identify(authenticator, None, LOCAL)
+        assert book.looks == 1
+
+    async def test_unknown_tokens_leave_nothing_in_memory(self) -> None:
+        authenticator = Authenticator(Book(RECORD))
+        for number in range(100):
+            await self.identify(authenticator, f"Bearer zbso_{number:08x}_{'x' * 43}")
+        assert len(authenticator._known) == 0
+
+    async def test_memory_for_known_tokens_is_bounded(self) -> None:
+        made = [new_token(f"training {number}", {Scope.READ}, NOW) for number in range(1030)]
+        authenticator = Authenticator(Book(*(record for _, record in made)))
+        for token, _ in made:
+            await authenticator.identify(f"Bearer {token}", FOREIGN, "")
+        assert len(authenticator._known) == 1024
+
+
+@asynccontextmanager
+async def in_tokens(database_url: str) -> AsyncIterator[Tokens]:
+    """Open the tokens of a database, with a clock that advances by a second at each reading."""
+    ticks = count()
+    async with open_store(database_url) as store:
+        yield Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks)))
+
+
+class TestKeeping:
+    """In each kind of database."""
+
+    async def test_what_goes_in_comes_out(self, database_url: str) -> None:
+        async with in_tokens(database_url) as tokens:
+            for existing in await tokens.all():
+                await tokens.revoke(existing.token_id)
+            assert not await tokens.any_valid()
+            token, record = await tokens.create("é ✓", [Scope.READ, Scope.REPORT])
+            assert await tokens.find(record.token_id) == record
+            assert record in await tokens.all()
+            assert await tokens.any_valid()
+            assert await tokens.any()
+            assert await tokens.find("00000000") is None
+            assert token_in(f"Bearer {token}") == token
+            await tokens.revoke(record.token_id)
+            assert not await tokens.any_valid()
+            assert await tokens.any()
+
+    async def test_revoking(self, database_url: str) -> None:
+        async with in_tokens(database_url) as tokens:
+            clock = Clock()
+            authenticator = Authenticator(tokens, clock=clock)
+            _, other = await tokens.create("stays", [Scope.ADMIN])
+            token, record = await tokens.create("goes", [Scope.ADMIN])
+            assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "")).token_id == record.token_id
+
+            await tokens.revoke(record.token_id)
+            revoked = await tokens.find(record.token_id)
+            await tokens.revoke(record.token_id)
+            clock.now_s += CACHE_S
+            with pytest.raises(UnauthenticatedError, match="revoked"):
+                await authenticator.identify(f"Bearer {token}", FOREIGN, "")
+            assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
+            assert await tokens.find(record.token_id) == revoked
+            assert await tokens.find(other.token_id) == other
+            with pytest.raises(UnknownTokenError, match="'00000000'"):
+                await tokens.revoke("00000000")
+
+    async def test_rotating(self, database_url: str) -> None:
+        async with in_tokens(database_url) as tokens:
+            old, record = await tokens.create("turns", [Scope.REPORT], shares_jobs=True)
+            new, rotated = await tokens.rotate(record.token_id, timedelta(hours=1))
+            now = record.created_at + timedelta(seconds=1)
+            assert new != old
+            assert rotated == replace(
+                record,
+                token_hash=rotated.token_hash,
+                rotated_at=now,
+                previous_hash=record.token_hash,
+                previous_until=now + timedelta(hours=1),
+            )
+            assert await tokens.find(record.token_id) == rotated
+            assert rotated.caller() == record.caller()
+            newest, _ = await tokens.rotate(record.token_id)
+            for token, is_good in ((old, False), (new, True), (newest, True)):
+                authenticator = Authenticator(tokens, now=lambda: now)
+                identify = authenticator.identify(f"Bearer {token}", FOREIGN, "bso.example")
+                if is_good:
+                    assert (await identify).shares_jobs
+                else:
+                    with pytest.raises(UnauthenticatedError):
+                        await identify
+
+    async def test_what_cannot_be_rotated_or_handed_over(self, tmp_path: Path) -> None:
+        async with in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as tokens:
+            (_, gone), (_, other) = [await tokens.create(name, [Scope.REPORT]) for name in ("gone", "other")]
+            assert await tokens.revoke(gone.token_id) == 0
+            with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
+                await tokens.rotate(gone.token_id)
+            with pytest.raises(RevokedTokenError):
+                await tokens.transfer(other.token_id, gone.token_id)
+            assert await tokens.transfer(gone.token_id, other.token_id) == (0, 0)
+            with pytest.raises(ValueError, match="name another token"):
+                await tokens.transfer(other.token_id, other.token_id)
+            for unknown in (
+                tokens.rotate("ffffffff"),
+                tokens.transfer("ffffffff", other.token_id),
+                tokens.transfer(other.token_id, "ffffffff"),
+            ):
+                with pytest.raises(UnknownTokenError, match="'ffffffff'"):
+                    await unknown
+
+    @pytest.mark.parametrize("name", ["", " ", "x" * 256, "two\nlines"])
+    async def test_a_name_must_be_printable(self, tmp_path: Path, name: str) -> None:
+        async with in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as tokens:
+            with pytest.raises(ValueError, match="printable"):
+                await tokens.create(name, [Scope.READ])
+
+
+class TestCommands:
+    def test_a_token_is_printed_once_and_alone(self, database_url: str) -> None:
+        source = ["--database-url", database_url]
+        bso_server("db", "upgrade", *source)
+        created = bso_server("token", "create", "--name", "nightly", "--scope", "read", "report", *source)
+        listed = bso_server("token", "list", "--json", *source)
+
+        assert created.returncode == 0, created.stderr
+        token = created.stdout.removesuffix("\n")
+        assert token_in(f"Bearer {token}") == token
+        assert token not in created.stderr
+        (shown,) = [one for one in json.loads(listed.stdout)["tokens"] if one["name"] == "nightly"]
+        assert shown["token_id"] == token.split("_")[1]
+        assert shown["scopes"] == ["read", "report"]
+        assert shown["revoked_at"] is None
+        assert (shown["jobs"], shown["shares_jobs"]) == (0, False)
+        assert (shown["rotated_at"], shown["previous_secret_until"]) == (None, None)
+        assert token.split("_", 2)[2] not in listed.stdout
+        assert len(shown) == 9
+
+        assert bso_server("token", "revoke", shown["token_id"], *source).returncode == 0
+        listed = bso_server("token", "list", "--json", *source)
+        (shown,) = [one for one in json.loads(listed.stdout)["tokens"] if one["name"] == "nightly"]
+        assert shown["revoked_at"] is not None
+
+    def test_a_token_may_come_before_the_servers_first_start(self, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+        created = bso_server("token", "create", "--name", "first", *source)
+        assert created.returncode == 0, created.stderr
+        assert bso_server("token", "list", *source).stdout.splitlines()[1].split()[1:3] == ["first", "report"]
+
+    def test_no_tokens(self, tmp_path: Path) -> None:
+        source = ["--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+        bso_server("db", "upgrade", *source)
+        assert bso_server("token", "list", *source).stdout == "no tokens\n"
+        answer = bso_server("token", "revoke", "00000000", *source)
+        assert answer.returncode == 1
+        assert answer.stderr == "bso-server: unknown token '00000000': bso-server token list shows the ids\n"

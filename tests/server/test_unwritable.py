@@ -1,0 +1,348 @@
+"""Databases that answer and can keep nothing: full, read-only, their file taken away. Nothing is acknowledged then."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError
+
+from bso_server.errors import DatabaseNotReadyError, DatabaseUnavailableError
+from bso_server.service.reading import JobReader
+from bso_server.storage.faults import as_unwritable
+from bso_server.storage.transaction import Transaction
+from tests.support.databases import MYSQL, POSTGRES_URL, POSTGRESQL, SQLITE_DRIVERS, administer, fresh_database
+from tests.support.disks import fill, small_disk
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess, bso_server
+from tests.support.service import JobService, job_service
+from tests.support.wire import OURS, assert_refused, begin
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.errors import ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import CreatedJob, TrainingResult, TrialDispatch
+
+PATIENCE_S = 60.0
+
+
+def on_sqlite(statement: str) -> Callable[[Transaction], Any]:
+    return lambda transaction: transaction.connection.exec_driver_sql(statement).scalar()
+
+
+async def refused(server: JobService, trial: TrialDispatch, epoch: float) -> str:
+    """The faults by which a server keeps no report."""
+    with pytest.raises(DatabaseUnavailableError) as caught:
+        await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
+    assert caught.value.fault is not None
+    assert caught.value.fault in caught.value.message
+    assert "bso.sqlite3" not in caught.value.message
+    with pytest.raises(DatabaseNotReadyError, match=caught.value.fault):
+        await JobReader(server.store).check_ready()
+    return caught.value.fault
+
+
+async def epoch_without_room(server: JobService, trial: TrialDispatch) -> float:
+    """The epoch whose report there is no room for any more."""
+    for number in range(1, 1000):
+        try:
+            await server.report(trial, cost_j=float(number), epoch=number / 100)
+        except DatabaseUnavailableError:
+            return number / 100
+    raise AssertionError("it is never full")
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+async def test_a_full_database_says_so_and_goes_on_when_there_is_room(
+    driver: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with job_service(f"{driver}:///{tmp_path / 'bso.sqlite3'}") as server:
+        trial = await server.suggest()
+        await JobReader(server.store).check_ready()
+        pages = await server.store.read(on_sqlite("PRAGMA page_count"))
+        await server.store.write(on_sqlite(f"PRAGMA max_page_count = {pages}"))
+        epoch = await epoch_without_room(server, trial)
+        assert "disk of its database is full" in await refused(server, trial, epoch)
+        assert await server.states() == ["running"]
+        said = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert len(said) == 1, "one line, and not one for each request"
+        assert str(tmp_path) in said[0].getMessage()
+
+        await server.store.write(on_sqlite("PRAGMA max_page_count = 1000000"))
+        await server.report(trial, cost_j=100.0 * epoch, epoch=epoch)
+        await JobReader(server.store).check_ready()
+        assert "keeps what is written again" in caplog.text
+
+
+TAKEN_AWAY: dict[str, Callable[[Path], object]] = {
+    "deleted": lambda file: file.unlink(),
+    "moved": lambda file: file.rename(file.with_name("moved")),
+    "replaced": lambda file: Path(shutil.copy(file, file.with_name("copy"))).replace(file),
+    "log deleted": lambda file: Path(f"{file}-wal").unlink(),
+    "index deleted": lambda file: Path(f"{file}-shm").unlink(),
+    "all deleted": lambda file: [Path(f"{file}{end}").unlink() for end in ("", "-wal", "-shm")],
+}
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+@pytest.mark.parametrize("taken_away", TAKEN_AWAY.values(), ids=TAKEN_AWAY.keys())
+async def test_nothing_is_acknowledged_in_a_file_that_was_taken_away(
+    driver: str, taken_away: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "bso.sqlite3"
+    async with job_service(f"{driver}:///{file}") as server:
+        trial = await server.suggest()
+        await server.report(trial, cost_j=100.0, epoch=1)
+        taken_away(file)
+        there = file.exists()
+        for epoch in (2, 3):
+            assert "deleted, moved or replaced" in await refused(server, trial, epoch)
+        # Connections that are opened only now neither answer from another file nor make one.
+        for outcome in await asyncio.gather(*(server.show() for _ in range(8)), return_exceptions=True):
+            assert isinstance(outcome, DatabaseUnavailableError)
+        assert file.exists() == there
+        (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+        assert str(file) in line
+
+
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+async def test_a_file_that_is_put_back_is_worked_on_again(driver: str, tmp_path: Path) -> None:
+    file = tmp_path / "bso.sqlite3"
+    async with job_service(f"{driver}:///{file}") as server:
+        trial = await server.suggest()
+        file.rename(tmp_path / "moved")
+        await refused(server, trial, 1)
+        (tmp_path / "moved").rename(file)
+        await server.report(trial, cost_j=100.0, epoch=1)
+        await JobReader(server.store).check_ready()
+
+
+def test_a_server_that_is_started_again_takes_the_file_that_is_there(server: ServerProcess) -> None:
+    file = Path(make_url(server.database_url).database or "")
+    with httpx.Client(base_url=server.url) as http:
+        trial = begin(http, http.post("/jobs", json=job()).raise_for_status().json()["job_id"])
+        file.unlink()
+        for epoch in range(1, 51):
+            result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+            answer = http.post("/report", json={**trial, **result, **OURS})
+            assert_refused(answer, 503, None, "deleted, moved or replaced")
+            assert int(answer.headers["retry-after"]) > 0
+        assert_refused(http.get("/health/ready"), 503, None, "deleted, moved or replaced")
+    log = server.log.read_text()
+    assert "Traceback" not in log
+    assert log.count(" ERROR ") == 1
+    server.stop()
+    server.start()
+    assert httpx.get(f"{server.url}/health/ready").status_code == 200
+    assert httpx.get(f"{server.url}/api/jobs").json()["jobs"] == []
+
+
+JOB = CreatedJob(**job(job_id="local-1"))
+
+
+def test_a_server_in_the_training_makes_no_new_file_beside_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "bso.sqlite3"
+    with LocalServer(f"embedded://{file}") as server:
+        trial = server.request_trial(server.register(JOB).job_id)
+        result = TrainingResult(**_identity(trial), time=1, energy=100, metric=0.5, current_epoch=1)
+        file.rename(tmp_path / "moved")
+        for _ in range(2):
+            with pytest.raises(ZeusBSOServerUnreachableError, match="deleted, moved or replaced"):
+                server.send_report(result)
+        # The connection is closed before each fork, and opened again after it.
+        if (child := os.fork()) == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        with pytest.raises(ZeusBSOServerUnreachableError, match="deleted, moved or replaced"):
+            server.send_report(result)
+        assert not file.exists()
+        (tmp_path / "moved").rename(file)
+        assert not server.send_report(result).stop_train
+    # Another training of this process begins with whatever is there.
+    (tmp_path / "bso.sqlite3").unlink()
+    with LocalServer(f"embedded://{file}") as server:
+        assert server.list_jobs().jobs == ()
+
+
+def _identity(trial: TrialDispatch) -> dict[str, Any]:
+    return trial.model_dump(include={"job_id", "batch_size", "trial_number"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", SQLITE_DRIVERS)
+def test_a_full_disk(driver: str, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", size="1m") as disk:
+        server = ServerProcess(f"{driver}:///{disk / 'bso.sqlite3'}", tmp_path / "server.log")
+        server.start()
+        try:
+            _kept_until_the_disk_is_full(server, disk)
+        finally:
+            server.kill()
+
+
+def _kept_until_the_disk_is_full(server: ServerProcess, disk: Path) -> None:
+    """All that was acknowledged before the disk was full, and with room again, is there after a crash."""
+    with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+        trial = begin(http, http.post("/jobs", json=job(job_id="full-1", max_epochs=1000)).json()["job_id"])
+        kept, ballast = [], None
+        for epoch in range(1, 400):
+            result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+            answer = http.post("/report", json={**trial, **result, **OURS})
+            if answer.status_code == 200:
+                kept.append(epoch)
+                if ballast is None and epoch == 10:
+                    ballast = fill(disk)
+                if ballast is not None and not ballast.exists():
+                    break
+                continue
+            assert_refused(answer, 503, None, "disk of its database")
+            assert int(answer.headers["retry-after"]) > 0
+            assert_refused(http.get("/health/ready"), 503, None, "disk of its database")
+            assert http.get("/api/jobs/full-1").status_code == 200
+            assert ballast is not None
+            ballast.unlink()
+        assert ballast is not None
+        assert not ballast.exists(), "the disk was never full"
+        assert http.get("/health/ready").status_code == 200
+    assert "Traceback" not in server.log.read_text()
+    server.kill()
+    server.start("--migrate")
+    epochs = httpx.get(f"{server.url}/api/jobs/full-1/trials/1/epochs").json()["epochs"]
+    assert {epoch["epoch"] for epoch in epochs} >= set(kept)
+
+
+@pytest.mark.parametrize("database_url", [POSTGRESQL], indirect=True)
+def test_a_standby_of_postgresql(database_url: str, tmp_path: Path) -> None:
+    name = make_url(database_url).database
+    _refuses_and_recovers(
+        database_url,
+        tmp_path,
+        lambda: administer(POSTGRES_URL, f"ALTER DATABASE {name} SET default_transaction_read_only = on"),
+        lambda: administer(POSTGRES_URL, f"ALTER DATABASE {name} RESET default_transaction_read_only"),
+        "takes no writes",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.postgresql
+def test_a_full_tablespace_of_postgresql(tmp_path: Path) -> None:
+    with TemporaryDirectory() as shared, small_disk(Path(shared) / "disk", size="32m", owner="postgres") as disk:
+        Path(shared).chmod(0o755)
+        try:
+            administer(POSTGRES_URL, f"CREATE TABLESPACE zeus_small LOCATION '{disk}'")
+        except (OSError, DBAPIError) as error:
+            pytest.skip(f"no tablespace can be made on the database of the tests: {error}")
+        try:
+            with fresh_database(POSTGRES_URL) as url:
+                administer(POSTGRES_URL, f"ALTER DATABASE {make_url(url).database} SET TABLESPACE zeus_small")
+                ballast: list[Path] = []
+                _refuses_and_recovers(
+                    url,
+                    tmp_path,
+                    lambda: ballast.append(fill(disk)),
+                    lambda: ballast[0].unlink(),
+                    "disk of its database is full",
+                )
+        finally:
+            administer(POSTGRES_URL, "DROP TABLESPACE zeus_small")
+
+
+def _refuses_and_recovers(
+    database_url: str, folder: Path, break_: Callable[[], object], mend: Callable[[], object], said: str
+) -> None:
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    server = ServerProcess(database_url, folder / "server.log")
+    server.start()
+    try:
+        with httpx.Client(base_url=server.url, timeout=PATIENCE_S) as http:
+            trial = begin(http, http.post("/jobs", json=job(max_epochs=10000)).json()["job_id"])
+            assert http.get("/health/ready").status_code == 200
+            _cut(database_url, break_)
+            answers = (_report(http, trial, epoch) for epoch in range(1, 10000))
+            answer = next(each for each in answers if each.status_code != 200)
+            assert_refused(answer, 503, None, said)
+            assert int(answer.headers["retry-after"]) > 0
+            assert_refused(http.get("/health/ready"), 503, None, said)
+            _cut(database_url, mend)
+            assert _report(http, trial, 10000).status_code == 200
+            assert http.get("/health/ready").status_code == 200
+        assert "Traceback" not in server.log.read_text()
+    finally:
+        server.kill()
+
+
+def _report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> httpx.Response:
+    result = {"time": epoch, "energy": 100 * epoch, "metric": 0.5, "current_epoch": epoch}
+    return http.post("/report", json={**trial, **result, **OURS})
+
+
+def _cut(database_url: str, change: Callable[[], object]) -> None:
+    """Change something that holds for new sessions, and end the others."""
+    change()
+    name = make_url(database_url).database
+    sessions = f"FROM pg_stat_activity WHERE datname = '{name}'"
+    administer(POSTGRES_URL, f"SELECT pg_terminate_backend(pid) {sessions}")
+
+
+@pytest.mark.parametrize("database_url", [MYSQL], indirect=True)
+def test_a_replica_of_mysql(database_url: str, tmp_path: Path) -> None:
+    assert bso_server("db", "upgrade", "--database-url", database_url).returncode == 0
+    replica = make_url(database_url).update_query_dict({"init_command": "SET SESSION TRANSACTION READ ONLY"})
+    server = ServerProcess(replica.render_as_string(hide_password=False), tmp_path / "server.log")
+    server.start()
+    try:
+        assert_refused(httpx.post(f"{server.url}/jobs", json=job()), 503, None, "takes no writes")
+        assert_refused(httpx.get(f"{server.url}/health/ready"), 503, None, "takes no writes")
+    finally:
+        server.kill()
+
+
+class DriverError(Exception):
+    """An error of a driver, by its code or state."""
+
+    def __init__(self, *args: object, sqlstate: str | None = None) -> None:
+        super().__init__(*args)
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (DriverError("disk full", sqlstate="53100"), "full"),
+        (DriverError(1114, "The table 'epochs' is full"), "full"),
+        (DriverError(1021, "Disk full"), "full"),
+        (DriverError(1290, "running with the --read-only option"), "no writes"),
+        (DriverError(3, "Error writing file (Errcode: 28)"), "disk"),
+        (DriverError("duplicate key", sqlstate="23505"), None),
+        (DriverError(1062, "Duplicate entry"), None),
+        (DriverError(), None),
+        (None, None),
+    ],
+)
+def test_what_drivers_say(error: BaseException | None, fault: str | None) -> None:
+    found = as_unwritable(DBAPIError("INSERT", None, error))
+    assert (found is None) is (fault is None)
+    assert fault is None or fault in str(found)
+
+
+async def test_who_asks_each_second_whether_the_server_is_ready_does_not_wear_the_disk(tmp_path: Path) -> None:
+    file = tmp_path / "bso.sqlite3"
+    async with job_service(f"sqlite:///{file}") as server:
+        reader = JobReader(server.store)
+        await reader.check_ready()
+        with closing(sqlite3.connect(file)) as connection:
+            before = connection.execute("PRAGMA data_version").fetchone()
+            for _ in range(20):
+                await reader.check_ready()
+            assert connection.execute("PRAGMA data_version").fetchone() == before
+            await server.store.check_writable()
+            assert connection.execute("PRAGMA data_version").fetchone() != before

@@ -1,0 +1,280 @@
+"""Ids of requests, the log as JSON, traces, and several processes that count together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from bso_server.core.occurrences import Outcome, TransactionDone
+from bso_server.metrics import tracing as tracing_module
+from bso_server.metrics.logs import REQUEST_ID, JsonFormatter, TextFormatter
+from bso_server.metrics.tracing import Tracing
+from bso_server.metrics.watch import RequestWatch
+from tests.support import ROOT
+from tests.support.databases import POSTGRESQL, empty_database
+from tests.support.jobs import job
+from tests.support.servers import ServerProcess, wait_for_workers
+from tests.support.tokens import RESULT, bearer
+from tests.support.watching import value, values_in, watched
+from tests.support.wire import begin, report
+
+TOKEN = f"zbso_0123abcd_{'s' * 43}"
+REQUESTS = 20
+LIMIT_S = 60.0
+
+
+class TestRequestIds:
+    async def test_a_good_one_comes_back(self, tmp_path: Path) -> None:
+        async with watched(tmp_path) as http:
+            for path in ("/version", "/nowhere", "/api/jobs/nobody-1"):
+                for sent in ("0", "Root=1-67581859-aa:b@c/d+e._", "x" * 128):
+                    answer = await http.get(path, headers={"X-Request-Id": sent})
+                    assert answer.headers.get_list("x-request-id") == [sent]
+
+    async def test_another_one_stands_for_a_bad_one(self, tmp_path: Path) -> None:
+        async with watched(tmp_path) as http:
+            made = set()
+            for sent in ("", "x" * 129, "a b", 'a"b', "a\x7fb", "ä"):
+                answer = await http.get("/version", headers={b"X-Request-Id": sent.encode()})
+                made.add(answer.headers["x-request-id"])
+            assert len(made) == 6
+            assert all(re.fullmatch("[0-9a-f]{16}", each) for each in made)
+
+    async def test_it_is_in_the_log_while_the_request_is_answered(self) -> None:
+        seen = []
+
+        async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+            seen.append(REQUEST_ID.get())
+
+        scope = {"type": "http", "method": "GET", "headers": [(b"x-request-id", b"mine")]}
+        await RequestWatch(app)(scope, None, None)
+        assert seen == ["mine"]
+        assert REQUEST_ID.get() is None
+
+    async def test_a_client_that_leaves_is_counted_as_one(self) -> None:
+        done: list[tuple[object, ...]] = []
+
+        async def app(_scope: Any, _receive: Any, _send: Any) -> None:
+            raise asyncio.CancelledError
+
+        watch = RequestWatch(app, request_done=lambda *args: done.append(args[:3]))
+        with pytest.raises(asyncio.CancelledError):
+            await watch({"type": "http", "method": "POST", "headers": []}, None, None)
+        assert done == [("POST", None, 499)]
+
+
+def record(message: str, *arguments: object, error: BaseException | None = None) -> logging.LogRecord:
+    exc_info = None if error is None else (type(error), error, error.__traceback__)
+    return logging.LogRecord("bso_server", logging.WARNING, __file__, 1, message, arguments, exc_info)
+
+
+class TestLines:
+    def test_a_line_is_one_json_object(self) -> None:
+        line = JsonFormatter().format(record("job %s:\n%s", 'a"b', "ü", error=ValueError("no")))
+        assert "\n" not in line
+        told = json.loads(line)
+        assert list(told) == ["time", "level", "logger", "message", "exception"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", told["time"])
+        assert (told["level"], told["logger"]) == ("WARNING", "bso_server")
+        assert (told["message"], told["exception"]) == ('job a"b:\nü', "ValueError: no")
+
+    @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
+    def test_no_line_holds_the_secret_of_a_token(self, formatter: logging.Formatter) -> None:
+        line = formatter.format(record("GET /%s", TOKEN, error=ValueError(TOKEN)))
+        assert line.count("zbso_0123abcd_…") == 2
+        assert "sss" not in line
+
+
+@pytest.fixture
+def spans() -> Iterator[tuple[Tracing, InMemorySpanExporter]]:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter)
+    yield tracing, exporter
+    tracing.close()
+
+
+class TestTraces:
+    async def test_a_request_is_a_span_of_its_callers_trace(self, spans: tuple[Tracing, InMemorySpanExporter]) -> None:
+        tracing, exporter = spans
+        trace_id, parent_id = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+        lines: list[str] = []
+
+        async def app(scope: Any, _receive: Any, send: Any) -> None:
+            scope["path_template"] = "/jobs/{job_id}"
+            lines.append(JsonFormatter().format(record("in it")))
+            tracing.hear(TransactionDone(writes=True, outcome=Outcome.UNAVAILABLE, duration_s=0.5, repeats=2))
+            await send({"type": "http.response.start", "status": 503, "headers": []})
+
+        async def send(_: object) -> None: ...
+
+        headers = [(b"traceparent", f"00-{trace_id}-{parent_id}-01".encode()), (b"authorization", TOKEN.encode())]
+        scope = {"type": "http", "method": "GET", "path": "/jobs/secret-1", "headers": headers}
+        await RequestWatch(app, span_of=tracing.span_of)(scope, None, send)
+        tracing.close()
+        transaction, request = exporter.get_finished_spans()
+        assert (request.name, request.status.is_ok) == ("GET /jobs/{job_id}", False)
+        assert request.parent is not None
+        assert f"{request.parent.span_id:016x}" == parent_id
+        assert f"{request.context.trace_id:032x}" == trace_id == json.loads(lines[0])["trace_id"]
+        assert request.attributes == {
+            "http.request.method": "GET",
+            "http.response.status_code": 503,
+            "http.route": "/jobs/{job_id}",
+        }
+        assert (transaction.name, transaction.status.is_ok) == ("transaction write", False)
+        assert transaction.parent is not None
+        assert transaction.parent.span_id == request.context.span_id
+        assert transaction.end_time is not None
+        assert transaction.start_time is not None
+        assert transaction.end_time - transaction.start_time == 500_000_000
+        assert "secret" not in request.to_json() + transaction.to_json()
+
+    def test_the_end_waits_for_nobody_who_takes_no_spans(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tracing_module, "_FAREWELL_S", 0.01)
+        is_shut_down = threading.Event()
+
+        class Hanging(InMemorySpanExporter):
+            def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+                is_shut_down.wait()
+                return super().export(spans)
+
+            def shutdown(self) -> None:
+                is_shut_down.set()
+
+        tracing = Tracing(Hanging())
+        tracing.hear(TransactionDone(writes=True, outcome=Outcome.COMMITTED, duration_s=0.5, repeats=0))
+        tracing.close()
+        assert is_shut_down.is_set()
+
+    def test_the_service_has_a_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def name() -> object:
+            exporter = InMemorySpanExporter()
+            tracing = Tracing(exporter)
+            tracing.hear(TransactionDone(writes=True, outcome=Outcome.COMMITTED, duration_s=0.5, repeats=2))
+            tracing.close()
+            (span,) = exporter.get_finished_spans()
+            return span.resource.attributes["service.name"]
+
+        assert name() == "zeus-bso"
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "ours")
+        assert name() == "ours"
+
+    @pytest.mark.slow
+    def test_without_the_package_a_server_says_what_to_install(self, tmp_path: Path) -> None:
+        program = "import sys; sys.modules['opentelemetry'] = None; from bso_server.cli import main; sys.exit(main())"
+        command = [sys.executable, "-c", program, "serve", "--database-url", f"sqlite:///{tmp_path / 'bso.sqlite3'}"]
+        environ = {"PATH": "", "ZEUS_BSO_TRACING": "true", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "ZEUS_BSO_TRACING needs OpenTelemetry" in done.stderr
+        assert "pip install 'zeus-plugins[otel]'" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_server_in_a_training_is_watched_by_nobody(tmp_path: Path) -> None:
+    program = (
+        "import sys; from zeus_plugins.client import client_from_environment; client_from_environment().list_jobs(); "
+        "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client', "
+        "'opentelemetry') if name in sys.modules])"
+    )
+    environ = {
+        "ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'bso.sqlite3'}",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['bso_server.service.commands']"
+
+
+def lines_of(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def connection_each(url: str, requests: int, path: str) -> list[httpx.Response]:
+    """Answers over a new connection each, so that every process of the server gives some of them."""
+    with httpx.Client(base_url=url, headers={"Connection": "close"}) as http:
+        answers = [http.get(path) for _ in range(requests)]
+    assert {answer.status_code for answer in answers} == {200}
+    return answers
+
+
+def wait_until_counted(url: str) -> None:
+    """A request is counted after its answer, and totals that take a while are there at a later look."""
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        values = values_in(httpx.get(f"{url}/metrics").text)
+        known = {name for name, _ in values}
+        if "zeus_bso_jobs" in known and "zeus_bso_http_request_duration_seconds_count" in known:
+            counted = value(values, "http_request_duration_seconds_count", route="/version")
+            if counted == REQUESTS:
+                return
+        assert time.monotonic() < deadline, values
+        time.sleep(0.05)
+
+
+def places_of(server: ServerProcess) -> list[Path]:
+    assert server.process is not None
+    return list(Path(tempfile.gettempdir()).glob(f"zeus-bso-metrics-{server.process.pid}-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sqlite", POSTGRESQL])
+def test_two_processes_count_together_and_log_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    settings = {"LOG_FORMAT": "json", "LOG_LEVEL": "DEBUG", "METRICS_JOBS": "*", "RATE_LIMIT_PER_MINUTE": "100000"}
+    # Of somebody else: it is left alone.
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "other"))
+    for name, text in settings.items():
+        monkeypatch.setenv(f"ZEUS_BSO_{name}", text)
+    with empty_database(kind, tmp_path) as url:
+        server = ServerProcess(url, tmp_path / "server.log")
+        server.start("--workers", "2", "--migrate")
+        try:
+            wait_for_workers(server, 2)
+            with httpx.Client(base_url=server.url) as http:
+                job_id = http.post("/jobs", json=job()).json()["job_id"]
+                trial = begin(http, job_id)
+                secret = {**RESULT, "metric": 0.1234567}
+                assert report(http, trial, **secret).status_code == 200
+                http.get("/api/jobs", headers={**bearer(TOKEN), "X-Request-Id": "req-1"})
+                http.post("/report", content=b'{"secret body": nonsense')
+            connection_each(server.url, REQUESTS, "/version")
+            wait_until_counted(server.url)
+            told = [values_in(answer.text) for answer in connection_each(server.url, REQUESTS, "/metrics")]
+            (directory,) = places_of(server)
+            processes = {file.stem.rpartition("_")[2] for file in directory.glob("histogram_*.db")}
+            assert len(processes) == 2
+        finally:
+            server.stop()
+        for values in told:
+            assert value(values, "http_request_duration_seconds_count", route="/version") == REQUESTS
+            assert value(values, "trials_ended_total") == 0
+            assert value(values, "suggestions_total") == value(values, "jobs") == value(values, "trials") == 1
+            assert value(values, "energy_joules") == value(values, "job_energy_joules", job=job_id) == 1
+            assert value(values, "auth_failures_total", reason="bad_token") == 1
+            assert value(values, "build_info") == 1
+        assert told[-1].keys() >= told[0].keys()
+        assert not directory.exists()
+        assert not (tmp_path / "other").exists()
+        lines = lines_of(server.log)
+        assert any("registered" in line["message"] and "request_id" in line for line in lines)
+        assert [line["request_id"] for line in lines if "refused with 401" in line["message"]] == ["req-1"]
+        text = server.log.read_text()
+        assert "s" * 43 not in text
+        assert "1234567" not in text
+        assert "secret body" not in text

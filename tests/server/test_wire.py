@@ -1,0 +1,357 @@
+"""The wire contract, over real HTTP against a real server on each kind of database."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.exports import export_over, import_over, renamed
+from tests.support.servers import ServerProcess
+from tests.support.wire import assert_refused, begin, reached, report
+from zeus_plugins import JobSpec
+
+
+@pytest.fixture
+def http(any_server: ServerProcess) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=any_server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def spec() -> dict[str, Any]:
+    """What a Zeus client sends, for a job of its own: the same fields and nothing else."""
+    return {
+        "job_id": f"job-{uuid.uuid4().hex[:8]}",
+        "job_id_prefix": "job",
+        "batch_sizes": [32, 8, 16],
+        "default_batch_size": 16,
+        "eta_knob": 0.5,
+        "beta_knob": 2.0,
+        "target_metric": 0.9,
+        "higher_is_better_metric": True,
+        "max_epochs": 10,
+        "num_pruning_rounds": 1,
+        "window_size": 0,
+        "mab_prior_mean": 0.0,
+        "mab_prior_precision": 0.0,
+        "mab_num_explorations": 2,
+        "mab_seed": 1,
+        "max_power": 100.0,
+        "number_of_gpus": 1,
+        "gpu_model": "Tesla V100-SXM2-16GB",
+    }
+
+
+@pytest.fixture
+def job_id(http: httpx.Client, spec: dict[str, Any]) -> str:
+    assert http.post("/jobs", json=spec).status_code == 201
+    return str(spec["job_id"])
+
+
+def trials_of(http: httpx.Client, job_id: str) -> list[dict[str, Any]]:
+    trials: list[dict[str, Any]] = http.get(f"/api/jobs/{job_id}").json()["trials"]
+    return trials
+
+
+class TestRegistering:
+    def test_a_new_job_is_created_and_found_again(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        created = http.post("/jobs", json=spec)
+        again = http.post("/jobs", json=spec)
+
+        assert (created.status_code, again.status_code) == (201, 200)
+        assert created.json() == again.json()
+        made = {"registration_id": created.json()["registration_id"], "fingerprint": None}
+        assert created.json() == {**spec, "batch_sizes": [8, 16, 32], "policy": "zeus", **made}
+
+    def test_the_order_of_batch_sizes_makes_no_other_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        http.post("/jobs", json=spec)
+        assert http.post("/jobs", json={**spec, "batch_sizes": [16, 8, 32]}).status_code == 200
+
+    def test_another_configuration_is_refused_and_named(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        http.post("/jobs", json=spec)
+        answer = http.post("/jobs", json={**spec, "eta_knob": 0.25, "max_power": 200.0})
+
+        assert_refused(answer, 409, "job_id", "eta_knob is 0.5, not 0.25", "max_power is 100.0, not 200.0")
+        assert http.post("/jobs", json=spec).status_code == 200
+
+    @pytest.mark.parametrize("absent", [{}, {"job_id": None}], ids=["absent", "null"])
+    def test_the_server_makes_an_id(self, http: httpx.Client, spec: dict[str, Any], absent: dict[str, Any]) -> None:
+        del spec["job_id"]
+        answer = http.post("/jobs", json={**spec, **absent})
+
+        assert answer.status_code == 201
+        prefix, _, digits = answer.json()["job_id"].rpartition("-")
+        assert prefix == "job"
+        assert len(digits) == 8
+        assert int(digits, 16) >= 0
+
+    def test_unknown_fields_are_ignored(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert http.post("/jobs", json={**spec, "colour": "blue"}).status_code == 201
+
+    def test_a_fingerprint_is_optional_and_goes_with_the_job(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert http.post("/jobs", json=spec).json()["fingerprint"] is None
+        told = {"model": "Net", "framework": "lightning", "optimizer": None}
+        for fingerprint in (told, {"model": "Other"}):
+            answer = http.post("/jobs", json={**spec, "fingerprint": fingerprint})
+            assert (answer.status_code, answer.json()["fingerprint"]) == (200, told)
+        moved = renamed(export_over(http, spec["job_id"]), f"{spec['job_id']}-moved")
+        assert import_over(http, moved).is_success
+        assert http.get(f"/api/jobs/{spec['job_id']}-moved").json()["job"]["fingerprint"] == told
+
+    @pytest.mark.parametrize("name", [".", ".."])
+    def test_no_id_is_a_folder(self, http: httpx.Client, spec: dict[str, Any], name: str) -> None:
+        assert_refused(http.post("/jobs", json={**spec, "job_id_prefix": ".", "job_id": name}), 422, "job_id_prefix")
+        longer = {**spec, "job_id_prefix": "..", "job_id": "..."}
+        assert_refused(http.post("/jobs", json=longer), 422, "job_id_prefix", "names a folder")
+
+    def test_no_id_ends_a_line(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        http.post("/jobs", json=spec)
+        ended = f"{spec['job_id']}\n"
+        assert_refused(http.post("/jobs", json={**spec, "job_id": ended}), 422, "job_id")
+        assert_refused(http.get("/jobs/batch_size", params={"job_id": ended}), 422, "job_id")
+        assert_refused(http.get(f"/api/jobs/{spec['job_id']}%0A"), 422, "job_id")
+
+    def test_a_window_is_not_too_long(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert_refused(http.post("/jobs", json={**spec, "window_size": 1001}), 422, "window_size", "1000", "0")
+        assert http.post("/jobs", json={**spec, "window_size": 1000}).status_code == 201
+
+    def test_a_window_holds_the_explorations(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        """A Zeus client, which does not say which policy, cannot be told what to change."""
+        short = {**spec, "window_size": 3, "mab_num_explorations": 5}
+        refused = http.post("/jobs", json={**short, "policy": "zeus"})
+        assert_refused(refused, 422, "window_size", "never holds the 5", "at least 5, or 0")
+        created, again = (http.post("/jobs", json=short) for _ in range(2))
+        assert (created.status_code, again.status_code) == (201, 200)
+        assert created.json()["window_size"] == again.json()["window_size"] == 5
+        gp_voi = {**short, "policy": "gp_voi", "job_id": spec["job_id"] + "-other"}
+        assert http.post("/jobs", json=gp_voi).json()["window_size"] == 3
+
+    def test_but_not_in_a_job_that_a_user_describes(self) -> None:
+        required = {"job_id_prefix": "job", "batch_sizes": (8,), "default_batch_size": 8}
+        with pytest.raises(ValueError, match="no 'max_epoch': did you mean 'max_epochs'"):
+            JobSpec(**required, max_epoch=3)
+        with pytest.raises(ValueError, match=r"no 'eta': did you mean 'eta_knob'\?; JobSpec has no 'colour' "):
+            JobSpec(**required, eta=1, colour="blue")
+
+    def test_defaults(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        required = {"job_id", "job_id_prefix", "batch_sizes", "default_batch_size", "max_power", "number_of_gpus"}
+        answer = http.post("/jobs", json={name: spec[name] for name in [*required, "gpu_model"]})
+
+        assert answer.status_code == 201
+        body = answer.json()
+        defaults = {
+            "eta_knob": 0.5,
+            "beta_knob": 2.0,
+            "target_metric": 0.5,
+            "higher_is_better_metric": True,
+            "max_epochs": 100,
+            "num_pruning_rounds": 2,
+            "window_size": 0,
+            "mab_prior_mean": 0.0,
+            "mab_prior_precision": 0.0,
+            "mab_num_explorations": 2,
+            "mab_seed": None,
+        }
+        assert {name: body[name] for name in defaults} == defaults
+
+    def test_ids_differ_by_case(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        assert http.post("/jobs", json={**spec, "job_id": spec["job_id"] + "a"}).status_code == 201
+        assert http.post("/jobs", json={**spec, "job_id": spec["job_id"] + "A"}).status_code == 201
+
+
+class TestTrials:
+    def test_trials_count_from_one_and_start_at_the_default(self, http: httpx.Client, job_id: str) -> None:
+        assert begin(http, job_id) == {"job_id": job_id, "batch_size": 16, "trial_number": 1}
+        assert begin(http, job_id)["trial_number"] == 2
+
+    def test_a_dispatch_says_why(self, http: httpx.Client, job_id: str) -> None:
+        body = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
+        assert body["origin"] == "exploration"
+        assert body["reason"] == "exploring: your default size (round 1 of 1)"
+
+    def test_unknown_jobs(self, http: httpx.Client) -> None:
+        assert_refused(http.get("/jobs/batch_size", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
+        assert_refused(http.delete("/jobs", params={"job_id": "none"}), 404, "job_id", "unknown job 'none'")
+        assert_refused(http.get("/api/jobs/none"), 404, "job_id", "unknown job 'none'")
+
+    def test_a_report_below_the_target_goes_on(self, http: httpx.Client, job_id: str) -> None:
+        answer = report(http, begin(http, job_id), time=1, energy=100, metric=0.5, current_epoch=1)
+
+        assert answer.status_code == 200
+        body = answer.json()
+        assert (body["stop_train"], body["converged"], body["reason"]) == (False, False, "keep_training")
+        assert "metric 0.5 against a target of 0.9" in body["message"]
+
+    def test_reaching_the_target_completes_the_trial(self, http: httpx.Client, job_id: str) -> None:
+        body = reached(http, begin(http, job_id), cost_j=500)
+        (trial,) = trials_of(http, job_id)
+
+        assert (body["stop_train"], body["reason"]) == (True, "target_reached")
+        assert trial["state"] == "completed"
+        assert (trial["time_s"], trial["energy_j"], trial["cost_j"]) == (5, 500, 500)
+        assert (trial["epochs"], trial["metric"]) == (2, 0.95)
+        assert trial["message"] == body["message"]
+
+    def test_beyond_twice_the_cheapest_run_a_trial_is_stopped(self, http: httpx.Client, job_id: str) -> None:
+        reached(http, begin(http, job_id), cost_j=500)
+        trial = begin(http, job_id)
+        within = report(http, trial, time=10, energy=1000, metric=0.5, current_epoch=1)
+        beyond = report(http, trial, time=10, energy=1001, metric=0.95, current_epoch=2)
+
+        assert not within.json()["stop_train"]
+        body = beyond.json()
+        assert (body["stop_train"], body["converged"], body["reason"]) == (True, False, "cost_bound_crossed")
+        assert trials_of(http, job_id)[1]["state"] == "early_stopped"
+
+    def test_the_last_epoch_exhausts_the_trial(self, http: httpx.Client, job_id: str) -> None:
+        body = report(http, begin(http, job_id), time=1, energy=1, metric=0.5, current_epoch=10).json()
+        assert (body["stop_train"], body["converged"], body["reason"]) == (True, False, "max_epochs_reached")
+        assert trials_of(http, job_id)[0]["state"] == "exhausted"
+
+    def test_reports_of_all_ranks_of_an_epoch_are_one_evaluation(self, http: httpx.Client, job_id: str) -> None:
+        """Zeus's distributed example lets every rank report; windows and metrics of ranks differ a little."""
+        reached(http, begin(http, job_id), cost_j=500)
+        trial = begin(http, job_id)
+        ranks = [(5, 500, 0.5), (4.9, 510, 0.95), (20, 490, 0.5), (4.8, 480, 0.5)]
+        firsts = [
+            report(http, trial, time=time, energy=energy, metric=metric, current_epoch=1)
+            for time, energy, metric in ranks
+        ]
+        # Neither another metric nor a crossed bound gives a rank another verdict than the first one had.
+        assert [(each.status_code, each.json()["stop_train"]) for each in firsts] == [(200, False)] * 4
+        (_, shown) = trials_of(http, job_id)
+        assert (shown["time_s"], shown["energy_j"], shown["metric"]) == (20, 510, 0.5)
+        kept = export_over(http, job_id)[2]
+        assert (kept["report_count"], kept["epoch"], kept["first_cost_j"]) == (1, 1, 0.5 * 510 + 50 * 20)
+
+        # The first rank of the next epoch has used less than another had before; that is the bound, crossed.
+        lasts = [
+            report(http, trial, time=10 + rank / 10, energy=600, metric=0.95, current_epoch=2) for rank in range(4)
+        ]
+        late = report(http, trial, time=4.8, energy=480, metric=0.5, current_epoch=1)
+        assert {(each.status_code, each.json()["stop_train"], each.json()["reason"]) for each in [*lasts, late]} == {
+            (200, True, "cost_bound_crossed")
+        }
+        message = lasts[0].json()["message"]
+        assert [each.json()["message"] for each in lasts[1:]] == [f"already reported: {message}"] * 3
+        (_, shown) = trials_of(http, job_id)
+        assert (shown["state"], shown["time_s"], shown["cost_j"]) == ("early_stopped", 20, 0.5 * 600 + 50 * 20)
+
+    def test_only_completed_trials_set_the_lowest_cost(self, http: httpx.Client, job_id: str) -> None:
+        report(http, begin(http, job_id), time=0.01, energy=1, metric=0.5, current_epoch=10)
+        assert http.get(f"/api/jobs/{job_id}").json()["min_cost_j"] is None
+        reached(http, begin(http, job_id), cost_j=500)
+        reached(http, begin(http, job_id), cost_j=700)
+        assert http.get(f"/api/jobs/{job_id}").json()["min_cost_j"] == 500
+
+    def test_numbers_keep_all_their_digits(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        report(http, trial, time=123456.789012345, energy=0.1 + 0.2, metric=1 / 3, current_epoch=1)
+        (stored,) = trials_of(http, job_id)
+        assert (stored["time_s"], stored["energy_j"], stored["metric"]) == (123456.789012345, 0.1 + 0.2, 1 / 3)
+
+
+class TestEnding:
+    def test_a_running_trial_that_is_ended_has_failed_and_is_owed_again(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        assert http.patch("/trials", json=trial).status_code == 200
+        assert trials_of(http, job_id)[0]["state"] == "failed"
+        # Not counted as the exploration of 16, which is therefore next again.
+        again = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
+        assert (again["batch_size"], again["origin"]) == (16, "exploration")
+
+    def test_ending_twice_or_after_the_verdict_changes_nothing(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        reached(http, trial, cost_j=500)
+        before = trials_of(http, job_id)
+        assert http.patch("/trials", json=trial).status_code == 200
+        assert trials_of(http, job_id) == before
+
+    def test_a_failed_trial_takes_no_report(self, http: httpx.Client, job_id: str) -> None:
+        trial = begin(http, job_id)
+        http.patch("/trials", json=trial)
+        answer = report(http, trial, time=1, energy=1, metric=0.5, current_epoch=1)
+        assert_refused(answer, 409, "trial_number", "ended (failed)")
+
+    def test_a_deleted_job_is_gone_with_its_trials(self, http: httpx.Client, spec: dict[str, Any], job_id: str) -> None:
+        trial = begin(http, job_id)
+        assert http.delete("/jobs", params={"job_id": job_id}).status_code == 200
+        assert report(http, trial, time=1, energy=1, metric=0.5, current_epoch=1).status_code == 404
+        assert http.post("/jobs", json=spec).status_code == 201
+        assert begin(http, job_id)["trial_number"] == 1
+
+
+class TestChoosing:
+    def test_exploration_then_draws(self, http: httpx.Client, job_id: str) -> None:
+        cost_j = {8: 400.0, 16: 500.0, 32: 600.0}
+        sizes = []
+        for _ in range(12):
+            trial = begin(http, job_id)
+            sizes.append(trial["batch_size"])
+            reached(http, trial, cost_j[trial["batch_size"]])
+        view = http.get(f"/api/jobs/{job_id}").json()
+
+        assert sizes[:3] == [16, 8, 32]  # the default, smaller, larger
+        # Every size is observed twice before merit counts; equal costs then leave nothing to chance.
+        assert sorted(sizes[3:6]) == [8, 16, 32]
+        assert sizes[6:] == [8] * 6
+        assert (view["stage"], view["best_batch_size"], view["min_cost_j"]) == ("bandit", 8, 400)
+        assert [(arm["batch_size"], arm["n"], arm["mean_cost_j"]) for arm in view["arms"]] == [
+            (8, 8, 400.0),
+            (16, 2, 500.0),
+            (32, 2, 600.0),
+        ]
+
+    def test_concurrent_trials_play_the_cheapest_so_far(self, http: httpx.Client, job_id: str) -> None:
+        exploring = begin(http, job_id)
+        while_exploring = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
+        assert (while_exploring["batch_size"], while_exploring["origin"]) == (16, "concurrent")
+
+        reached(http, exploring, 500)
+        assert begin(http, job_id)["batch_size"] == 8
+        meanwhile = http.get("/jobs/batch_size", params={"job_id": job_id}).json()
+        assert (meanwhile["batch_size"], meanwhile["origin"]) == (16, "concurrent")
+        assert "the cheapest so far, 500 J in trial 1" in meanwhile["reason"]
+
+    def test_without_survivors_the_error_says_what_to_change(self, http: httpx.Client, spec: dict[str, Any]) -> None:
+        http.post("/jobs", json=spec)
+        for expected in (16, 32):
+            trial = begin(http, spec["job_id"])
+            assert trial["batch_size"] == expected
+            report(http, trial, time=1, energy=1, metric=0.1, current_epoch=10)
+        answer = http.get("/jobs/batch_size", params={"job_id": spec["job_id"]})
+        assert_refused(answer, 409, None, "no batch size reached the target", "batch_sizes", "max_epochs")
+
+
+def test_requests_at_the_same_time_lose_nothing(http: httpx.Client, job_id: str) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        trials = list(pool.map(lambda _: begin(http, job_id), range(20)))
+        answers = list(pool.map(lambda trial: reached(http, trial, 500), trials))
+
+    assert sorted(trial["trial_number"] for trial in trials) == list(range(1, 21))
+    assert all(answer["converged"] for answer in answers)
+    assert [trial["state"] for trial in trials_of(http, job_id)] == ["completed"] * 20
+
+
+def test_one_job_registered_from_many_places(http: httpx.Client, spec: dict[str, Any]) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        answers = list(pool.map(lambda _: http.post("/jobs", json=spec).status_code, range(20)))
+    assert sorted(answers) == [200] * 19 + [201]
+
+
+def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+    assert_refused(http.get("/nothing"), 404, None)
+    assert_refused(http.put("/jobs"), 405, None)
+    response = http.put("/report")
+    assert_refused(response, 405, None)
+    assert response.headers["Allow"] == "POST"
+
+
+def test_the_schema_is_served_and_knows_the_routes(http: httpx.Client) -> None:
+    schema = http.get("/schema/openapi.json").json()
+    assert {"/jobs", "/jobs/batch_size", "/report", "/trials", "/api/jobs"} <= set(schema["paths"])

@@ -1,0 +1,90 @@
+"""Jobs of a real Zeus 0.16 server, taken over from its database: they go on here as they go on there."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.databases import empty_database
+from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.zeus_jobs import ZEUS_JOB, Player
+from tests.zeus_peer.peer import Peer
+
+pytestmark = [pytest.mark.slow, pytest.mark.zeus_peer]
+
+# Each kind of database is read once and written once.
+WAYS = [
+    pytest.param("sqlite+aiosqlite", "postgresql", marks=pytest.mark.postgresql),
+    pytest.param("postgresql", "mysql", marks=[pytest.mark.postgresql, pytest.mark.mysql]),
+    pytest.param("mysql", "sqlite", marks=pytest.mark.mysql),
+]
+
+
+@pytest.mark.parametrize(("source", "destination"), WAYS)
+def test_a_job_goes_on_as_it_would_have_on_zeus(peer: Peer, source: str, destination: str, tmp_path: Path) -> None:
+    """The next 20 sizes are Zeus's own: amid exploration, with a trial that runs, and in the bandit stage."""
+    with (
+        empty_database(source, tmp_path) as zeus_database,
+        empty_database(destination, tmp_path) as database,
+        peer.server(tmp_path, zeus_database) as zeus_url,
+    ):
+        ours = ServerProcess(database, tmp_path / "server.log")
+        ours.start("--migrate")
+        try:
+            with (
+                httpx.Client(base_url=zeus_url, timeout=60) as zeus,
+                httpx.Client(base_url=ours.url, timeout=60) as http,
+            ):
+                for job_id, recurrences, stage in (("moved-a", 5, "pruning"), ("moved-b", 16, "bandit")):
+                    zeus.post("/jobs", json={**ZEUS_JOB, "job_id": job_id}).raise_for_status()
+                    on_zeus = Player(zeus, job_id)
+                    on_zeus.recur(recurrences)
+                    on_zeus.begin()
+                    done = bso_server(
+                        *("jobs", "import-zeus", "--zeus-database-url", zeus_database, "--job", job_id),
+                        *("--database-url", database),
+                    )
+                    assert done.returncode == 0, done.stderr
+                    assert "Zeus keeps" not in done.stdout
+                    here = Player(http, job_id, running=list(on_zeus.running))
+                    job = http.get(f"/api/jobs/{job_id}").json()
+                    assert job["stage"] == stage
+                    assert job["trials"][-1]["state"] == "running"
+                    here.end()
+                    on_zeus.end()
+                    assert here.recur(20) == on_zeus.recur(20)
+        finally:
+            ours.kill()
+
+
+def test_a_zeus_client_goes_on_with_our_server_amid_its_training(peer: Peer, tmp_path: Path) -> None:
+    """Our server takes the place of Zeus's, at its address, after the training's first epoch."""
+    port, pause = free_port(), tmp_path / "pause"
+    zeus_database, database = (
+        f"sqlite+aiosqlite:///{tmp_path / 'zeus.sqlite3'}",
+        f"sqlite:///{tmp_path / 'bso.sqlite3'}",
+    )
+    job = {name: value for name, value in ZEUS_JOB.items() if name not in ("max_power", "number_of_gpus", "gpu_model")}
+    epochs = dict.fromkeys(ZEUS_JOB["batch_sizes"], 3)
+    ours = ServerProcess(database, tmp_path / "server.log", port)
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            with peer.server(tmp_path, zeus_database, port) as url:
+                launch = thread.submit(peer.train, url, job, epochs, "--pause", str(pause))
+                while not (pause.exists() or launch.done()):
+                    time.sleep(0.02)
+            assert bso_server("db", "upgrade", "--database-url", database).returncode == 0
+            done = bso_server("jobs", "import-zeus", "--zeus-database-url", zeus_database, "--database-url", database)
+            assert done.returncode == 0, done.stderr
+            ours.start()
+            pause.unlink()
+            assert launch.result().ended == "finished", launch.result()
+            (trial,) = httpx.get(f"{url}/api/jobs/moved").json()["trials"]
+            assert (trial["state"], trial["epochs"], trial["metric"]) == ("completed", 3, 0.95)
+        finally:
+            pause.unlink(missing_ok=True)
+            ours.kill()

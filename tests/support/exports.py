@@ -1,0 +1,52 @@
+"""Exports as tests read, change and send them: the lines, decoded, the job's first."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncIterator
+from copy import deepcopy
+from typing import Any, TypeAlias
+
+import httpx
+
+from bso_server.service.exports import MEDIA_TYPE, export
+from bso_server.storage.store import Store
+
+Lines: TypeAlias = list[dict[str, Any]]
+
+
+def decoded(text: str | bytes) -> Lines:
+    """The lines of an export; each ends with a line feed, and with nothing else that Python takes for a line's end."""
+    *lines, rest = text.encode().split(b"\n") if isinstance(text, str) else text.split(b"\n")
+    assert rest == b"", "an export ends with the end of a line"
+    return [json.loads(line) for line in lines]
+
+
+def encoded(lines: Lines) -> bytes:
+    return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+
+
+async def pieces_of(lines: Lines) -> AsyncIterator[bytes]:
+    """The text of an export, as it may come."""
+    yield encoded(lines)
+
+
+async def exported(store: Store, job_id: str) -> Lines:
+    return decoded(b"".join([piece async for piece in export(store, job_id)]))
+
+
+def export_over(http: httpx.Client, job_id: str) -> Lines:
+    return decoded(http.get(f"/api/jobs/{job_id}/export").raise_for_status().text)
+
+
+def import_over(http: httpx.Client, lines: Lines | bytes, **query: Any) -> httpx.Response:
+    text = lines if isinstance(lines, bytes) else encoded(lines)
+    return http.post("/api/import", content=text, headers={"content-type": MEDIA_TYPE}, params=query)
+
+
+def renamed(lines: Lines, job_id: str | None = None) -> Lines:
+    """A copy of an export for a job with another id, which has the same prefix."""
+    copy = deepcopy(lines)
+    copy[0]["job"]["job_id"] = job_id or f"{copy[0]['job']['job_id_prefix']}-{uuid.uuid4().hex[:8]}"
+    return copy

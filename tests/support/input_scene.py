@@ -1,0 +1,113 @@
+"""A job with trials over real HTTP, on each kind of database, and bodies that are wrong in one place."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tests.support.jobs import JOB, THREE_SIZES, job
+from tests.support.power_limit_bench import found_out
+
+JSON = {"content-type": "application/json"}
+
+
+# The longest answer to a wrong request, whatever its size.
+LONGEST_ANSWER = 16_000
+
+EVERYTHING = {"limit": 1000}
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A job with a trial that runs and one that has ended, and another job with trials of its own.
+
+    Attributes:
+        http: Asks the server.
+        running: The running trial's id.
+        reported: Its last report, the second one.
+        ended: The id of the trial that has ended.
+        final: Its last report.
+        verdict: The answer to that one.
+        other_job: The other job's id; its trial 1 has the batch size of the running trial's.
+        file: A connection to the server's SQLite file, if it has one.
+    """
+
+    http: httpx.Client
+    running: dict[str, Any]
+    reported: dict[str, Any]
+    ended: dict[str, Any]
+    final: dict[str, Any]
+    verdict: dict[str, Any]
+    other_job: str
+    file: sqlite3.Connection | None
+
+    def stored(self) -> list[Any]:
+        """A number that changes with every change to the SQLite file, or what another database tells.
+
+        That is every job, and all that the server keeps of these two: trials, reports, leases and events.
+        """
+        if self.file is not None:
+            return self.file.execute("PRAGMA data_version").fetchall()
+        exports = [f"/{job_id}/export" for job_id in (self.running["job_id"], self.other_job)]
+        return [self.http.get(f"/api/jobs{path}", params=EVERYTHING).raise_for_status().text for path in ["", *exports]]
+
+    @contextmanager
+    def nothing_stored(self) -> Iterator[None]:
+        """What happens in here must leave no trace."""
+        before = self.stored()
+        yield
+        assert self.stored() == before
+
+
+def register(http: httpx.Client, **fields: Any) -> str:
+    job_id = f"job-{uuid.uuid4().hex[:8]}"
+    answer = http.post("/jobs", json=job(**{"job_id": job_id, **THREE_SIZES, **fields}))
+    assert answer.status_code == 201, answer.text
+    return job_id
+
+
+def begin(http: httpx.Client, job_id: str) -> dict[str, Any]:
+    trial: dict[str, Any] = http.get("/jobs/batch_size", params={"job_id": job_id}).raise_for_status().json()
+    return {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+
+
+def good_body(scene: Scene, path: str) -> dict[str, Any]:
+    """What the route would take, and keep."""
+    match path:
+        case "/jobs":
+            return job(**THREE_SIZES, job_id="job-refused")
+        case _:
+            report = {"time": 6.0, "energy": 600.0, "metric": 0.5, "current_epoch": 3}
+            return {**scene.running, **report, **found_out(JOB)}
+
+
+def assert_refused(answer: httpx.Response, status: int, field: str) -> None:
+    assert answer.status_code == status, answer.text[:LONGEST_ANSWER]
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert len(answer.content) < LONGEST_ANSWER
+    body = answer.json()
+    assert body["message"]
+    assert field in {error["field"] for error in body["errors"]}, body
+
+
+def with_token(body: dict[str, Any], field: str, token: str) -> bytes:
+    """The body as JSON with a field written as it is in `token`, whether JSON has such a thing or not."""
+    rest = json.dumps({name: value for name, value in body.items() if name != field})
+    return f'{rest[:-1]}, "{field}": {token}}}'.encode()
+
+
+# What Python's json writes for numbers that JSON does not have, what others do, and how some clients avoid that.
+NO_NUMBERS = ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", '"NaN"', '"Infinity"', '"-Infinity"']
+# Both parsers of integers give up on this one.
+HUGE = "9" * 5000
+
+
+def no_numbers(*fields: str) -> list[tuple[str, str, str]]:
+    return [(field, token, field) for field in fields for token in NO_NUMBERS]

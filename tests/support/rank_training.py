@@ -1,0 +1,107 @@
+"""Trainings on two processes, one after another; each process writes down what happened to it.
+
+Usage: ``python -m tests.support.rank_training BENCH SERVER_URL FOLDER WAY…``, as a rank of two, with ``BENCH`` the
+module of a framework's bench.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.frameworks import FrameworkBench, Work
+from tests.support.job_bench import AT_ONCE, NEVER
+from tests.support.process_end import leave
+from zeus_plugins.errors import ZeusBSOError
+
+BATCH_SIZE = 48
+WORLD_SIZE = 2
+NOWHERE = "http://127.0.0.1:9"  # the port of a service that nobody runs any more
+# Lightning's metric is each rank's own until the callback takes the mean; the Trainer's is that of all data.
+SCORES = {"lightning_bench": (0.25, 0.75), "hf_bench": (0.5, 0.5)}
+MEAN_SCORE = 0.5
+TARGETS = {"plain": MEAN_SCORE, "guessed": MEAN_SCORE, "never": NEVER, "memory": NEVER, "preempted": NEVER}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "lightning_bench": {"devices": WORLD_SIZE, "strategy": "ddp"},
+    "hf_bench": {"ddp_backend": "gloo"},
+}
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+def job_id_of(way: str) -> str:
+    return f"digits-{way.replace(' ', '-')}"
+
+
+def batch_size_of(way: str) -> int:
+    """Accelerate splits even batches only, so an odd share shows that the trainer's batch is that of all processes."""
+    return 42 if "split" in way else BATCH_SIZE
+
+
+def rank_here() -> int:
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))  # Lightning gives its script's own none
+
+
+def train(name: str, server_url: str, folder: Path, way: str) -> dict[str, Any]:
+    """Train two epochs at most, or one in a way of a framework's own.
+
+    Returns:
+        What this process saw.
+    """
+    kind = import_module(f"tests.support.{name}").Bench
+    url = NOWHERE if way in ("unreachable", "without server") else server_url
+    bench: FrameworkBench = kind(argparse.Namespace(url=url), job_id_of(way), folder / "checkpoints" / way)
+    own = import_module("tests.support.hf_ways").WAYS.get(way) if name == "hf_bench" else None
+    epochs = 2 if own is None else 1
+    target = TARGETS.get(way, AT_ONCE)
+    size = batch_size_of(way)
+    job = bench.job(target, batch_sizes=(size,), default_batch_size=size, max_epochs=epochs)
+    options = {"scores": (SCORES[name][rank_here()],), "epochs": epochs, **OPTIONS[name], **(own or {})}
+    said: dict[str, Any] = {"server_url": url, "on_unreachable": "raise" if way == "unreachable" else "default"}
+    asked = {"target": target, "job_id": bench.job_id} if way == "guessed" else {"job": job}
+    sizes: list[int] = []
+    checkpoint = None
+    if way == "preempted":
+        first = bench.training(bench.callback(job), work=Work({5: SystemExit(143)}), save_every=0, **options)
+        with suppress(SystemExit):
+            first.train()
+        sizes, checkpoint = first.sizes, bench.checkpoint(4)
+        if rank_here() > 0:  # only the first rank may talk to the server
+            said["server_url"] = NOWHERE
+    callback, meter = bench.BatchSize(**asked, monitor="score", **said), bench.Energy()
+    work = Work({2: OUT_OF_MEMORY} if way == "memory" and rank_here() == 1 else None)
+    training = bench.training(callback, meter, work=work, **options)
+    seen: dict[str, Any] = {}
+    try:
+        training.train(checkpoint)
+    except ZeusBSOError as error:
+        seen |= {"error": type(error).__name__, "message": str(error)}
+    else:
+        seen |= {"converged": callback.trial.verdict.converged, "trial_number": callback.trial.trial_number}
+    return seen | {
+        "score": SCORES[name][rank_here()],
+        "time_s": meter.time_s,
+        "energy_rows": len(training.logged("zeus/time_s")),
+        "sizes": sizes + training.sizes,
+        "steps": training.steps if training.sizes else None,
+    }
+
+
+def main(name: str, server_url: str, folder: str, *ways: str) -> None:
+    """Train each way, and write what was seen to a file per process and way."""
+    torch.set_num_threads(1)
+    for way in ways:
+        seen = train(name, server_url, Path(folder), way)
+        Path(folder, f"{way} {rank_here()}.json").write_text(json.dumps(seen))
+    leave()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,50 @@
+"""Trial sessions on a server in memory, with a monitor of listed measurements."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tests.support.contract_double import ContractDouble
+from zeus_plugins.energy import EnergyMonitor, Measurement, ReplayMonitor
+from zeus_plugins.protocol import GpuConfig, JobSpec
+from zeus_plugins.training.session import OnUnreachable, TrialSession
+
+JOB = JobSpec(job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+GPUS = GpuConfig(max_power=600.0, number_of_gpus=2, gpu_model="A40")
+TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+
+
+def monitor_of(*windows: tuple[float, float], source: str = "nvml") -> ReplayMonitor:
+    return ReplayMonitor([Measurement(time_s, energy_j, source) for time_s, energy_j in windows], GPUS)
+
+
+def session_of(
+    server: ContractDouble,
+    monitor: EnergyMonitor | None = None,
+    *,
+    job: JobSpec = JOB,
+    environ: Mapping[str, str] | None = None,
+    on_unreachable: OnUnreachable = "default",
+) -> TrialSession:
+    environ = {**os.environ, "ZEUS_JOB_ID": "", **(environ or {})}
+    return TrialSession(job, server.client(), monitor or monitor_of(), environ=environ, on_unreachable=on_unreachable)
+
+
+def running_session(server: ContractDouble, *windows: tuple[float, float]) -> TrialSession:
+    session = session_of(server, monitor_of(*windows))
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
+def through_a_checkpoint(state: dict[str, Any]) -> dict[str, Any]:
+    """Save and load as frameworks do when they trust nobody."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -1,0 +1,289 @@
+"""Samples of batches and batches of steps, counted in iterations of real loaders and steps of real optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from torch.optim import SGD
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler, TensorDataset
+
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.training.batches import SampleCount, StepCount, samples_in
+from zeus_plugins.training.patches import Patches
+
+
+def data(samples: int) -> TensorDataset:
+    return TensorDataset(torch.zeros(samples, 3))
+
+
+class Dealing(Sampler[list[int]]):
+    """Deals out batches of these sizes, whatever its `batch_size` says."""
+
+    def __init__(self, *sizes: int) -> None:
+        self.batch_size = 16
+        self._sizes = sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for size in self._sizes:
+            yield list(range(size))
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.zeros(self._samples, 3)
+
+
+class Batches:
+    """Batches without a torch loader."""
+
+    batch_size = 16
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for size in self._sizes:
+            yield {"x": torch.zeros(size, 3), "y": torch.zeros(size)}
+
+
+def dealt(*sizes: int) -> DataLoader[Any]:
+    return DataLoader(data(100), batch_sampler=Dealing(*sizes))
+
+
+class DealingParts(Dealing):
+    """Deals out two data sets, one after the other, as sentence-transformers' samplers do."""
+
+    batch_samplers = (SequentialSampler(range(1)),) * 2
+
+
+def shard_of_parts() -> DataLoader[Any]:
+    """Every other batch, as the first of two processes gets them; both data sets' last batches are among those."""
+    sampler: Any = DealingParts(*[16] * 6, 8, *[16] * 5, 4, 16)
+    shard: Any = BatchSamplerShard(sampler, num_processes=2, process_index=0, even_batches=False)
+    return DataLoader(data(100), batch_sampler=shard)
+
+
+def prepared(samples: int) -> Any:
+    return Accelerator(cpu=True).prepare_data_loader(DataLoader(data(samples), batch_size=16))
+
+
+RIGHT: dict[str, Callable[[], Any]] = {
+    "one size": lambda: DataLoader(data(160), batch_size=16),
+    "a smaller last batch": lambda: DataLoader(data(40), batch_size=16),
+    "a single full batch": lambda: DataLoader(data(16), batch_size=16),
+    "workers": lambda: DataLoader(data(90), batch_size=16, num_workers=1),
+    "accelerate's": lambda: prepared(40),
+    "16 on average": lambda: dealt(14, 18, 20, 12, 16, 17, 15),
+    "almost 16 on average": lambda: dealt(14, 18, 19, 16, 18, 18, 18),
+    "several data sets, dealt out to processes": shard_of_parts,
+    "a stream": lambda: DataLoader(Stream(40), batch_size=16),
+    "a stream of sequences first": lambda: DataLoader(
+        Stream(40), batch_size=16, collate_fn=lambda x: torch.zeros(3, len(x))
+    ),
+    "no torch loader": lambda: Batches(16, 16, 16, 16, 16, 3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT.keys())
+def test_batches_of_the_size_pass_as_they_are(make: Callable[[], Any]) -> None:
+    loader, patches = make(), Patches()
+    kind = type(loader)
+    before = [samples_in(batch) for batch in loader]
+    count = SampleCount(16, "make it follow")
+    count.watch(loader, patches)
+    for _ in range(2):
+        assert [samples_in(batch) for batch in loader] == before
+        count.check()
+    assert isinstance(loader, kind)
+    patches.undo()
+    assert type(loader) is kind
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "batches made before": (
+        lambda: dealt(*[8] * 20),
+        r"\(DataLoader with Dealing\) delivered 8 samples in each batch, in",
+    ),
+    "a short epoch": (lambda: DataLoader(data(20), batch_size=8), "delivered 8 samples in each batch, in place of 16"),
+    "too large": (lambda: DataLoader(data(200), batch_size=32), "delivered 32 samples in each batch, in place of 16"),
+    "accelerate's": (
+        lambda: Accelerator(cpu=True).prepare_data_loader(DataLoader(data(200), batch_size=32)),
+        "delivered 32 samples in each batch",
+    ),
+    "little data": (
+        lambda: DataLoader(data(9), batch_size=16),
+        "a single batch of 9 samples in place of 16: the data set",
+    ),
+    "little of a stream": (lambda: DataLoader(Stream(9), batch_size=16), "a single batch of 9 samples in place of 16"),
+    "all dropped": (lambda: DataLoader(data(9), batch_size=16, drop_last=True), "delivered no batch at all"),
+    "no torch loader": (lambda: Batches(*[8] * 20), r"\(Batches\) delivered 8 samples in each batch"),
+    "other on average": (
+        lambda: dealt(14, 20, 20, 19, 18, 18, 18),
+        "18.14 samples on average over 7 batches of different sizes, in place of 16, .*: make it follow",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "problem"), WRONG.values(), ids=WRONG.keys())
+def test_other_batches_are_an_error_that_names_the_loader(make: Callable[[], Any], problem: str) -> None:
+    loader = make()
+    count = SampleCount(16, "make it follow")
+    count.watch(loader, Patches())
+
+    def train() -> None:
+        for number, _ in enumerate(loader):
+            assert number < 10
+        count.check()
+
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        train()
+
+
+def test_four_batches_of_one_size_are_enough_to_tell() -> None:
+    loader = dealt(*[8] * 20)
+    SampleCount(16, "make it follow").watch(loader, Patches())
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    with pytest.raises(ZeusBSOConfigError, match="8 samples in each batch"):
+        next(batches)
+
+
+def test_an_epoch_that_is_cut_short_is_compared_as_far_as_it_went() -> None:
+    loader, count = dealt(8, 9, 8, 9, 8, 9, 8), SampleCount(16, "make it follow")
+    count.watch(loader, Patches())
+    for _, _ in zip(range(5), loader, strict=False):
+        pass
+    with pytest.raises(ZeusBSOConfigError, match=r"8\.4 samples on average over 5 batches"):
+        count.check()
+
+
+def test_batches_that_share_no_length_are_not_judged() -> None:
+    class Pairs(Batches):
+        def __iter__(self) -> Iterator[Any]:
+            yield torch.zeros(5, 2), torch.zeros(7)
+            yield torch.zeros(5, 2), torch.zeros(7)
+
+    loader, count = Pairs(), SampleCount(16, "make it follow")
+    count.watch(loader, Patches())
+    assert len(list(loader)) == 2
+    count.check()
+
+
+def test_a_fixed_list_of_batches_is_refused() -> None:
+    loader = DataLoader(data(4), batch_sampler=[[0, 1], [2, 3]])
+    with pytest.raises(ZeusBSOConfigError, match="a fixed list of batches, so that their size cannot be chosen"):
+        SampleCount(2, "make it follow").watch(loader, Patches())
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        (torch.zeros(5, 2), 5),
+        ((torch.zeros(5, 2), torch.zeros(5)), 5),
+        ({"x": torch.zeros(5, 2), "y": [torch.zeros(5)], "name": "five", "weight": torch.tensor(0.5)}, 5),
+        ((torch.zeros(5), torch.zeros(6)), None),
+        ("five", None),
+        ([1, 2, 3], None),
+    ],
+)
+def test_the_samples_in_a_batch(batch: Any, samples: int | None) -> None:
+    assert samples_in(batch) == samples
+
+
+def test_a_sampler_stays_of_its_class() -> None:
+    sampler, patches = BatchSampler(SequentialSampler(data(40)), 16, drop_last=False), Patches()
+    SampleCount(16, "").watch(DataLoader(data(40), batch_sampler=sampler), patches)
+    assert isinstance(sampler, BatchSampler)
+    assert (len(sampler), sampler.batch_size) == (3, 16)
+    patches.undo()
+    assert type(sampler) is BatchSampler
+
+
+def optimizers(number: int) -> list[SGD]:
+    return [SGD([torch.zeros(1, requires_grad=True)], lr=0.1) for _ in range(number)]
+
+
+def trained(steps: str, accumulation: int, each: int = 1) -> StepCount:
+    """A count over batches, of which those with an ``x`` are followed by a step."""
+    several = optimizers(each)
+    count = StepCount(several, accumulation)
+    for step in steps:
+        if step == "x":
+            several[0].step()
+        count.batch_trained()
+    return count
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulation", "counting"),
+    [
+        ("xx", 1, False),
+        ("x", 1, False),
+        ("---", 1, True),
+        ("---xx", 1, False),  # the first steps of mixed precision are left out
+        ("-x-x", 2, False),
+        ("-x-xx", 2, False),
+        ("---x", 1, True),
+    ],
+)
+def test_steps_as_often_as_was_set_are_counted_no_longer_than_needed(
+    steps: str, accumulation: int, counting: bool
+) -> None:
+    count = trained(steps, accumulation)
+    count.check()
+    assert count.is_counting is counting
+    count.close()
+    assert not count.is_counting
+
+
+@pytest.mark.parametrize(
+    ("steps", "accumulation", "problem"),
+    [
+        ("---x---x", 1, "after each 4 batches in place of 1"),
+        ("x-xx-xx", 4, "after each 1, 2 batches in place of 4"),
+    ],
+)
+def test_other_steps_are_an_error(steps: str, accumulation: int, problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        trained(steps, accumulation).check()
+
+
+def test_of_two_optimizers_the_one_that_steps_more_often_counts() -> None:
+    generator, critic = both = optimizers(2)
+    count = StepCount(both, 1)
+    for batch in range(6):
+        critic.step()
+        if batch % 5 == 4:
+            generator.step()
+        count.batch_trained()
+    assert not count.is_counting
+
+
+def test_optimizers_that_take_turns_step_after_each_batch() -> None:
+    both = optimizers(2)
+    count = StepCount(both, 1)
+    for batch in range(4):
+        both[batch % 2].step()
+        count.batch_trained()
+    count.check()
+    assert not count.is_counting
+
+
+def test_a_remainder_at_the_end_of_an_epoch_is_none_of_the_steps_that_count() -> None:
+    trained("---xx", 4).check()
+
+
+def test_what_is_no_torch_optimizer_is_not_counted() -> None:
+    count = StepCount([object()], 1)
+    assert not count.is_counting
+    count.check()

@@ -1,0 +1,304 @@
+"""`ZeusDataLoader` with real passes over data, and a meter whose figures are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from tests.support import ROOT
+from tests.support.properties import examples
+from zeus_plugins.dataloader.loader import ZeusDataLoader
+from zeus_plugins.energy import Measurement
+from zeus_plugins.errors import ZeusBSOBadOperationError, ZeusBSOConfigError, ZeusBSOOperationOrderError
+from zeus_plugins.protocol import GpuConfig
+
+# Each batch of 4 takes one second and 10 J; at η = 0.5 and 100 W at most that is a cost of 55 J.
+STEP_COST_J = 0.5 * 10 + 0.5 * 100 * 1
+DATA: Dataset[Any] = TensorDataset(torch.arange(8.0))  # two batches of 4
+EVALUATION: Dataset[Any] = TensorDataset(torch.arange(4.0))  # one
+EPOCH_COST_J = 3 * STEP_COST_J
+
+
+class Meter:
+    """An `EnergyMonitor` of a device that is told of each step."""
+
+    source = "a told step"
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.opened: int | None = None
+
+    def gpus(self) -> GpuConfig:
+        return GpuConfig(max_power=100, number_of_gpus=1, gpu_model="told")
+
+    def begin_window(self, name: str) -> None:
+        del name
+        assert self.opened is None
+        self.opened = self.steps
+
+    def end_window(self, name: str) -> Measurement:
+        del name
+        assert self.opened is not None
+        steps, self.opened = self.steps - self.opened, None
+        return Measurement(float(steps), 10.0 * steps, self.source)
+
+
+class Bench:
+    """A training and an evaluation loader, and a meter."""
+
+    def __init__(self, directory: Path, *, max_epochs: int = 10, **environ: str) -> None:
+        self.meter = Meter()
+        self.environ = {
+            "ZEUS_LOG_DIR": str(directory),
+            "ZEUS_JOB_ID": "rec03+try02",
+            "ZEUS_TARGET_METRIC": "0.9",
+            "ZEUS_ETA_KNOB": "0.5",
+            **environ,
+        }
+        self.train: ZeusDataLoader[Any] = ZeusDataLoader(
+            DATA, 4, max_epochs=max_epochs, monitor=self.meter, environ=self.environ
+        )
+        self.evaluate: ZeusDataLoader[Any] = ZeusDataLoader(EVALUATION, 4)
+        self.result_path = directory / "rec03+try02+bs4.train.json"
+
+    def step(self, loader: ZeusDataLoader[Any]) -> None:
+        for _ in loader:
+            self.meter.steps += 1
+
+    def run(self, metrics: Iterator[float]) -> list[int]:
+        epochs = []
+        for epoch in self.train.epochs():
+            epochs.append(epoch)
+            self.step(self.train)
+            self.step(self.evaluate)
+            self.meter.steps += 7  # What is done between passes does not count.
+            self.train.report_metric(next(metrics))
+        return epochs
+
+    @property
+    def result(self) -> Any:
+        return json.loads(self.result_path.read_text())
+
+
+def test_a_training_that_reaches_the_target_tells_what_it_cost(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "made")
+    assert bench.run(iter([0.5, math.nan, 0.95])) == [0, 1, 2]
+    assert bench.train.reached
+    assert bench.result == {
+        "energy": 90.0,
+        "time": 9.0,
+        "cost": 3 * EPOCH_COST_J,
+        "num_epochs": 10,
+        "reached": True,
+        "end_epoch": 3,
+        "metric": 0.95,
+        "energy_source": "a told step",
+    }
+    assert [path.name for path in (tmp_path / "made").iterdir()] == [bench.result_path.name]
+
+
+def test_a_script_may_leave_the_loop_once_it_has_reached_the_target(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for _ in bench.train.epochs():
+        bench.step(bench.train)
+        bench.train.report_metric(0.9)
+        if bench.train.reached:
+            break
+    assert (bench.result["reached"], bench.result["end_epoch"], bench.result["time"]) == (True, 1, 2.0)
+
+
+def test_a_training_without_the_target_ends_with_its_epochs(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, max_epochs=3)
+    assert bench.run(iter([0.1] * 9)) == [0, 1, 2]
+    assert (bench.result["reached"], bench.result["end_epoch"]) == (False, 3)
+
+
+def test_a_lower_metric_may_be_the_better_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for _ in bench.train.epochs():
+        bench.train.report_metric(1.5 - bench.train.dataset[0][0].item() - 0.7, higher_is_better_metric=False)
+    assert bench.result["reached"]
+    assert bench.result["metric"] == pytest.approx(0.8)
+
+
+@given(st.floats(0.0, 20.0), st.integers(1, 12), st.integers(1, 30))
+@settings(deadline=None, max_examples=examples(60))
+def test_no_epoch_begins_whose_cost_would_cross_the_threshold(
+    tmp_path_factory: pytest.TempPathFactory, threshold_epochs: float, max_epochs: int, reached_at: int
+) -> None:
+    threshold_j = threshold_epochs * EPOCH_COST_J
+    bench = Bench(tmp_path_factory.mktemp("run"), max_epochs=max_epochs, ZEUS_COST_THRESH=str(threshold_j))
+    trained = len(bench.run(0.9 if epoch == reached_at else 0.1 for epoch in range(1, 99)))
+    # The first epoch tells what one costs.
+    affordable = max(1, int(threshold_j / EPOCH_COST_J))
+    assert trained == min(affordable, max_epochs, reached_at)
+    assert bench.result["reached"] == (reached_at <= min(affordable, max_epochs))
+    assert bench.result["cost"] == pytest.approx(trained * EPOCH_COST_J)
+    assert trained == 1 or bench.result["cost"] <= threshold_j
+
+
+def test_an_exception_leaves_no_result_and_a_pass_that_is_cut_short_counts(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+
+    def train() -> None:
+        for _ in bench.train.epochs():
+            for _ in bench.train:
+                bench.meter.steps += 1
+                break
+            bench.step(bench.evaluate)
+            raise RuntimeError("the data are gone")
+
+    with pytest.raises(RuntimeError, match="the data are gone"):
+        train()
+    assert not bench.result_path.exists()
+    assert bench.meter.opened is None
+    assert bench.train._training is not None
+    assert bench.train._training.account is not None
+    assert bench.train._training.account.time_s == 2.0
+
+
+def test_loaders_are_used_in_their_order(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    with pytest.raises(ZeusBSOOperationOrderError, match="train inside"):
+        next(iter(bench.train))
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"epochs\(\) is a matter of the training loader"):
+        next(iter(bench.evaluate.epochs()))
+    with pytest.raises(ZeusBSOOperationOrderError, match=r"report_metric\(\) is a matter of the training loader"):
+        bench.evaluate.report_metric(0.5)
+    with pytest.raises(ZeusBSOOperationOrderError, match="report the metric inside"):
+        bench.train.report_metric(0.5)
+    bench.step(bench.evaluate)  # Before the training: not counted.
+    bench.run(iter([1.0]))
+    bench.step(bench.evaluate)  # Nor after it.
+    assert bench.result["time"] == 3.0
+    with pytest.raises(ZeusBSOOperationOrderError, match="a loader trains once"):
+        next(iter(bench.train.epochs()))
+
+
+def test_passes_do_not_overlap(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    for _ in bench.train.epochs():
+        first = iter(bench.train)
+        next(first)
+        with pytest.raises(ZeusBSOBadOperationError, match="finish one pass"):
+            next(iter(bench.evaluate))
+        del first
+        bench.train.report_metric(1.0)
+
+
+def test_evaluation_belongs_to_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ZeusDataLoader, "_latest", None)
+    with pytest.raises(ZeusBSOConfigError, match="belongs to a training loader, and there is none"):
+        ZeusDataLoader(EVALUATION, 4)
+    first, second = Bench(tmp_path / "1"), Bench(tmp_path / "2")
+    of_first: ZeusDataLoader[Any] = ZeusDataLoader(EVALUATION, 4, train_loader=first.train)
+    for _ in first.train.epochs():
+        for _ in of_first:
+            first.meter.steps += 1
+        first.train.report_metric(1.0)
+    assert first.result["time"] == 1.0
+    assert second.meter.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "options", "says"),
+    [
+        ({"ZEUS_TARGET_METRIC": ""}, {}, "ZEUS_TARGET_METRIC is not set"),
+        ({"ZEUS_TARGET_METRIC": "high"}, {}, "ZEUS_TARGET_METRIC is 'high': set it to a number"),
+        ({"ZEUS_COST_THRESH": "nan"}, {}, "ZEUS_COST_THRESH is 'nan'"),
+        ({"ZEUS_ETA_KNOB": "2"}, {}, "ZEUS_ETA_KNOB is 2.0: η lies between 0 and 1"),
+        ({}, {"max_epochs": 0}, "max_epochs is 0"),
+        ({}, {"batch_size": 0}, "batch_size is 0"),
+        ({}, {"distributed": "ddp"}, "distributed is 'ddp': choose 'dp'"),
+        ({}, {"distributed": "dp"}, "needs torch.distributed.init_process_group first"),
+        ({}, {"sampler": DistributedSampler(DATA, 2, 0)}, "pass distributed='dp' too"),
+    ],
+)
+def test_what_cannot_work_is_told(environ: dict[str, str], options: dict[str, Any], says: str) -> None:
+    environ = {"ZEUS_TARGET_METRIC": "0.9", **environ}
+    with pytest.raises(ZeusBSOConfigError, match=says.replace("(", r"\(").replace(".", r"\.")):
+        ZeusDataLoader(DATA, **{"batch_size": 4, "max_epochs": 1, "monitor": Meter(), "environ": environ, **options})
+
+
+RANKS = """
+import sys
+import torch
+from torch import distributed
+from torch.utils.data import TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+from zeus_plugins.dataloader.loader import ZeusDataLoader
+from zeus_plugins.energy import EstimateMonitor
+
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+data = TensorDataset(torch.arange(16.0))
+def refused(text, **options):
+    try:
+        ZeusDataLoader(data, max_epochs=3, distributed="dp", **options)
+    except Exception as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(text)
+refused("without it, every rank trains on all data", batch_size=8)
+refused("cannot be spread evenly over 2 ranks", batch_size=7, sampler=DistributedSampler(data))
+refused("is for rank 0 of 3", batch_size=8, sampler=DistributedSampler(data, 3, 0))
+loader = ZeusDataLoader(
+    data, batch_size=8, max_epochs=5, distributed="dp", sampler=DistributedSampler(data), monitor=EstimateMonitor(10)
+)
+seen = []
+for epoch in loader.epochs():
+    batches = [batch for batch, in loader]
+    assert [len(batch) for batch in batches] == [4, 4]
+    seen.append(torch.cat(batches).tolist())
+    # Only rank 0's metric counts.
+    loader.report_metric(0.95 if rank == 0 and epoch == 2 else 0.1)
+assert len(seen) == 3, seen
+assert seen[0] != seen[1], "set_epoch was not called"
+distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_train_together(tmp_path: Path) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "ZEUS_TARGET_METRIC": "0.9",
+        "ZEUS_LOG_DIR": str(tmp_path),
+        "ZEUS_JOB_ID": "rec01+try01",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ranks.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "rec01+try01+bs8.train.json").read_text())
+    assert (result["reached"], result["end_epoch"]) == (True, 3)
+
+
+@pytest.mark.slow
+def test_the_example_works_alone(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "master" / "digits.py"
+    arguments = ["--batch-size", "64", "--lr", "0.003", "--epochs", "2", "--seed", "1"]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "ZEUS_TARGET_METRIC": "0.999", "ZEUS_ESTIMATED_POWER_W": "50"}
+    for name in ("ZEUS_LOG_DIR", "ZEUS_JOB_ID"):
+        environ.pop(name, None)
+    done = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, env=environ, check=False, timeout=240)
+    assert done.returncode == 0
+    result = json.loads((tmp_path / "zeus_log" / "rec01+try01+bs64.train.json").read_text())
+    assert (result["reached"], result["end_epoch"], result["num_epochs"]) == (False, 2, 2)
+    assert 0.5 < result["metric"] < 0.999
+    assert result["energy"] == pytest.approx(50 * result["time"])

@@ -1,0 +1,274 @@
+"""Jobs that are made of a target and of what a training tells: literal values, and what holds for all of them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeus_plugins import JobSpec
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.protocol import MAX_ID_LENGTH, GpuConfig
+from zeus_plugins.training.defaults import (
+    JobPlan,
+    JobWish,
+    TrainingFacts,
+    check_epochs,
+    first_report_warning,
+    planned,
+    script_name,
+)
+
+FACTS = TrainingFacts(script="train", model="Net", samples=1437, step_size=64, max_epochs=30)
+GPUS = GpuConfig(max_power=800.0, number_of_gpus=2, gpu_model="NVIDIA A100-SXM4-80GB")
+
+
+def plan(monitor: str = "val_acc", target: float = 0.97, facts: dict[str, Any] | None = None, **said: Any) -> JobPlan:
+    told = TrainingFacts(**{**vars(FACTS), **(facts or {})})
+    return planned(JobWish(monitor=monitor, target=target, **said), told)
+
+
+# What is guessed
+
+
+def test_a_target_and_a_metric_make_a_job() -> None:
+    guessed = plan()
+    assert guessed.job == JobSpec(
+        job_id_prefix="train-Net-1437",
+        batch_sizes=(8, 16, 32, 64, 128, 256, 512),
+        default_batch_size=64,
+        target_metric=0.97,
+        max_epochs=30,
+    )
+    assert guessed.guesses == [
+        "batch sizes 8, 16, 32, 64, 128, 256, 512",
+        "at most 30 epochs",
+        "higher val_acc is better",
+        "the job's id",
+    ]
+    assert guessed.warning is None
+    assert JobSpec.model_fields.keys() - guessed.guessed == {"target_metric"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "sizes"),
+    [
+        ({"step_size": 100}, (25, 50, 100, 200, 400, 800)),
+        ({"step_size": 7}, (7, 14, 28, 56)),
+        ({"step_size": 64, "unit": 32}, (32, 64, 128, 256, 512)),
+        ({"step_size": 64, "samples": 200}, (8, 16, 32, 64, 128)),
+        ({"step_size": 64, "samples": None}, (8, 16, 32, 64, 128, 256, 512)),
+        ({"step_size": 64, "samples": 64}, (8, 16, 32, 64)),
+        ({"step_size": 64, "least_size": 20}, (32, 64, 128, 256, 512)),
+        ({"step_size": 2**30, "samples": None}, (2**27, 2**28, 2**29, 2**30)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_sizes_are_halves_and_doubles_as_far_as_devices_and_data_allow(
+    facts: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    assert plan(facts=facts).job.batch_sizes == sizes
+
+
+@given(
+    st.integers(1, 64),
+    st.integers(1, 4096),
+    st.one_of(st.none(), st.integers(0, 10**6)),
+    st.text(max_size=400),
+    st.text(max_size=400),
+)
+def test_every_training_gets_a_job_that_it_can_train(
+    unit: int, times: int, more: int | None, script: str, model: str
+) -> None:
+    samples = None if more is None else unit * times + more
+    facts = {"unit": unit, "step_size": unit * times, "samples": samples, "script": script, "model": model}
+    guessed = plan(facts=facts)
+    sizes, own = guessed.job.batch_sizes, unit * times
+    assert own in sizes
+    assert all(size % unit == 0 and own / 8 <= size <= own * 8 for size in sizes)
+    assert samples is None or max(sizes) <= samples
+    job_id = guessed.on(GPUS).job_id
+    assert job_id is not None
+    assert job_id.startswith(guessed.job.job_id_prefix)
+    assert len(job_id) <= MAX_ID_LENGTH
+    JobSpec(**dict(guessed.on(GPUS)))
+    assert plan(facts=facts).on(GPUS) == guessed.on(GPUS)
+
+
+def test_a_script_whose_batch_is_larger_than_its_data_is_told() -> None:
+    with pytest.raises(
+        ZeusBSOConfigError, match=r"this training \(64\) is larger than its data \(63 samples\): lower it"
+    ):
+        plan(facts={"step_size": 64, "samples": 63})
+
+
+def test_the_id_is_of_script_model_data_and_hardware() -> None:
+    assert plan(facts={"devices": 2}).on(GPUS).job_id == "train-Net-1437-2xNVIDIA-A100-SXM4-80GB-800W"
+    others = [
+        plan(facts=facts).on(GPUS).job_id
+        for facts in ({}, {"script": "tune"}, {"model": "Big"}, {"samples": 99}, {"samples": None}, {"devices": 4})
+    ]
+    assert len(set(others)) == 6
+    assert plan().on(GPUS.model_copy(update={"max_power": 600.0})).job_id != others[0]
+
+
+def test_a_long_id_ends_with_a_digest() -> None:
+    ids = {plan(facts={"model": "M" * 300 + end}).on(GPUS).job_id or "" for end in "ab"}
+    assert len(ids) == 2
+    assert all(len(job_id) <= MAX_ID_LENGTH for job_id in ids)
+
+
+def test_a_stated_id_is_the_id() -> None:
+    guessed = plan(job_id="digits-nightly")
+    assert (guessed.on(GPUS).job_id, guessed.job.job_id_prefix) == ("digits-nightly", "digits-nightly")
+    assert "job_id" not in guessed.guessed
+    named = plan().named("of-the-environment")
+    assert (named.on(GPUS).job_id, "job_id" in named.guessed) == ("of-the-environment", False)
+
+
+def test_a_trainer_without_a_limit_gets_that_of_a_job() -> None:
+    assert plan(facts={"max_epochs": None}).job.max_epochs == 100
+
+
+def test_a_size_that_nobody_tells_cannot_be_guessed() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"cannot be told before it begins: .*or describe the job by job="):
+        plan(facts={"step_size": None})
+
+
+@pytest.mark.parametrize(
+    ("argument", "name"),
+    [
+        ("train.py", "train"),
+        ("/a/b/run_glue.py", "run_glue"),
+        ("-c", "python"),
+        ("", "python"),
+        ("/site/pkg/__main__.py", "pkg"),
+        ("/bin/my-train", "my-train"),
+    ],
+)
+def test_the_name_of_a_script(argument: str, name: str) -> None:
+    assert script_name(argument) == name
+
+
+def test_a_training_that_ends_within_its_first_epoch_is_no_job() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"within its first epoch at batch size 64, .* at least 144 samples"):
+        plan(facts={"least_size": 144})
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({}, "which value of the metric is the training to reach"),
+        ({"job": plan().job, "target": 1.0, "job_id": "a"}, r"say target= as JobSpec\(target_metric=…\), job_id= as"),
+    ],
+)
+def test_too_little_and_too_much_is_refused(said: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        JobWish(monitor="val_acc", **said)
+
+
+def test_a_whole_job_is_taken_as_it_is() -> None:
+    job = plan().job
+    assert planned(JobWish(job=job, monitor="val_acc")) == JobPlan(job=job, monitor="val_acc")
+
+
+# The direction
+
+
+@pytest.mark.parametrize(
+    ("monitor", "higher"),
+    [
+        *[(name, False) for name in ("val_loss", "eval_loss", "loss", "valLoss", "val/perplexity", "wer", "test_CER")],
+        *[(name, False) for name in ("mean_squared_error", "mae", "val_rmse", "loss/dataloader_idx_0")],
+        *[(name, True) for name in ("val_acc", "f1", "glossary", "terror", "answer", "reward", "closs", "")],
+    ],
+)
+def test_the_direction_follows_from_words_of_the_name(monitor: str, *, higher: bool) -> None:
+    assert plan(monitor).job.higher_is_better_metric is higher
+    job = JobSpec(job_id_prefix="job", batch_sizes=(8,), default_batch_size=8)
+    taken = planned(JobWish(job=job, monitor=monitor))
+    assert taken.job.higher_is_better_metric is higher
+    assert taken.guesses == ([] if higher else [f"lower {monitor} is better"])
+    assert taken.guessed == (set() if higher else {"higher_is_better_metric"})
+
+
+@pytest.mark.parametrize(
+    ("monitor", "said", "warning"),
+    [
+        ("val_loss", True, "of a metric called 'val_loss' lower values are usually better"),
+        ("val_loss", False, None),
+        ("val_acc", False, "of a metric called 'val_acc' higher values are usually better"),
+        ("val_acc", True, None),
+        ("reward", False, None),
+        ("loss_accuracy", False, None),
+    ],
+)
+def test_a_direction_that_the_name_contradicts_is_taken_with_a_warning(
+    monitor: str, warning: str | None, *, said: bool
+) -> None:
+    job = JobSpec(job_id_prefix="j", batch_sizes=(8,), default_batch_size=8, higher_is_better_metric=said)
+    for taken in (plan(monitor, higher_is_better_metric=said), planned(JobWish(job=job, monitor=monitor))):
+        assert taken.job.higher_is_better_metric is said
+        assert (taken.warning is None) == (warning is None)
+        assert (warning or "") in (taken.warning or "")
+
+
+@pytest.mark.parametrize(
+    ("target", "metric", "reached", "warning"),
+    [
+        (
+            0.9,
+            0.95,
+            True,
+            "val_acc was 0.95 at the first report, at or above the target 0.9, so that the training ends",
+        ),
+        (97.0, 0.8, False, "the target is 97, and val_acc was 0.8 at the first report: .* 0.97 may be what was meant"),
+        (0.9, 0.8, False, None),
+        (97.0, 1.5, False, None),
+        (1000.0, 0.5, False, None),
+    ],
+)
+def test_a_first_report_tells_of_a_target_that_was_hardly_meant(
+    target: float, metric: float, warning: str | None, *, reached: bool
+) -> None:
+    said = first_report_warning(plan(target=target).job, "val_acc", metric, is_reached=reached)
+    if warning is None:
+        assert said is None
+    else:
+        assert said is not None
+        assert re.search(warning, said)
+
+
+# A trainer that ends before the job
+
+OF_3_EPOCHS = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    ("limit", "trained", "problem"),
+    [
+        (3, 0, None),
+        (5.5, 2, None),
+        (2, 0, "Trainer(n=2) ends before the job's max_epochs (3), so the server would never learn that a batch size "
+         "cannot reach the target: set JobSpec(max_epochs=2) or Trainer(n=3)"),
+        (2.5, 0, "Trainer(n=2.5) ends before the job's max_epochs (3), so the server would never learn that a batch "
+         "size cannot reach the target: set JobSpec(max_epochs=2) or Trainer(n=3)"),
+        (4, 2, "Trainer(n=4) ends before the job's max_epochs (3) after the 2 epochs that this trainer has trained "
+         "already, so the server would never learn that a batch size cannot reach the target: make a new Trainer for "
+         "each training"),
+    ],
+)  # fmt: skip
+def test_a_trainer_that_ends_before_the_job_is_refused(limit: float, trained: int, problem: str | None) -> None:
+    check_epochs(None, limit, "Trainer(n={})", trained=trained)
+    if problem is None:
+        check_epochs(OF_3_EPOCHS, limit, "Trainer(n={})", trained=trained)
+        return
+    with pytest.raises(ZeusBSOConfigError) as raised:
+        check_epochs(OF_3_EPOCHS, limit, "Trainer(n={})", trained=trained)
+    assert str(raised.value) == problem

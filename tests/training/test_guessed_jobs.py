@@ -1,0 +1,309 @@
+"""Recurrences of a job of which little was said, against a server in this process and a trainer without a framework."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import repeat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_trainer import FakeTrainer, active, on_each_rank
+from zeus_plugins.client import client_from_environment
+from zeus_plugins.client.local import LocalServer
+from zeus_plugins.client.port import ServerPort
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
+from zeus_plugins.protocol import Fingerprint, GpuConfig, JobSpec, Origin
+from zeus_plugins.training.defaults import JobWish, TrainingFacts
+from zeus_plugins.training.run import TrialOptions, TrialRun
+
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+JOB_ID = "train-Net-1000-1xA40-100W"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"embedded://{tmp_path / 'bso.sqlite3'}"
+
+
+@pytest.fixture
+def server(url: str) -> Iterator[ServerPort]:
+    with client_from_environment(url) as client:
+        yield client
+
+
+class Net(FakeTrainer):
+    """A trainer that tells of itself what a test says."""
+
+    def __init__(self, **told: Any) -> None:
+        super().__init__()
+        self.model, self.optimizer_name = told.pop("model", "Net"), told.pop("optimizer", None)
+        self.told = TrainingFacts(**{**vars(self.told), "max_epochs": 3, "model": self.model, **told})
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(model=self.model, framework="none", optimizer=self.optimizer_name)
+
+
+def run_of(url: str, wish: JobWish | None = None, **options: Any) -> TrialRun:
+    monitor = ReplayMonitor(repeat(Measurement(1.0, 10.0, "replayed")), GPUS)
+    wish = wish or JobWish(monitor="val_acc", target=0.9)
+    return TrialRun(wish, TrialOptions(server_url=url, energy_monitor=monitor, **options))
+
+
+def launched(url: str, port: FakeTrainer, *metrics: float, target: float | None = 0.9, **said: Any) -> TrialRun:
+    """A training that reports these metrics."""
+    options = {name: said.pop(name) for name in ("strict", "quiet") if name in said}
+    run = run_of(url, JobWish(target=target, **{"monitor": "val_acc", **said}), on_failure="stop", **options)
+    try:
+        run.begin(port)
+        active(run).start()
+        for epoch, metric in enumerate(metrics, 1):
+            active(run).report_evaluation(partial(float, metric), float(epoch))
+    except BaseException as error:
+        run.finish(error)
+        raise
+    run.finish()
+    return run
+
+
+def test_a_launch_finds_the_registration_whatever_it_guesses(url: str, server: ServerPort) -> None:
+    launched(url, Net(), 0.95)
+    registered = server.show_job(JOB_ID).job
+    assert (registered.batch_sizes, registered.max_epochs) == ((8, 16, 32, 64, 128, 256, 512), 3)
+    for told in ({"step_size": 100}, {"max_epochs": 30}, {"script": "moved", "samples": 90}):
+        port = Net(**told)
+        run = launched(url, port, 0.95, job_id=JOB_ID)
+        assert run.trial is not None
+        assert run.trial.batch_size in registered.batch_sizes
+        assert "batch sizes 8, 16, 32, 64, 128, 256, 512; at most 3 epochs;" in port.said[0]
+    view = server.show_job(JOB_ID)
+    assert (view.job, view.trial_count) == (registered, 4)
+
+
+def test_what_is_said_and_contradicts_the_registration_is_an_error_that_names_it(url: str, server: ServerPort) -> None:
+    launched(url, Net(), 0.95)
+    with pytest.raises(ZeusBSOConfigError, match=r"configuration: target_metric is 0\.9, not 0\.8\. Use") as raised:
+        launched(url, Net(step_size=32), target=0.8)
+    assert f"bso-server jobs delete {JOB_ID}" in str(raised.value)
+    with pytest.raises(ZeusBSOConfigError, match="configuration: higher_is_better_metric is True, not False"):
+        launched(url, Net(step_size=32), higher_is_better_metric=False)
+    assert server.show_job(JOB_ID).trial_count == 1
+
+
+def test_a_direction_that_was_guessed_is_the_registered_one_later(url: str, server: ServerPort) -> None:
+    launched(url, Net(), 0.95)
+    job = JobSpec(**server.show_job(JOB_ID).job.model_dump(include=set(JobSpec.model_fields)))
+    unsaid = JobSpec(**job.model_dump(exclude={"higher_is_better_metric"}))
+    port = Net()
+    run = launched(url, port, 0.95, job=unsaid, monitor="loss", target=None)
+    assert run.trial is not None
+    assert run.trial.verdict is not None
+    assert run.trial.verdict.converged
+    assert "Guessed: higher loss is better" in port.said[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "problem"),
+    [
+        ({"max_epochs": 2}, "registered with max_epochs=3, and this trainer ends after 2"),
+        ({"unit": 3, "step_size": 96}, "cannot be spread evenly over 3 devices"),
+    ],
+)
+def test_a_registration_that_this_training_cannot_have_is_refused_before_a_trial(
+    url: str, server: ServerPort, told: dict[str, int], problem: str
+) -> None:
+    launched(url, Net(), 0.95)
+    port = Net(**told)
+    port.devices = told.get("unit", 1)
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        launched(url, port, job_id=JOB_ID)
+    assert server.show_job(JOB_ID).trial_count == 1
+
+
+def test_the_environment_names_the_job(url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEUS_JOB_ID", "nightly")
+    launched(url, Net(), 0.95)
+    assert server.show_job("nightly").trial_count == 1
+    launched(url, Net(), 0.95, job_id="mine")
+    assert server.show_job("mine").trial_count == 1
+
+
+def test_a_checkpoint_keeps_what_was_guessed(url: str, server: ServerPort) -> None:
+    port = Net()
+    run = run_of(url)
+    run.begin(port)
+    active(run).start()
+    active(run).report_evaluation(lambda: 0.1, 1.0)
+    saved = run.state()
+    run.finish(KeyboardInterrupt())
+    resumed = run_of(url)
+    resumed.resume(Net(step_size=96, max_epochs=2), lambda: saved)
+    assert resumed.state()["job"] == saved["job"]
+    active(resumed).start()
+    active(resumed).report_evaluation(lambda: 0.95, 2.0)
+    resumed.finish()
+    (trial,) = server.show_job(JOB_ID).trials
+    assert (trial.state, trial.time_s) == ("completed", 3.0)  # the window that the checkpoint closed counts
+
+
+def test_results_of_a_training_that_began_without_the_server_find_the_registration(
+    url: str, server: ServerPort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched(url, Net(), 0.95)
+    with monkeypatch.context() as away:
+        away.setattr(LocalServer, "register", failing(ZeusBSOServerUnreachableError("away")))
+        away.setattr(LocalServer, "record_offline", failing(ZeusBSOServerUnreachableError("away")))
+        launched(url, Net(step_size=32, max_epochs=9), 0.95, job_id=JOB_ID)
+    launched(url, Net(), 0.95)
+    view = server.show_job(JOB_ID)
+    assert [trial.batch_size for trial in view.trials if trial.origin is Origin.OFFLINE] == [32]
+    assert view.trial_count == 3
+
+
+def failing(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_all_ranks_have_the_job_of_rank_0(url: str, server: ServerPort) -> None:
+    def train(port: FakeTrainer) -> tuple[int, int]:
+        port.told = TrainingFacts(script="train", model="Net", samples=1000 + port.rank, step_size=64, unit=2)
+        run = launched(url, port, 0.95)
+        assert run.trial is not None
+        return run.trial.batch_size, run.state()["job"]["max_epochs"]
+
+    assert on_each_rank(2, train) == [(64, 100)] * 2
+    assert server.show_job(JOB_ID).trial_count == 1
+
+
+# What a training is made of
+
+
+def test_a_job_of_something_else_is_a_warning_and_if_wanted_an_error(
+    url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched(url, Net(optimizer="SGD"), 0.95, job_id="mine")
+    launched(url, Net(optimizer="SGD"), 0.95, job_id="mine")
+    assert [record for record in caplog.records if "something else" in record.message] == []
+    launched(url, Net(model="Big", optimizer="Adam"), 0.95, job_id="mine")
+    (warning,) = [record for record in caplog.records if "something else" in record.message]
+    assert warning.levelno == logging.WARNING
+    assert "(model Net before, Big now; optimizer SGD before, Adam now)" in warning.message
+    assert "job_id='mine-Big'" in warning.message
+    with pytest.raises(ZeusBSOConfigError, match=r"model Net before, Big now.*or say strict=False"):
+        launched(url, Net(model="Big"), job_id="mine", strict=True)
+    assert server.show_job("mine").trial_count == 3
+
+
+def test_an_optimizer_that_is_made_later_is_told_later(
+    url: str, server: ServerPort, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched(url, Net(), 0.95)
+    assert server.show_job(JOB_ID).job.fingerprint == Fingerprint(
+        model="Net", framework="none", optimizer="SimpleNamespace"
+    )
+    port = Net()
+    port.optimizer = type("Adam", (), {"param_groups": [], "defaults": {}})()
+    launched(url, port, 0.95)
+    assert "(optimizer SimpleNamespace before, Adam now)" in caplog.text
+    with pytest.raises(ZeusBSOConfigError, match="Adam now"):
+        launched(url, port, 0.95, strict=True)
+
+
+def test_another_optimizer_is_refused_on_all_ranks(url: str) -> None:
+    launched(url, Net(), 0.95, job_id="mine")
+
+    def train(port: FakeTrainer) -> None:
+        port.told = replace(port.told, max_epochs=3)
+        port.optimizer = type("Adam", (), {"param_groups": [], "defaults": {}})()
+        launched(url, port, 0.95, job_id="mine", strict=True)
+
+    for error in on_each_rank(2, train):
+        assert isinstance(error, ZeusBSOConfigError)
+        assert "optimizer SimpleNamespace before, Adam now" in str(error)
+
+
+# What is told
+
+
+def test_a_training_is_told_of_at_its_begin_and_its_end(url: str) -> None:
+    first, second, third = Net(), Net(), Net()
+    launched(url, first, 0.5, 0.95)
+    launched(url, second, 0.95)
+    launched(url, third, 0.1, 0.1, 0.1)
+    place = url.removeprefix("embedded://")
+    guesses = "batch sizes 8, 16, 32, 64, 128, 256, 512; at most 3 epochs; higher val_acc is better; the job's id"
+    assert first.said == [
+        f"zeus: job {JOB_ID}, trial 1: batch size 64 (your own): first run: your default size. Kept in {place}. "
+        f"Guessed: {guesses}; job=JobSpec(…) says otherwise.",
+        "zeus: target reached: metric 0.95 against a target of 0.9 after 2 epochs, 110 J. Batch size 64 took 2 s and "
+        "20 J (replayed), a cost of 110 J. The next launch goes on: 1 of 7 batch sizes are tried.",
+    ]
+    begin, end = second.said
+    assert "trial 2: batch size 128 (in place of your 64): tried 128: about " in begin
+    assert "[" not in begin
+    assert end.endswith(
+        "a cost of 55 J, 50% of what your 64 costs. The next launch goes on: 2 of 7 batch sizes are tried."
+    )
+    assert third.said[1].endswith("Launch the training again to try the next batch size.")
+    assert "stopped: metric 0.1 against a target of 0.9" in third.said[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("a fault"),
+            "ended by ValueError after 0 s and 0 J: it counts as failed, and its batch size is tried",
+        ),
+        (MemoryError(), "ended by MemoryError after 0 s and 0 J: its batch size and larger ones are left out from now"),
+        (KeyboardInterrupt(), "ended by KeyboardInterrupt after 0 s and 0 J: it goes on when the training resumes"),
+        (ZeusBSOConfigError("no such metric"), "after 0 s and 0 J: it counts against no batch size."),
+    ],
+)
+def test_an_error_is_told_with_what_it_makes_of_the_trial(url: str, error: BaseException, said: str) -> None:
+    port = Net()
+    run = run_of(url)
+    run.begin(port)
+    run.finish(error)
+    assert f"zeus: trial 1 of job {JOB_ID} was ended by" in port.said[1]
+    assert said in port.said[1]
+
+
+def test_who_wants_it_quiet_is_told_nothing(url: str) -> None:
+    port = Net()
+    launched(url, port, 0.95, quiet=True)
+    assert port.said == []
+
+
+def test_trackers_are_told_what_is_trained_and_what_it_costs(url: str) -> None:
+    port = Net()
+    launched(url, port, 0.5, 0.95)
+    assert port.hyperparameters == {
+        "zeus/job_id": JOB_ID,
+        "zeus/batch_size": 64,
+        "zeus/policy": "gp_voi",
+        "zeus/reason": "first run: your default size",
+    }
+    assert port.logged == [
+        {"zeus/batch_size": 64.0, "zeus/trial_number": 1.0, "zeus/lr_factor": 1.0},
+        {"zeus/epoch_bound": 3.0, "zeus/cost_j": 55.0},
+        {"zeus/epoch_bound": 3.0, "zeus/cost_j": 110.0, "zeus/target_reached": 1.0}
+        | {"zeus/trial_time_s": 2.0, "zeus/trial_energy_j": 20.0},
+    ]
+    assert port.progress == "64 (≤3 epochs)"
+
+
+def test_a_first_report_at_the_target_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    launched(url, Net(), 0.95)
+    assert "val_acc was 0.95 at the first report, at or above the target 0.9" in caplog.text
+    caplog.clear()
+    launched(url, Net(), 0.5, 0.95)
+    assert caplog.text == ""

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+
+from zeus_plugins.training.patches import Patches
+
+
+class Thing:
+    size = 16
+
+    def __init__(self) -> None:
+        self.own = 16
+
+    def method(self) -> str:
+        return "original"
+
+
+class Guarded:
+    """Forbids what a DataLoader forbids: another batch size after the constructor."""
+
+    def __init__(self) -> None:
+        self.__dict__["size"] = 16
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise ValueError(f"{name} cannot be set")
+
+
+class WithProperties:
+    def __init__(self) -> None:
+        self._size = 16
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    @size.setter
+    def size(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def fixed(self) -> int:
+        return 16
+
+
+def test_an_own_attribute_gets_its_value_back() -> None:
+    thing, patches = Thing(), Patches()
+    patches.set_attribute(thing, "own", 48)
+    assert thing.own == 48
+    patches.undo()
+    assert thing.own == 16
+
+
+def test_what_the_class_provides_is_uncovered_again() -> None:
+    thing, patches = Thing(), Patches()
+    patches.set_attribute(thing, "size", 48)
+    patches.set_attribute(thing, "method", lambda: "patched")
+    assert (thing.size, thing.method()) == (48, "patched")
+    patches.undo()
+    assert (thing.size, thing.method()) == (16, "original")
+    assert vars(thing) == {"own": 16}
+
+
+def test_a_new_attribute_is_gone_again() -> None:
+    thing, patches = Thing(), Patches()
+    patches.set_attribute(thing, "fresh", 1)
+    patches.undo()
+    assert not hasattr(thing, "fresh")
+
+
+def test_a_class_that_guards_its_attributes_is_changed_all_the_same() -> None:
+    guarded, patches = Guarded(), Patches()
+    patches.set_attribute(guarded, "size", 48)
+    assert vars(guarded) == {"size": 48}
+    patches.undo()
+    assert vars(guarded) == {"size": 16}
+
+
+def test_a_property_is_set_by_its_setter_both_ways() -> None:
+    thing, patches = WithProperties(), Patches()
+    patches.set_attribute(thing, "size", 48)
+    assert thing._size == 48
+    patches.undo()
+    assert vars(thing) == {"_size": 16}
+
+
+def test_a_read_only_property_is_an_error_and_changes_nothing() -> None:
+    thing, patches = WithProperties(), Patches()
+    with pytest.raises(AttributeError, match="fixed"):
+        patches.set_attribute(thing, "fixed", 48)
+    patches.undo()
+    assert thing.fixed == 16
+
+
+def test_changes_of_one_attribute_are_undone_in_reverse_order() -> None:
+    thing, patches = Thing(), Patches()
+    for size in (24, 48):
+        patches.set_attribute(thing, "own", size)
+        patches.set_attribute(thing, "size", size)
+    patches.undo()
+    assert (thing.own, thing.size) == (16, 16)
+
+
+def test_a_method_is_extended_on_one_object_until_it_is_undone() -> None:
+    thing, other, patches = Thing(), Thing(), Patches()
+    seen: list[str] = []
+    patches.extend(thing, "method", first=lambda: seen.append("first"), then=seen.append)
+    patches.extend(thing, "method", then=seen.append)
+    assert (thing.method(), other.method()) == ("original", "original")
+    assert seen == ["first", "original", "original"]
+    patches.undo()
+    thing.method()
+    assert len(seen) == 3
+    assert vars(thing) == {"own": 16}
+
+
+def test_an_item_gets_its_value_back() -> None:
+    hyperparameters, patches = {"batch_size": 16, "depth": 3}, Patches()
+    patches.set_item(hyperparameters, "batch_size", 48)
+    patches.set_item(hyperparameters, "zeus/batch_size", 48)
+    assert hyperparameters == {"batch_size": 48, "depth": 3, "zeus/batch_size": 48}
+    patches.undo()
+    assert hyperparameters == {"batch_size": 16, "depth": 3}
+
+
+def test_undoing_twice_leaves_later_changes_alone() -> None:
+    thing, patches = Thing(), Patches()
+    patches.set_attribute(thing, "own", 48)
+    patches.undo()
+    thing.own = 5
+    patches.undo()
+    assert thing.own == 5
+
+
+def test_no_changed_object_is_kept_alive() -> None:
+    thing, patches = Thing(), Patches()
+    patches.set_attribute(thing, "own", 48)
+    alive = weakref.ref(thing)
+    del thing
+    gc.collect()
+    assert alive() is None
+    patches.undo()

@@ -1,0 +1,117 @@
+"""The machines and GPUs of processes, under launchers that say nothing of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_nvml import FakeGpu, FakeNvml
+from tests.support.fake_trainer import FakeTrainer, on_each_rank
+from tests.support.ranks import run_ranks
+from tests.support.warm import LIGHTNING
+from zeus_plugins.energy import NvmlMonitor
+from zeus_plugins.placement import Placement, placed, this_machine
+from zeus_plugins.training.energy_run import EnergyRun
+
+UUIDS = tuple(f"{letter * 8}-0000-0000-0000-000000000000" for letter in "abcdefgh")
+
+
+def places(machines: str, *, gpus_per_rank: Sequence[Sequence[str]]) -> list[Placement | Exception]:
+    """The machines of ranks, each a letter."""
+
+    def place(port: FakeTrainer) -> Placement:
+        port.local_rank = 0  # what a launcher that says nothing amounts to
+        port.machine, port.own_gpus, port.gpu_indices = machines[port.rank], gpus_per_rank[port.rank], [0]
+        return placed(port)
+
+    return on_each_rank(len(machines), place)
+
+
+def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes() -> None:
+    assert places("XXYY", gpus_per_rank=[[uuid] for uuid in UUIDS[:4]]) == [
+        Placement(is_first=True, machines=2, gpus=UUIDS[:2]),
+        Placement(is_first=False, machines=2, gpus=UUIDS[:2]),
+        Placement(is_first=True, machines=2, gpus=UUIDS[2:4]),
+        Placement(is_first=False, machines=2, gpus=UUIDS[2:4]),
+    ]
+
+
+def test_ranks_that_are_dealt_out_in_turns_are_sorted_by_machine() -> None:
+    found = places("XYXY", gpus_per_rank=[[uuid] for uuid in UUIDS[:4]])
+    assert [(each.is_first, each.gpus) for each in found if isinstance(each, Placement)] == [
+        (True, (UUIDS[0], UUIDS[2])),
+        (True, (UUIDS[1], UUIDS[3])),
+        (False, (UUIDS[0], UUIDS[2])),
+        (False, (UUIDS[1], UUIDS[3])),
+    ]
+
+
+@pytest.mark.parametrize("gpus", [[(), ()], [UUIDS[:1], UUIDS[:1]]], ids=["unknown", "not chosen yet"])
+def test_processes_that_cannot_name_gpus_of_their_own_leave_it_to_the_framework(gpus: list[Sequence[str]]) -> None:
+    assert [each.gpus for each in places("XX", gpus_per_rank=gpus) if isinstance(each, Placement)] == [[0], [0]]
+
+
+def test_a_process_alone_asks_nobody() -> None:
+    port = FakeTrainer()
+    port.gpu_indices = [1]
+    assert placed(port) == Placement(is_first=True, machines=1, gpus=[1])
+    assert port.meetings == 0
+
+
+def test_without_a_process_group_the_launcher_is_believed() -> None:
+    class Tpu(FakeTrainer):
+        def all_gather(self, thing: Any) -> list[Any]:  # noqa: ARG002 - a port's signature
+            raise ValueError("Default process group has not been initialized")
+
+    port = Tpu(rank=1)
+    port.world_size, port.local_rank = 2, 1
+    assert placed(port) == Placement(is_first=False, machines=1, gpus=())
+
+
+def test_eight_ranks_that_each_see_one_gpu_are_measured_once() -> None:
+    nvml = FakeNvml([FakeGpu(uuid=f"GPU-{uuid}") for uuid in UUIDS])
+
+    def train(port: FakeTrainer) -> float:
+        port.own_gpus, port.gpu_indices, port.local_rank = [UUIDS[port.rank]], [0], 0
+        place = placed(port)
+        run = EnergyRun()
+        run.begin(port, NvmlMonitor(place.gpus, nvml=nvml) if place.is_first else None)
+        if port.rank == 0:
+            for gpu in nvml.machine:
+                assert gpu.counter_mj is not None
+                gpu.counter_mj += 10_000
+        run.end_epoch()
+        run.close()
+        return run.energy_j
+
+    assert on_each_rank(8, train) == [80.0] + [0.0] * 7
+
+
+@pytest.mark.slow
+def test_a_data_loader_measures_each_machine_once_without_a_word_of_its_launcher(tmp_path: Path) -> None:
+    command = ["tests.support.dataloader_ranks", str(tmp_path)]
+    status = run_ranks(*command, modules=LIGHTNING, output=tmp_path / "output")
+    assert status == [0, 0], (tmp_path / "output").read_text()
+    first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
+    assert first["limits_w"] == [150.0, 175.0, 200.0]
+    assert second["limits_w"] == [200.0]  # it controls nothing
+    joules = {"150.0": 180.0, "175.0": 157.5, "200.0": 200.0}  # of one machine
+    assert first["energy_j"] == second["energy_j"] == pytest.approx(joules)
+
+
+def test_a_machine_is_told_from_others_by_its_start_and_by_torchruns_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot_id = tmp_path / "boot_id"
+    boot_id.write_text("5b1f\n")
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    here = this_machine(boot_id)
+    assert here.startswith("5b1f/")
+    assert this_machine(tmp_path / "none") != here
+    assert this_machine(boot_id) == here
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert this_machine(boot_id) != here

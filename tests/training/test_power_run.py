@@ -1,0 +1,247 @@
+"""The search for a power limit within a training, against a pretended machine and literal values; no framework."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.fake_trainer import FakeTrainer
+from tests.support.frameworks import Powered
+from tests.support.power_limit_bench import BEST_W, FOUND_W, LIMITS_W, TABLE, is_as_the_table, machine
+from zeus_plugins.errors import ZeusBSOConfigError
+from zeus_plugins.power_limit import PowerLimitProfile, ZeusCost
+from zeus_plugins.protocol import GpuConfig, PowerLimitChoice, PowerLimitSample, PowerProfile
+from zeus_plugins.training.power_run import PowerOptions, PowerRun
+from zeus_plugins.training.trial import TrialInfo
+
+SIZE = 16
+
+
+TRIAL = TrialInfo(job_id="a", batch_size=64, trial_number=1)
+
+
+class Keeper:
+    """A batch-size callback, as a search sees it."""
+
+    def __init__(self, power_profile: PowerProfile | None = None) -> None:
+        self.trial = TRIAL.model_copy(update={"power_profile": power_profile})
+        self.kept: list[PowerLimitChoice] = []
+
+    def keep_power_limits(self, choice: PowerLimitChoice) -> None:
+        self.kept.append(choice)
+
+
+class Training(Powered):
+    """A framework that trains on a pretended machine, and does other things between steps."""
+
+    def __init__(self, keeper: Keeper | None = None, *, rank: int = 0, **options: Any) -> None:
+        super().__init__()
+        ranks = FakeTrainer()
+        ranks.rank = rank
+        self.logged: list[dict[str, float]] = []
+        self.done: list[str] = []
+        defaults = {"selector": ZeusCost(), "profile_path": None, "command": None}
+        self.run = PowerRun(PowerOptions(**(defaults | self.options(**options))))
+        self.run.begin(ranks, SIZE, keeper=keeper, log=self.logged.append, on_done=lambda: self.done.append("done"))
+
+    def steps(self, count: int) -> list[float]:
+        """Train so many; the limit of each."""
+        for _ in range(count):
+            self.batch()
+            self.run.end_step()
+        return self.limits_of_steps[-count:]
+
+
+@pytest.fixture(name="training")
+def make_training() -> Training:
+    return Training()
+
+
+def known(*limits_w: float) -> PowerProfile:
+    samples = [
+        PowerLimitSample(
+            limit_w=limit_w,
+            steps=2,
+            time_s=2 * TABLE[limit_w].time_per_step_s,
+            energy_j=2 * TABLE[limit_w].time_per_step_s * TABLE[limit_w].average_power_w,
+            source="replay",
+        )
+        for limit_w in limits_w
+    ]
+    return PowerProfile(gpus=GpuConfig(max_power=250.0, number_of_gpus=1, gpu_model="replayed GPU"), samples=samples)
+
+
+def test_the_best_limit_is_found_kept_and_put_back(training: Training) -> None:
+    training.run.begin_steps(20)
+    limits_w = training.steps(14)
+    assert limits_w == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3 + [BEST_W] * 2
+    assert training.run.chosen_limit_w == BEST_W
+    assert is_as_the_table(training.run.profile)
+    assert training.logged == [{"zeus/power_limit_w": BEST_W}]
+    assert training.done == ["done"]
+    training.run.end_steps()
+    assert training.device.limit_w() == BEST_W
+    training.run.close()
+    assert training.device.limit_w() == FOUND_W
+    # What was found can still be asked for.
+    assert training.run.chosen_limit_w == BEST_W
+
+
+def test_no_limit_changes_before_steps_begin(training: Training) -> None:
+    assert training.steps(3) == [FOUND_W] * 3
+    assert training.device.set_w == []
+
+
+def test_an_interruption_is_not_measured(training: Training) -> None:
+    training.run.begin_steps(20)
+    training.steps(2)
+    training.run.interrupt()
+    training.be_slow()
+    training.run.resume()
+    # The limit that was cut short begins anew, with its warm-up.
+    assert training.steps(12) == [250.0] * 3 + [200.0] * 3 + [150.0] * 3 + [100.0] * 3
+    assert is_as_the_table(training.run.profile)
+
+
+def test_a_checkpoint_between_two_steps_is_not_measured(training: Training) -> None:
+    training.run.begin_steps(20)
+    training.steps(2)
+    training.be_slow()
+    training.run.disturb()
+    assert training.steps(4) == [250.0] * 3 + [200.0]
+    assert training.run.profile is not None
+    assert [sample.time_per_step_s for sample in training.run.profile.samples] == [pytest.approx(0.95)]
+
+
+def test_a_checkpoint_within_an_interruption_does_not_end_it() -> None:
+    training = Training(warmup_steps=0)
+    training.run.begin_steps(20)
+    training.run.interrupt()
+    training.run.disturb()
+    training.be_slow()
+    training.run.resume()
+    training.steps(2)
+    assert training.run.profile is not None
+    assert [sample.time_per_step_s for sample in training.run.profile.samples] == [pytest.approx(0.95)]
+
+
+def test_nothing_resumes_that_was_not_interrupted(training: Training) -> None:
+    training.run.begin_steps(20)
+    training.run.end_steps()
+    training.run.resume()
+    assert training.steps(5) == [FOUND_W] * 5
+    # An epoch that ends within an interruption takes it with it.
+    training.run.begin_steps(20)
+    training.run.interrupt()
+    training.run.end_steps()
+    training.run.resume()
+    assert training.steps(5) == [FOUND_W] * 5
+    assert training.run.profile is not None
+    assert training.run.profile.samples == ()
+
+
+def test_the_server_is_told_once_and_the_file_written(tmp_path: Path) -> None:
+    keeper = Keeper()
+    training = Training(keeper, profile_path=tmp_path / "{batch_size}.json")
+    training.run.begin_steps(20)
+    training.steps(14)
+    training.run.end_steps()
+    training.run.keep_unfinished()
+    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(4, BEST_W)]
+    assert is_as_the_table(PowerLimitProfile.load(tmp_path / "64.json"))
+
+
+def test_what_a_trial_knows_is_not_measured_again() -> None:
+    keeper = Keeper(known(250.0, 200.0, 150.0))
+    training = Training(keeper)
+    training.run.begin_steps(20)
+    assert training.steps(5) == [100.0] * 3 + [BEST_W] * 2
+    assert training.run.profile is not None
+    assert training.run.profile.batch_size == 64
+
+
+def test_where_everything_is_known_no_step_is_measured() -> None:
+    training = Training(Keeper(known(*LIMITS_W)))
+    training.run.begin_steps(20)
+    assert training.done == ["done"]
+    assert training.logged == [{"zeus/power_limit_w": BEST_W}]
+    assert training.steps(2) == [BEST_W] * 2
+
+
+def test_without_a_trial_the_given_size_counts(tmp_path: Path) -> None:
+    training = Training(profile_path=tmp_path / "{batch_size}.json")
+    training.run.begin_steps(20)
+    training.steps(12)
+    assert PowerLimitProfile.load(tmp_path / "16.json").batch_size == SIZE
+
+
+def test_an_unfinished_search_is_kept_for_the_next_training(tmp_path: Path) -> None:
+    keeper = Keeper()
+    training = Training(keeper, profile_path=tmp_path / "power.json")
+    training.run.begin_steps(20)
+    training.steps(6)
+    training.run.end_steps()
+    training.run.keep_unfinished()
+    assert [(len(choice.samples), choice.chosen_limit_w) for choice in keeper.kept] == [(2, None)]
+    assert [sample.limit_w for sample in PowerLimitProfile.load(tmp_path / "power.json").samples] == [200.0, 250.0]
+    assert training.logged == []
+
+
+def test_other_ranks_keep_and_log_nothing(tmp_path: Path) -> None:
+    keeper = Keeper()
+    training = Training(keeper, rank=1, profile_path=tmp_path / "power.json")
+    training.run.begin_steps(20)
+    training.steps(6)
+    training.run.keep_unfinished()
+    training.steps(8)
+    assert training.done == ["done"]
+    assert (keeper.kept, training.logged, list(tmp_path.iterdir())) == ([], [], [])
+
+
+def test_after_the_end_the_trainer_is_let_go() -> None:
+    class Rank(FakeTrainer):
+        """A trainer that only its run may still know."""
+
+    ranks = Rank()
+    ranks.world_size = 2  # the run gathers through it
+    run = PowerRun(PowerOptions(ZeusCost(), 1, 2, None, None, machine().monitor, [], None))
+    run.begin(ranks, SIZE, log=ranks.log, on_done=ranks.stop)
+    trainer = weakref.ref(ranks)
+    del ranks
+    gc.collect()
+    assert trainer() is not None
+    run.close()
+    gc.collect()
+    assert trainer() is None
+    assert (run.profile, run.chosen_limit_w) == (None, None)
+
+
+def test_after_the_end_nothing_happens(training: Training) -> None:
+    training.run.begin_steps(20)
+    training.steps(4)
+    training.run.close()
+    training.run.close()
+    training.run.begin_steps(20)
+    training.run.resume()
+    training.run.disturb()
+    training.run.keep_unfinished()
+    assert training.steps(5) == [FOUND_W] * 5
+    assert (training.done, training.logged) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"profile_steps": 0}, "profile_steps"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"limits_w": ()}, "limits_w is empty"),
+        ({"energy_monitor": "nvml"}, "str is no energy monitor"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ZeusBSOConfigError, match=says):
+        Training(**options)

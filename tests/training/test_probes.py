@@ -1,0 +1,250 @@
+"""Scripts as the frameworks' guides teach to write them, none of them tuned for the callbacks.
+
+Each script in `tests/probes/` runs as it stands, and then with one line more, which gives its trainer the callback. The
+batches are counted where the script's own code trains on them: nothing in a script knows of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not os.environ.get("CI"):
+    pytest.importorskip("transformers", reason="the Trainer's callback needs zeus-plugins[transformers]")
+
+import torch
+from lightning.pytorch import LightningModule
+from transformers import Trainer
+
+from tests.support import ROOT
+from tests.support.job_bench import NEVER, SERVERS_SIZE, JobBench
+from tests.support.lightning_bench import QUIET
+from tests.support.servers import ServerProcess
+from zeus_plugins.huggingface import ZeusBSOTrainerCallback
+from zeus_plugins.lightning import ZeusBSOCallback
+from zeus_plugins.protocol import TrialState
+
+PROBES = ROOT / "tests" / "probes"
+
+pytestmark = [
+    *QUIET,
+    # Both frameworks' own remarks on scripts that leave their defaults as they are.
+    pytest.mark.filterwarnings("ignore:The number of training batches:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*`tensorboardX` has been removed as a dependency:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator is found:UserWarning"),
+]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A script, and the line that gives its trainer the callback.
+
+    Attributes:
+        script: Its name.
+        before: The line of the script that the added one comes before.
+        line: The added line.
+        sizes: Of all batches with it.
+        own_sizes: Of all batches without it.
+        epochs: That the server hears of.
+        job: What the job needs to be told.
+        needs: Packages of the extra `integrations` that the script imports.
+    """
+
+    script: str
+    before: str
+    line: str
+    sizes: list[int]
+    own_sizes: list[int]
+    epochs: int = 2
+    job: dict[str, Any] = field(default_factory=dict)
+    needs: tuple[str, ...] = ()
+
+    def source(self) -> str:
+        if not os.environ.get("CI"):
+            for package in self.needs:
+                pytest.importorskip(package, reason=f"{package} is in the extra integrations")
+        return (PROBES / self.script).read_text()
+
+    def source_with_callback(self) -> str:
+        assert self.source().count(f"\n{self.before}\n") == 1
+        return self.source().replace(f"\n{self.before}\n", f"\n{self.line}\n{self.before}\n")
+
+
+LOSS = {"higher_is_better_metric": False, "target": -1.0}
+
+LIST_OF_PROBES = [
+    Probe(
+        "lightning_datamodule.py",
+        before='        EarlyStopping(monitor="val_loss", patience=3),',
+        line='        ZeusBSOCallback(job, monitor="val_acc", on_failure="stop"),',
+        sizes=[48] * 29 * 2,
+        own_sizes=[32] * 43 * 2,
+    ),
+    Probe(
+        "lightning_autoencoder.py",
+        before="    limit_train_batches=100,",
+        line='    callbacks=[ZeusBSOCallback(job, monitor="train_loss", on_failure="stop")],',
+        sizes=[48] * 37 + [21],
+        own_sizes=[1] * 100,
+        epochs=1,
+        job=LOSS,
+    ),
+    Probe(
+        "lightning_gan.py",
+        before='    accelerator="auto",',
+        line='    callbacks=[ZeusBSOCallback(job, monitor="d_loss", lr_scaling="sqrt", on_failure="stop")],',
+        sizes=([48] * 31 + [12]) * 2,
+        own_sizes=([64] * 23 + [28]) * 2,
+        job=LOSS,
+    ),
+    Probe(
+        "lightning_one_cycle.py",
+        before='        LearningRateMonitor(logging_interval="step"),',
+        line='        ZeusBSOCallback(job, monitor="val_acc", lr_scaling="linear", on_failure="stop"),',
+        sizes=([24] * 59 + [21]) * 2,
+        own_sizes=([32] * 44 + [29]) * 2,
+    ),
+    Probe(
+        "huggingface_text_classification.py",
+        before="    args=training_args,",
+        line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
+        sizes=([48] * 20 + [40]) * 2,
+        own_sizes=([16] * 62 + [8]) * 2,
+    ),
+    Probe(
+        "huggingface_custom_loss.py",
+        before="trainer.train()",
+        line='ZeusBSOTrainerCallback(job, "eval_loss", lr_scaling="sqrt", on_failure="stop").attach(trainer)',
+        sizes=[12] * 120 * 2,
+        own_sizes=[8] * 180 * 2,
+        job=LOSS,
+    ),
+    Probe(
+        "huggingface_streaming.py",
+        before="    args=training_args,",
+        line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="eval_loss", on_failure="stop")],',
+        sizes=[48] * 30,
+        own_sizes=[8] * 30,
+        epochs=1,
+        job=LOSS,
+    ),
+    Probe(
+        "huggingface_translation.py",
+        before="    processing_class=tokenizer,",
+        line='    callbacks=[ZeusBSOTrainerCallback(job, monitor="exact_match", on_failure="stop")],',
+        sizes=([48] * 16 + [32]) * 2,
+        own_sizes=[16] * 50 * 2,
+    ),
+    Probe(
+        "huggingface_run_clm.py",
+        before="        processing_class=tokenizer,",
+        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
+        sizes=([48] * 4 + [8]) * 2,
+        own_sizes=[8] * 25 * 2,
+        needs=("datasets",),
+    ),
+    Probe(
+        "huggingface_run_glue.py",
+        before="        processing_class=tokenizer,",
+        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
+        sizes=[24] * 25 * 2,
+        own_sizes=([32] * 18 + [24]) * 2,
+        needs=("datasets",),
+    ),
+    Probe(
+        "lightning_command_line.py",
+        before='            "max_epochs": 2,',
+        line='            "callbacks": [ZeusBSOCallback(job, monitor="valid_loss", on_failure="stop")],',
+        sizes=([48] * 29 + [8]) * 2,
+        own_sizes=([32] * 43 + [24]) * 2,
+        job=LOSS,
+        needs=("jsonargparse",),
+    ),
+]
+
+each_probe = pytest.mark.parametrize("probe", LIST_OF_PROBES, ids=lambda probe: probe.script.removesuffix(".py"))
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The scripts write to where they are started; so small a network gains nothing from several threads."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")  # Lightning calls what jsonargparse has deprecated
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(name="sizes")
+def counted_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of each batch that a script's training step, or its model in training, is called with."""
+    sizes: list[int] = []
+
+    def counting(step: Any) -> Any:
+        @functools.wraps(step)
+        def counted(module: LightningModule, batch: Any, *args: Any) -> Any:
+            sizes.append(len(batch[0]))
+            return step(module, batch, *args)
+
+        return counted
+
+    def wrap_training_step(cls: type[LightningModule]) -> None:
+        if "training_step" in vars(cls):
+            vars_of_class: Any = cls
+            vars_of_class.training_step = counting(cls.training_step)
+
+    def note(model: torch.nn.Module, _: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        if model.training:
+            sizes.append(len(next(iter(inputs.values()))))
+
+    construct = Trainer.__init__
+
+    def construct_and_watch(trainer: Any, *args: Any, **kwargs: Any) -> None:
+        construct(trainer, *args, **kwargs)
+        trainer.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    monkeypatch.setattr(LightningModule, "__init_subclass__", classmethod(wrap_training_step))
+    monkeypatch.setattr(Trainer, "__init__", construct_and_watch)
+    return sizes
+
+
+def run(script: str, source: str, **names: Any) -> None:
+    """As ``python script`` does, with some names defined."""
+    exec(compile(source, PROBES / script, "exec"), {"__name__": "__main__", **names})  # noqa: S102 - our own scripts
+
+
+@pytest.mark.slow
+@each_probe
+def test_a_script_as_it_stands_trains_at_its_own_size(sizes: list[int], probe: Probe) -> None:
+    run(probe.script, probe.source())
+    assert sizes == probe.own_sizes
+
+
+@each_probe
+def test_one_more_line_trains_at_the_servers_size(
+    shared_server: ServerProcess, monkeypatch: pytest.MonkeyPatch, sizes: list[int], probe: Probe
+) -> None:
+    bench = JobBench(shared_server, f"digits-{uuid.uuid4().hex}")
+    job = bench.job(**({"target": NEVER, "max_epochs": probe.epochs} | probe.job))
+    monkeypatch.setenv("ZEUS_SERVER_URL", shared_server.url)
+    run(
+        probe.script,
+        probe.source_with_callback(),
+        job=job,
+        ZeusBSOCallback=ZeusBSOCallback,
+        ZeusBSOTrainerCallback=ZeusBSOTrainerCallback,
+    )
+    assert sizes == probe.sizes
+    trial = bench.only_trial()
+    assert (trial.batch_size, trial.state, trial.epochs) == (SERVERS_SIZE, TrialState.EXHAUSTED, probe.epochs)
+    assert trial.metric is not None

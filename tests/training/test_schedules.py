@@ -1,0 +1,158 @@
+"""Schedules that were made for another batch size, seen on torch's own schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim import lr_scheduler as torch_schedulers
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from tests.support.job_bench import NEXT_SIZE, SERVERS_SIZE
+from tests.support.lightning_bench import QUIET, Bench, make_bench  # noqa: F401 - a fixture
+from tests.support.lightning_models import Classifier, quiet_trainer, train_loader
+from zeus_plugins.training.lr_scaling import ScheduleWatch, last_useful_step, scale_learning_rate
+
+pytestmark = QUIET
+
+
+def sgd() -> SGD:
+    return SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def sequence(optimizer: Optimizer) -> Any:
+    first = torch_schedulers.LinearLR(optimizer, total_iters=20)
+    then = torch_schedulers.CosineAnnealingLR(optimizer, T_max=30)
+    return torch_schedulers.SequentialLR(optimizer, [first, then], milestones=[20])
+
+
+SCHEDULES: dict[str, tuple[Callable[[Optimizer], Any], int | None]] = {
+    "OneCycleLR": (lambda it: torch_schedulers.OneCycleLR(it, max_lr=0.1, total_steps=50), 50),
+    "CosineAnnealingLR": (lambda it: torch_schedulers.CosineAnnealingLR(it, T_max=60), 60),
+    "PolynomialLR": (lambda it: torch_schedulers.PolynomialLR(it, total_iters=40), 40),
+    "SequentialLR": (sequence, 50),
+    "linear with warm-up": (lambda it: get_linear_schedule_with_warmup(it, 10, 50), 50),
+    "cosine with warm-up": (lambda it: get_cosine_schedule_with_warmup(it, 10, 100), None),
+    "as long as the training": (lambda it: get_linear_schedule_with_warmup(it, 10, 100), None),
+    "a function without an end": (lambda it: torch_schedulers.LambdaLR(it, lambda step: 1 / (1 + step)), None),
+    "StepLR": (lambda it: torch_schedulers.StepLR(it, 10), None),
+    "ReduceLROnPlateau": (torch_schedulers.ReduceLROnPlateau, None),
+}
+
+
+@pytest.mark.parametrize(("make", "end"), SCHEDULES.values(), ids=SCHEDULES.keys())
+def test_the_last_useful_step(make: Callable[[Optimizer], Any], end: int | None) -> None:
+    assert last_useful_step(make(sgd()), 100) == end
+
+
+@pytest.mark.parametrize(
+    ("steps", "warns"), [(100, True), (52, True), (51, False), (50, False), (20, False), (None, False)]
+)
+def test_a_schedule_that_ends_before_the_training_is_warned_of_once(
+    steps: float | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = ScheduleWatch(8, "Make it anew")
+    schedule = torch_schedulers.OneCycleLR(sgd(), max_lr=0.1, total_steps=50)
+    watch.begin([(schedule, steps), (schedule, steps)])
+    assert [record.getMessage() for record in caplog.records] == warns * [
+        f"OneCycleLR ends after 50 of the {steps} steps that this training makes at batch size 8: it was made for "
+        "another size. Make it anew (docs/schedules.md)"
+    ]
+
+
+def test_a_rate_of_zero_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = sgd()
+    watch = ScheduleWatch(8, "Make it anew")
+    watch.check([optimizer], goes_on=True)
+    optimizer.param_groups[0]["lr"] = 0.0
+    watch.check([optimizer], goes_on=False)
+    assert not caplog.records
+    watch.check([optimizer], goes_on=True)
+    watch.check([optimizer], goes_on=True)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the learning rate is 0 while the training at batch size 8 goes on")
+
+
+def test_a_function_of_the_script_that_fails_ends_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    table = [1.0, 0.5]
+    schedule = torch_schedulers.LambdaLR(sgd(), lambda step: table[step])
+    ScheduleWatch(8, "Make it anew").begin([(schedule, 100), (schedule, -1)])
+    assert not caplog.records
+
+
+def test_an_optimizer_without_rates_of_its_own_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = sgd()
+    optimizer.param_groups[0]["lr"] = None  # as Adafactor's, which finds them itself
+    ScheduleWatch(8, "Make it anew").check([optimizer], goes_on=True)
+    assert not caplog.records
+
+
+def test_rates_that_the_script_sets_again_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer, moved = sgd(), sgd()
+    schedule = torch_schedulers.StepLR(moved, 1)
+    scale_learning_rate([optimizer, moved], [schedule], 2.0)
+    watch = ScheduleWatch(8, "Make it anew")
+    watch.scaled([optimizer, moved], [schedule])
+    moved.param_groups[0]["lr"] = 0.02
+    watch.check([optimizer, moved], goes_on=True)
+    assert not caplog.records
+    optimizer.param_groups[0]["lr"] = 0.1
+    watch.check([optimizer, moved], goes_on=True)
+    (record,) = caplog.records
+    assert "the training sets its learning rate itself, so that lr_scaling is undone" in record.getMessage()
+
+
+class WarmUpByHand(Classifier):
+    """As Lightning's documentation shows it."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:  # noqa: ARG002
+        optimizer.step(closure=optimizer_closure)
+        for group in optimizer.param_groups:
+            group["lr"] = min(1.0, (self.trainer.global_step + 1) / 3) * 0.1
+
+
+def one_cycle(optimizer: Optimizer, _: int) -> Any:
+    return torch_schedulers.OneCycleLR(optimizer, max_lr=0.1, total_steps=11)  # an epoch of 16
+
+
+LIGHTNING: dict[str, tuple[Callable[[], Any], str | None]] = {
+    "one cycle by the trainer's estimate": (
+        lambda: Classifier(scheduler=lambda it, steps: torch_schedulers.OneCycleLR(it, max_lr=0.1, total_steps=steps)),
+        None,
+    ),
+    "warm-up by hand": (WarmUpByHand, "the training sets its learning rate itself"),
+    "no schedule": (Classifier, None),
+}
+
+
+def warnings_of_schedules(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "docs/schedules.md" in record.getMessage()]
+
+
+@pytest.mark.parametrize(("module", "warning"), LIGHTNING.values(), ids=LIGHTNING.keys())
+def test_a_lightning_training_is_warned_of_its_schedule(
+    bench: Bench, module: Callable[[], Any], warning: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.complete_first_trial(bench.job())
+    callback = bench.callback(lr_scaling="linear")
+    quiet_trainer(callback).fit(module(), train_loader())
+    assert callback.lr_factor == NEXT_SIZE / SERVERS_SIZE
+    found = warnings_of_schedules(caplog)
+    assert [message.startswith(warning or "?") for message in found] == ([] if warning is None else [True])
+
+
+def test_a_schedule_for_the_default_size_is_warned_of_before_it_ends_the_training(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.complete_first_trial(bench.job())
+    module = Classifier(scheduler=lambda it, _: torch_schedulers.OneCycleLR(it, max_lr=0.1, total_steps=4))
+    with pytest.raises(ValueError, match="Tried to step 5 times"):
+        quiet_trainer(bench.callback()).fit(module, train_loader())
+    (warning,) = warnings_of_schedules(caplog)
+    assert warning == (
+        "OneCycleLR ends after 4 of the 7 steps that this training makes at batch size 24: it was made for another "
+        "size. Make the scheduler from trainer.estimated_stepping_batches (docs/schedules.md)"
+    )

@@ -1,0 +1,415 @@
+"""One trial, from the question for a batch size to its end, against a server in memory."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.sessions import GPUS, JOB, TRIAL, monitor_of, running_session, session_of, through_a_checkpoint
+from zeus_plugins.client.http import BsoClient
+from zeus_plugins.energy import EnergyUnavailableError, EstimateMonitor, Measurement, ReplayMonitor
+from zeus_plugins.errors import (
+    ZeusBSOBadOperationError,
+    ZeusBSOConfigError,
+    ZeusBSOOperationOrderError,
+    ZeusBSOServerUnreachableError,
+)
+from zeus_plugins.protocol import JobSpec, ReportResponse, StopRule
+from zeus_plugins.training.session import TrialSession
+from zeus_plugins.training.trial import TrialInfo
+
+UNNAMED_JOB = JobSpec(job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32)
+MEASURED = {"energy_source": "nvml", "judged_by": None}
+
+
+# --- asking ---------------------------------------------------------------------------------------------------------
+
+
+def test_ask_registers_the_job_on_its_hardware_and_returns_the_dispatched_size() -> None:
+    server = ContractDouble(batch_size=64)
+    session = session_of(server)
+    assert not session.has_trial
+    assert session.ask() == 64
+    assert session.has_trial
+    assert [request[:2] for request in server.requests] == [("POST", "/jobs"), ("GET", "/jobs/batch_size")]
+    (registration,) = server.sent("POST", "/jobs")
+    assert registration == JOB.model_dump(mode="json") | GPUS.model_dump()
+    assert session.trial == TrialInfo(**TRIAL, stop_rule=StopRule(max_epochs=100))
+
+
+def test_the_job_id_of_the_environment_names_an_unnamed_job() -> None:
+    server = ContractDouble()
+    session_of(server, job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": "mnist-nightly"}).ask()
+    assert server.sent("POST", "/jobs")[0]["job_id"] == "mnist-nightly"
+
+
+def test_the_job_id_of_the_job_wins_over_the_environment() -> None:
+    server = ContractDouble()
+    session_of(server, environ={"ZEUS_JOB_ID": "mnist-nightly"}).ask()
+    assert server.sent("POST", "/jobs")[0]["job_id"] == "mnist-1"
+
+
+def test_a_job_id_of_the_environment_must_fit_the_job() -> None:
+    with pytest.raises(ZeusBSOConfigError, match=r"ZEUS_JOB_ID=cifar-1 .*does not start with job_id_prefix 'mnist'"):
+        session_of(ContractDouble(), job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": "cifar-1"})
+
+
+def test_without_a_job_id_one_warning_tells_how_to_continue_the_job(caplog: pytest.LogCaptureFixture) -> None:
+    session = session_of(ContractDouble(), job=UNNAMED_JOB, environ={"ZEUS_JOB_ID": ""})
+    session.ask()
+    assert session.trial.job_id == "mnist-0badcafe"
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "ZEUS_JOB_ID=mnist-0badcafe" in warning.getMessage()
+
+
+def test_a_named_job_gives_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    session_of(ContractDouble()).ask()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+class DispatchFails(ContractDouble):
+    """Goes down between the registration and the dispatch."""
+
+    def __call__(self, request: Any) -> Any:
+        self.down = request.method == "GET" and not self.is_mended
+        return super().__call__(request)
+
+    is_mended = False
+
+
+def test_asking_again_after_a_failed_dispatch_continues_the_job_that_the_server_made() -> None:
+    server = DispatchFails()
+    session = session_of(server, job=UNNAMED_JOB, on_unreachable="raise")
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        session.ask()
+    server.is_mended = True
+    session.ask()
+    assert [body["job_id"] for body in server.sent("POST", "/jobs")] == [None, "mnist-0badcafe"]
+
+
+def test_a_session_can_be_pickled_before_it_asks() -> None:
+    session = TrialSession(JOB, BsoClient("http://127.0.0.1:9"), EstimateMonitor(65.0), on_unreachable="raise")
+    copy = pickle.loads(pickle.dumps(session))  # noqa: S301
+    assert not copy.has_trial
+    # Port 9 (discard) is closed on test machines: that the copy gets as far as the network shows that it works.
+    with pytest.raises(ZeusBSOServerUnreachableError):
+        copy.ask()
+
+
+# --- reporting ------------------------------------------------------------------------------------------------------
+
+
+def test_reports_carry_the_totals_since_the_trial_began() -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+    session = running_session(server, (2.0, 100.0), (3.0, 50.0))
+    assert session.report_evaluation(0.5, 1) == ReportResponse(**KEEP_TRAINING)
+    assert not session.finished
+    assert session.report_evaluation(0.75, 1.5) == ReportResponse(**CONVERGED)
+    assert server.sent("POST", "/report") == [
+        TRIAL | {"time": 2.0, "energy": 100.0, "metric": 0.5, "current_epoch": 1, **MEASURED},
+        TRIAL | {"time": 5.0, "energy": 150.0, "metric": 0.75, "current_epoch": 1.5, **MEASURED},
+    ]
+    assert session.trial == TrialInfo(
+        **TRIAL,
+        stop_rule=StopRule(max_epochs=100),
+        time_s=5.0,
+        energy_j=150.0,
+        energy_source="nvml",
+        epoch=1.5,
+        metric=0.75,
+        verdict=ReportResponse(**CONVERGED),
+    )
+    assert session.finished
+    assert not session.failed
+
+
+def test_without_an_epoch_each_report_counts_one() -> None:
+    server = ContractDouble(KEEP_TRAINING, KEEP_TRAINING, KEEP_TRAINING)
+    session = running_session(server, (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    session.report_evaluation(0.1)
+    session.report_evaluation(0.1, 4)
+    session.report_evaluation(0.1)
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1, 4, 5]
+
+
+def test_stopping_without_the_target_is_a_failure() -> None:
+    session = running_session(ContractDouble(COST_BOUND), (1.0, 1.0))
+    session.report_evaluation(0.1, 1)
+    assert session.finished
+    assert session.failed
+
+
+def test_no_report_follows_a_stop_verdict() -> None:
+    server = ContractDouble(CONVERGED, CONVERGED)
+    session = running_session(server, (1.0, 1.0), (1.0, 1.0))
+    session.report_evaluation(0.9, 1)
+    with pytest.raises(ZeusBSOOperationOrderError, match="the server said stop: target reached"):
+        session.report_evaluation(0.9, 2)
+    assert len(server.sent("POST", "/report")) == 1
+
+
+def test_a_time_too_short_for_the_clock_is_still_above_zero_on_the_wire() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = running_session(server, (0.0, 0.0))
+    session.report_evaluation(0.1, 1)
+    assert server.sent("POST", "/report")[0]["time"] == 1e-6
+    assert session.trial.time_s == 0.0
+
+
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_diverged_training_ends_its_trial_as_failed(metric: float) -> None:
+    server = ContractDouble()
+    session = running_session(server, (2.0, 100.0))
+    verdict = session.report_evaluation(metric, 1)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert verdict.message == f"the metric is {metric}: training diverged with batch size 64"
+    assert session.failed
+    session.end()
+    assert server.sent("POST", "/report") == []
+    assert server.sent("PATCH", "/trials") == [
+        TRIAL | {"outcome": "failed", "ended_early": False, "detail": f"the metric is {metric}: training diverged"}
+    ]
+
+
+def test_a_diverged_training_stops_even_when_the_server_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    server = ContractDouble()
+    session = running_session(server, (2.0, 100.0))
+    server.down = True
+    assert session.report_evaluation(math.nan, 1).stop_train
+    assert "1 results of job mnist-1 wait in" in caplog.text
+
+
+@pytest.mark.parametrize("epoch", [0, -1, math.nan, math.inf])
+def test_an_epoch_is_above_zero(epoch: float) -> None:
+    session = running_session(ContractDouble(), (1.0, 1.0))
+    with pytest.raises(ZeusBSOBadOperationError, match="epoch"):
+        session.report_evaluation(0.5, epoch)
+
+
+def test_the_window_is_open_exactly_from_begin_to_the_final_verdict() -> None:
+    monitor = monitor_of((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0))
+    session = session_of(ContractDouble(KEEP_TRAINING, CONVERGED), monitor)
+    session.ask()
+    session.begin_measurement()
+    session.report_evaluation(0.1, 1)
+    with pytest.raises(ZeusBSOOperationOrderError):
+        monitor.begin_window("zeus_bso_trial")
+    session.report_evaluation(0.9, 2)
+    monitor.begin_window("zeus_bso_trial")
+
+
+# --- a monitor that fails -------------------------------------------------------------------------------------------
+
+
+class Failing(ReplayMonitor):
+    """Loses its GPU when it has been asked so many times to open or close a window."""
+
+    def __init__(self, calls: int, **lost: float) -> None:
+        super().__init__([Measurement(2.0, 100.0, "nvml")] * 10, GPUS)
+        self.calls = calls
+        self.lost = lost
+
+    def _count(self) -> None:
+        self.calls -= 1
+        if self.calls < 0 and not self.lost:
+            raise EnergyUnavailableError("GPU 0 is lost")
+
+    def begin_window(self, name: str) -> None:
+        self._count()
+        super().begin_window(name)
+
+    def end_window(self, name: str) -> Measurement:
+        self._count()
+        measured = super().end_window(name)
+        return replace(measured, **self.lost) if self.calls < 0 else measured
+
+
+LOST_AFTER_A_REPORT = [
+    pytest.param(Failing(2), id="when a window opens"),
+    pytest.param(Failing(3), id="when a window closes"),
+    pytest.param(Failing(3, energy_j=math.nan), id="which gives no number"),
+    pytest.param(Failing(3, energy_j=-5.0), id="which counts backwards"),
+    pytest.param(Failing(3, time_s=math.inf), id="whose clock is broken"),
+]
+
+
+@pytest.mark.parametrize("monitor", LOST_AFTER_A_REPORT)
+def test_a_training_whose_energy_is_lost_goes_on_and_its_trial_has_failed(
+    monitor: Failing, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    session = session_of(server, copy(monitor))
+    session.ask()
+    session.begin_measurement()
+    session.report_evaluation(0.1, 1)
+    verdict = session.report_evaluation(0.2, 2)
+    assert (verdict.stop_train, verdict.converged) == (False, False)
+    verdict = session.report_evaluation(0.9, 3)
+    assert (verdict.stop_train, verdict.converged) == (True, True)
+    assert "at an unknown cost" in verdict.message
+    assert not session.failed
+    session.end()
+    assert [body["current_epoch"] for body in server.sent("POST", "/report")] == [1]
+    (end,) = server.sent("PATCH", "/trials")
+    assert end["outcome"] == "failed"
+    assert end["detail"].startswith("the energy could not be measured: ")
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "the energy of trial 7 of job mnist-1 can no longer be measured" in warning
+    assert "The training goes on" in warning
+
+
+def test_a_training_whose_energy_is_lost_ends_with_its_last_epoch() -> None:
+    session = session_of(ContractDouble(), Failing(1))
+    session.ask()
+    session.begin_measurement()
+    assert not session.report_evaluation(0.1, 99).stop_train
+    verdict = session.report_evaluation(0.1, 100)
+    assert (verdict.stop_train, verdict.converged) == (True, False)
+    assert session.failed
+    session.end()
+
+
+def test_a_training_whose_energy_is_lost_may_diverge_still() -> None:
+    server = ContractDouble()
+    session = session_of(server, Failing(1))
+    session.ask()
+    session.begin_measurement()
+    session.report_evaluation(0.1, 1)
+    assert session.report_evaluation(math.nan, 2).stop_train
+    session.end()
+    assert len(server.sent("PATCH", "/trials")) == 1
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_checkpoint_whose_energy_is_lost_is_written_and_its_trial_is_over(
+    calls: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = session_of(ContractDouble(), Failing(calls))
+    session.ask()
+    session.begin_measurement()
+    state = through_a_checkpoint(session.state_dict())
+    session.end()
+    server = ContractDouble()
+    resumed = session_of(server)
+    assert not resumed.resume(state)
+    assert "its energy could not be measured: EnergyUnavailableError: GPU 0 is lost" in caplog.text
+    resumed.end()
+    assert server.requests == []
+
+
+def test_a_checkpoint_after_an_end_that_could_not_be_measured_is_not_gone_on_with() -> None:
+    session = session_of(ContractDouble(), Failing(1))
+    session.ask()
+    session.begin_measurement()
+    session.end(KeyboardInterrupt())
+    assert not session_of(ContractDouble()).resume(session.state_dict())
+
+
+def test_a_monitor_that_fails_before_the_training_is_an_error() -> None:
+    session = session_of(ContractDouble(), Failing(0))
+    session.ask()
+    with pytest.raises(EnergyUnavailableError, match="GPU 0 is lost"):
+        session.begin_measurement()
+    session.end()
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+def ask(session: TrialSession) -> object:
+    return session.ask()
+
+
+def begin(session: TrialSession) -> object:
+    return session.begin_measurement()
+
+
+def report(session: TrialSession) -> object:
+    return session.report_evaluation(0.5, 1)
+
+
+def end(session: TrialSession) -> object:
+    return session.end()
+
+
+def look(session: TrialSession) -> object:
+    return session.trial
+
+
+def load(session: TrialSession) -> object:
+    return session.resume(TRIAL)
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ((begin,), "ask for a batch size first"),
+        ((report,), "ask for a batch size first"),
+        ((look,), "ask for a batch size first"),
+        ((ask, ask), "make a new session"),
+        ((ask, report), "begin the measurement before"),
+        ((load, report), "begin the measurement before"),
+        ((ask, begin, begin), "begun already"),
+        ((ask, begin, end, report), "the trial is over"),
+        ((ask, end, begin), "the trial is over"),
+        ((ask, end, ask), "make a new session"),
+        ((end, ask), "make a new session"),
+        ((load, ask), "make a new session"),
+        ((end, load), "into a new session"),
+        ((ask, load), "into a new session"),
+    ],
+    ids=lambda value: "-".join(call.__name__ for call in value) if isinstance(value, tuple) else "",
+)
+def test_a_call_out_of_order_is_refused(calls: tuple[Callable[[TrialSession], object], ...], message: str) -> None:
+    session = session_of(ContractDouble(KEEP_TRAINING), monitor_of((1.0, 1.0), (1.0, 1.0)))
+    for call in calls[:-1]:
+        call(session)
+    with pytest.raises(ZeusBSOOperationOrderError, match=message):
+        calls[-1](session)
+
+
+# --- ending ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_ending_early_fails_the_trial_on_the_server_once(begun: bool) -> None:
+    server = ContractDouble()
+    session = session_of(server)
+    session.ask()
+    if begun:
+        session.begin_measurement()
+    session.end()
+    session.end()
+    assert server.sent("PATCH", "/trials") == [TRIAL | {"outcome": "failed", "ended_early": True, "detail": None}]
+
+
+def test_ending_after_the_verdict_tells_the_server_nothing() -> None:
+    server = ContractDouble(CONVERGED)
+    session = running_session(server, (1.0, 1.0))
+    session.report_evaluation(0.9, 1)
+    session.end()
+    assert server.sent("PATCH", "/trials") == []
+
+
+def test_ending_without_a_trial_tells_the_server_nothing() -> None:
+    server = ContractDouble()
+    session_of(server).end()
+    assert server.requests == []
+
+
+def test_ending_never_raises_but_warns(caplog: pytest.LogCaptureFixture) -> None:
+    server = ContractDouble()
+    session = running_session(server)  # no measurement to replay: closing the window fails too
+    server.down = True
+    session.end()
+    away, waits = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert away.startswith("no answer from")
+    assert waits.startswith("1 results of job mnist-1 wait in")

@@ -1,0 +1,598 @@
+"""What all batch-size callbacks decide alike, against a trainer without a framework and a server in memory."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
+from tests.support.fake_trainer import FakeTrainer, active, on_each_rank
+from zeus_plugins.energy import Measurement, ReplayMonitor
+from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSOServerUnreachableError, ZeusBSOTrainFailError
+from zeus_plugins.protocol import GpuConfig, JobSpec, PowerLimitChoice, PowerLimitSample
+from zeus_plugins.training.batches import BatchSplit
+from zeus_plugins.training.defaults import JobWish
+from zeus_plugins.training.run import TrialOptions, TrialRun
+
+JOB = JobSpec(
+    job_id="mnist-1", job_id_prefix="mnist", batch_sizes=(32, 64), default_batch_size=32, max_epochs=3, beta_knob=None
+)
+GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+TRIAL = {"job_id": "mnist-1", "batch_size": 64, "trial_number": 7}
+# Of a trial on a Zeus server, before its first report.
+STATE: dict[str, Any] = {
+    "trial": {**TRIAL, "time_s": 3.0, "energy_j": 30.0, "energy_source": "replayed", "epoch": 1.0, "metric": 0.5},
+    "has_fractions": None,
+    "job": JOB.model_dump(mode="json"),
+}
+MALFORMED = {"trial": {"job_id": "mnist-1"}}
+ENDED_EARLY = "the training ended before the target was reached; launch the training again to try the next batch size"
+
+
+def ten_joules_a_second() -> ReplayMonitor:
+    return ReplayMonitor([Measurement(1.0, 10.0, "replayed")] * 20, GPUS)
+
+
+def run_of(server: ContractDouble, job: JobSpec = JOB, **options: Any) -> TrialRun:
+    given = {"energy_monitor": ten_joules_a_second()} | options
+    return TrialRun(JobWish(job=job), TrialOptions(**given), connect=lambda *_: server.client())
+
+
+def begun(server: ContractDouble, port: FakeTrainer | None = None, **options: Any) -> TrialRun:
+    run = run_of(server, **options)
+    run.begin(port or FakeTrainer())
+    active(run).start()
+    return run
+
+
+def reports(server: ContractDouble) -> list[tuple[float, float, float, float]]:
+    """Metric, epoch, seconds and joules of each."""
+    sent = server.sent("POST", "/report")
+    return [(body["metric"], body["current_epoch"], body["time"], body["energy"]) for body in sent]
+
+
+def ends(server: ContractDouble) -> list[tuple[str, str | None]]:
+    return [(body["outcome"], body["detail"]) for body in server.sent("PATCH", "/trials")]
+
+
+def failing(error: Exception) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("option", "problem"),
+    [
+        ({"on_failure": "ignore"}, "on_failure is 'ignore': choose 'raise' or 'stop'"),
+        ({"max_per_device_batch_size": 0}, "max_per_device_batch_size is 0: it is at least 1"),
+        ({"on_unreachable": "wait"}, "on_unreachable is 'wait': choose 'default' or 'raise'"),
+        ({"lr_scaling": "cubic"}, "unknown learning rate scaling 'cubic': choose one of 'none', 'linear', 'sqrt'"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_options_that_cannot_work_are_refused(option: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ZeusBSOConfigError) as raised:
+        TrialOptions(**option)
+    assert str(raised.value) == problem
+
+
+def test_a_run_can_be_pickled_before_it_begins() -> None:
+    run = TrialRun(JobWish(job=JOB), TrialOptions(server_url="http://bso", energy_monitor=ten_joules_a_second()))
+    copy = pickle.loads(pickle.dumps(run))  # noqa: S301 - our own bytes
+    assert (copy.trial, copy.active) == (None, None)
+
+
+# Beginning
+
+
+def test_the_servers_size_is_spread_over_the_devices_and_delivered() -> None:
+    server, port = ContractDouble(), FakeTrainer(devices=4)
+    run = run_of(server)
+    run.begin(port)
+    assert port.splits == [BatchSplit(per_device=16, accumulation=1)]
+    assert run.trial is not None
+    assert (run.trial.batch_size, run.trial.trial_number) == (64, 7)
+    assert active(run).is_reporting
+
+
+@pytest.mark.parametrize(
+    ("accumulation", "largest", "split"),
+    [(1, None, BatchSplit(64, 1)), (2, None, BatchSplit(32, 2)), (1, 20, BatchSplit(16, 4)), (2, 8, BatchSplit(8, 8))],
+)
+def test_the_users_accumulation_and_the_largest_batch_divide_the_size(
+    accumulation: int, largest: int | None, split: BatchSplit
+) -> None:
+    port = FakeTrainer()
+    port.accumulation = accumulation
+    run_of(ContractDouble(), max_per_device_batch_size=largest).begin(port)
+    assert port.splits == [split]
+
+
+def test_rank_0_asks_and_all_ranks_obey() -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> Any:
+        run = run_of(server)
+        run.begin(port)
+        run.finish()
+        assert run.trial is not None
+        return run.trial.trial_number, port.splits
+
+    assert on_each_rank(2, train) == [(7, [BatchSplit(32, 1)])] * 2
+    assert len(server.sent("GET", "/jobs/batch_size")) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_sizes_that_cannot_be_are_refused_before_a_trial(world_size: int) -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> None:
+        port.devices = 3
+        run_of(server, JOB.model_copy(update={"batch_sizes": (30, 32, 64), "default_batch_size": 30})).begin(port)
+
+    for error in on_each_rank(world_size, train):
+        assert isinstance(error, ZeusBSOConfigError)
+        assert str(error) == (
+            "the batch sizes [32, 64] cannot be spread evenly over 3 devices × 1 accumulated batches: batch sizes are "
+            "global, samples per optimizer step over all devices; choose multiples of 3"
+        )
+    assert server.requests == []
+
+
+def test_a_trainer_that_cannot_accumulate_is_refused_before_a_trial() -> None:
+    server, port = ContractDouble(), FakeTrainer()
+    port.no_accumulation = "this trainer accumulates nothing"
+    run_of(server, max_per_device_batch_size=64).begin(port)
+    server.requests.clear()
+    with pytest.raises(ZeusBSOConfigError, match=r"accumulates nothing, so sizes above max_per_device_batch_size=32 ×"):
+        run_of(server, max_per_device_batch_size=32).begin(port)
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_size_that_is_not_the_jobs_is_refused_on_all_ranks_and_ends_the_trial(world_size: int) -> None:
+    server = ContractDouble(batch_size=48)
+
+    def train(port: FakeTrainer) -> None:
+        run = run_of(server)
+        try:
+            run.begin(port)
+        except ZeusBSOError as error:
+            run.finish(error)
+            assert port.splits == []
+            raise
+
+    said = "the server chose batch size 48, which is not one of the job's: [32, 64]"
+    assert [str(error) for error in on_each_rank(world_size, train)] == [said] * world_size
+    assert ends(server) == [("withdrawn", f"ZeusBSOConfigError: {said}")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_error_of_the_server_arrives_on_all_ranks(world_size: int) -> None:
+    server = ContractDouble()
+    server.down = True
+
+    def train(port: FakeTrainer) -> None:
+        run = run_of(server, on_unreachable="raise")
+        try:
+            run.begin(port)
+        finally:
+            run.finish()
+            assert (run.trial, run.active) == (None, None)
+
+    kinds = [type(error) for error in on_each_rank(world_size, train)]
+    assert kinds == [ZeusBSOServerUnreachableError] * world_size
+
+
+def test_without_the_server_all_ranks_train_at_the_default_size() -> None:
+    server = ContractDouble()
+    server.down = True
+
+    def train(port: FakeTrainer) -> Any:
+        run = begun(server, port)
+        active(run).report_evaluation(lambda: 0.5, 3.0)
+        run.finish()
+        assert run.trial is not None
+        return run.trial.batch_size, run.trial.trial_number, port.is_stopped, port.logged[0]["zeus/trial_number"]
+
+    assert on_each_rank(2, train) == [(32, None, True, 0.0)] * 2
+
+
+# Learning rate, start
+
+
+@pytest.mark.parametrize(("scaling", "rate"), [("none", 0.1), ("linear", 0.2), ("sqrt", 0.1 * 2**0.5)])
+@pytest.mark.parametrize("keeps_optimizers", [True, False])
+def test_rates_are_scaled_and_optimizers_that_stay_get_theirs_back(
+    scaling: str, rate: float, keeps_optimizers: bool
+) -> None:
+    port = FakeTrainer()
+    port.keeps_optimizers = keeps_optimizers
+    run = run_of(ContractDouble(), lr_scaling=scaling)
+    run.begin(port)
+    active(run).scale_learning_rate()
+    assert port.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+    assert port.scheduler.base_lrs == pytest.approx([rate])
+    run.finish()
+    assert port.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 if keeps_optimizers else rate)
+    assert port.scheduler.base_lrs == pytest.approx([0.1 if keeps_optimizers else rate])
+
+
+def test_the_choice_is_logged_and_measuring_begins_on_rank_0_alone() -> None:
+    server = ContractDouble(KEEP_TRAINING)
+
+    def train(port: FakeTrainer) -> Any:
+        monitor = ten_joules_a_second()
+        run = begun(server, port, lr_scaling="linear", energy_monitor=monitor)
+        active(run).report_evaluation(lambda: 0.25, 1.0)
+        run.finish()
+        return port.logged
+
+    logged = [{"zeus/batch_size": 64.0, "zeus/trial_number": 7.0, "zeus/lr_factor": 2.0}]
+    bound = {"zeus/epoch_bound": 3.0}
+    assert on_each_rank(2, train) == [[*logged, bound | {"zeus/cost_j": 55.0}], [*logged, bound]]
+    assert reports(server) == [(0.25, 1.0, 1.0, 10.0)]
+
+
+# The size that is delivered
+
+
+def test_the_size_in_force_passes() -> None:
+    run = begun(ContractDouble(), FakeTrainer(devices=2))
+    active(run).check()
+
+
+@pytest.mark.parametrize(
+    ("delivered", "accumulation", "problem"),
+    [
+        ([32], 2, r"deliver \[32\] samples per batch instead of 16 \(batch size 64 over 2 devices × 2 accumulated"),
+        ([16], 1, r"deliver \[16\] samples per batch instead of 32 \(batch size 64 over 2 devices × 1 accumulated"),
+        ([32, 16.5], 1, r"deliver \[32, 16.5\] samples per batch instead of 32 "),
+        ([None], 1, r"deliver \[\?\] samples per batch instead of 32 "),
+        ([21], 3, r"deliver \[21\] samples per batch instead of 10.6667 "),
+    ],
+    ids=["accumulation", "loader", "one of two loaders", "unknown", "uneven"],
+)
+def test_another_size_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, delivered: list[float | None], accumulation: int, problem: str
+) -> None:
+    port = FakeTrainer(devices=2)
+    run = begun(ContractDouble(), port)
+    port.accumulation = accumulation
+    monkeypatch.setattr(port, "delivered", lambda: delivered)
+    with pytest.raises(ZeusBSOConfigError, match=problem):
+        active(run).check()
+
+
+# Reports
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_verdict_stops_all_ranks_and_ends_the_reports(world_size: int) -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+
+    def train(port: FakeTrainer) -> Any:
+        run = begun(server, port)
+        active(run).report_evaluation(lambda: 0.25, 1.0)
+        stops = [port.is_stopped]
+        active(run).report_evaluation(lambda: 0.75, 2.0)
+        stops.append(port.is_stopped)
+        active(run).report_evaluation(lambda: 0.8, 3.0)
+        active(run).report_last_epoch(3.0)
+        run.finish()
+        run.raise_failure()
+        assert run.trial is not None
+        return stops, run.trial.metric
+
+    assert on_each_rank(world_size, train) == [([False, True], 0.75)] * world_size
+    assert reports(server) == [(0.25, 1.0, 1.0, 10.0), (0.75, 2.0, 2.0, 20.0)]
+    assert ends(server) == []
+
+
+def test_there_may_be_nothing_to_report_yet() -> None:
+    server = ContractDouble()
+    run = begun(server)
+    active(run).report_evaluation(lambda: None, 1.0)
+    assert reports(server) == []
+    assert active(run).is_reporting
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_metric_that_is_missing_raises_on_all_ranks(world_size: int) -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> None:
+        run = begun(server, port)
+        try:
+            # The other ranks are not asked for it.
+            active(run).report_evaluation(failing(KeyError("f1")) if port.rank == 0 else failing(AssertionError()), 1.0)
+        except KeyError as error:
+            run.finish(error)
+            raise
+
+    assert [str(error) for error in on_each_rank(world_size, train)] == ["'f1'"] * world_size
+    assert set(ends(server)) == {("failed", "KeyError: 'f1'")}
+
+
+@pytest.mark.parametrize(
+    ("trained", "reported"),
+    [([0.5, 1.0, 1.5], [0.5, 1.0, 1.5]), ([1.0, 1.5, 2.5], [1.0, 2.0, 3.0])],
+    ids=["fractions from the start", "whole epochs first"],
+)
+def test_after_whole_epochs_only_whole_ones_are_reported(trained: list[float], reported: list[float]) -> None:
+    server = ContractDouble(*[KEEP_TRAINING] * 3)
+    run = begun(server)
+    for epochs in trained:
+        active(run).report_evaluation(lambda: 0.25, epochs)
+    assert [epoch for _, epoch, _, _ in reports(server)] == reported
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "ended", "sent"),
+    [
+        ([2.0], 3.0, [2.0, 3.0]),
+        ([2.75], 3.0, [2.75, 3.0]),
+        ([2.0], 2.0, [2.0]),  # cut short: the trial may be tried again
+        ([3.0], 3.0, [3.0]),
+        ([], 3.0, []),  # there is no metric
+    ],
+)
+def test_the_last_epoch_is_reported_though_it_is_not_evaluated(
+    evaluated: list[float], ended: float, sent: list[float]
+) -> None:
+    server = ContractDouble(*[KEEP_TRAINING] * 2)
+    run = begun(server)
+    for epochs in evaluated:
+        active(run).report_evaluation(lambda: 0.5, epochs)
+    active(run).report_last_epoch(ended)
+    assert [(metric, epoch) for metric, epoch, _, _ in reports(server)] == [(0.5, epoch) for epoch in sent]
+
+
+# Several machines
+
+
+def test_the_ranks_meet_before_the_start_and_before_each_report() -> None:
+    server = ContractDouble(KEEP_TRAINING, CONVERGED)
+
+    def train(port: FakeTrainer) -> Any:
+        port.machine = f"node {port.rank}"
+        watts = 10.0 if port.rank == 0 else 5.0
+        run = begun(
+            server, port, energy_monitor=ReplayMonitor([Measurement(1.0, watts, f"node {port.rank}")] * 9, GPUS)
+        )
+        active(run).report_evaluation(lambda: 0.25, 1.0)
+        active(run).report_evaluation(lambda: 0.75, 2.0)
+        run.finish()
+        assert run.trial is not None
+        return run.trial.energy_j
+
+    assert on_each_rank(2, train) == [30.0, 30.0]
+    assert reports(server) == [(0.25, 1.0, 1.0, 15.0), (0.75, 2.0, 2.0, 30.0)]
+    (registration,) = server.sent("POST", "/jobs")
+    assert (registration["max_power"], registration["number_of_gpus"]) == (200.0, 2)
+
+
+# Ends
+
+
+@pytest.mark.parametrize(
+    ("error", "end"),
+    [
+        (None, ("failed", None)),
+        (ValueError("no such label"), ("failed", "ValueError: no such label")),
+        (MemoryError("64 GiB"), ("infeasible", "MemoryError: 64 GiB")),
+        (KeyboardInterrupt(), ("suspended", "KeyboardInterrupt: ")),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_the_end_of_the_training_ends_the_trial_once(error: BaseException | None, end: tuple[str, str | None]) -> None:
+    server, port = ContractDouble(), FakeTrainer()
+    run = begun(server, port)
+    run.finish(error)
+    run.finish(RuntimeError("a second time"))
+    assert ends(server) == [end]
+    assert (port.loader.batch_size, port.accumulation) == (16, 1)
+    assert run.active is None
+    assert run.trial is not None
+    assert (run.trial.time_s, run.trial.energy_j) == (1.0, 10.0)
+
+
+def test_what_cannot_be_undone_does_not_keep_the_trial_from_its_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ContractDouble()
+    run = begun(server)
+    monkeypatch.setattr(run.patches, "undo", failing(RuntimeError("it stays")))
+    run.finish()
+    assert ends(server) == [("failed", None)]
+    assert "could not clean up after the training" in caplog.text
+
+
+def test_memory_that_ran_out_on_another_rank_is_told_by_that_rank() -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> None:
+        run = begun(server, port)
+        if port.rank == 1:
+            run.finish(MemoryError("64 GiB"))
+            port.broadcast(None)
+        else:
+            port.broadcast(None)
+            assert ends(server) == [("infeasible", "MemoryError: 64 GiB")]
+            run.finish(RuntimeError("Connection closed by peer"))
+
+    assert on_each_rank(2, train) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "on_failure", "said"),
+    [
+        ([COST_BOUND], "raise", "cost bound crossed; launch the training again to try the next batch size"),
+        ([KEEP_TRAINING], "raise", ENDED_EARLY),
+        ([], "raise", ENDED_EARLY),
+        ([CONVERGED], "raise", "None"),
+        ([COST_BOUND], "stop", "None"),
+    ],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_failed_trial_raises_on_all_ranks(
+    world_size: int, verdicts: list[dict[str, Any]], on_failure: str, said: str
+) -> None:
+    server = ContractDouble(*verdicts)
+
+    def train(port: FakeTrainer) -> None:
+        run = begun(server, port, on_failure=on_failure)
+        for _ in verdicts:
+            active(run).report_evaluation(lambda: 0.5, 1.0)
+        run.finish()
+        run.raise_failure()
+
+    ended = on_each_rank(world_size, train)
+    assert [str(error) for error in ended] == [said] * world_size
+    assert {type(error) for error in ended} == {type(None) if said == "None" else ZeusBSOTrainFailError}
+
+
+# Checkpoints
+
+
+def test_the_state_is_plain_and_counts_the_open_window() -> None:
+    run = begun(ContractDouble(KEEP_TRAINING))
+    assert run_of(ContractDouble()).state() == {}
+    active(run).report_evaluation(lambda: 0.5, 0.5)
+    state = run.state()
+    assert state["has_fractions"] is True
+    trial = state["trial"]
+    assert {name: trial[name] for name in TRIAL} == TRIAL
+    assert (trial["time_s"], trial["energy_j"], trial["epoch"], trial["metric"]) == (2.0, 20.0, 0.5, 0.5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoints_trial_goes_on_on_all_ranks(world_size: int) -> None:
+    server = ContractDouble(CONVERGED)
+
+    def train(port: FakeTrainer) -> Any:
+        run = run_of(server)
+        # What the other ranks find on their disks is of no account.
+        run.resume(port, lambda: STATE if port.rank == 0 else None)
+        assert active(run).is_reporting
+        active(run).start()
+        active(run).report_evaluation(lambda: 0.75, 2.0)
+        run.finish()
+        return port.splits
+
+    assert on_each_rank(world_size, train) == [[BatchSplit(64 // world_size, 1)]] * world_size
+    assert reports(server) == [(0.75, 2.0, 4.0, 40.0)]
+    assert server.sent("GET", "/jobs/batch_size") == []
+
+
+@pytest.mark.parametrize(("has_fractions", "reported"), [(True, 1.5), (False, 2.0), (None, 1.5)])
+def test_a_resumed_trial_goes_on_in_fractions_or_in_whole_epochs(has_fractions: bool | None, reported: float) -> None:
+    server = ContractDouble(KEEP_TRAINING)
+    run = run_of(server)
+    run.resume(FakeTrainer(), lambda: STATE | {"has_fractions": has_fractions})
+    active(run).start()
+    active(run).report_evaluation(lambda: 0.5, 1.5)
+    assert reports(server)[0][1] == reported
+
+
+def test_a_resumed_size_that_the_job_has_no_more_goes_on() -> None:
+    port = FakeTrainer()
+    run = run_of(ContractDouble(), JOB.model_copy(update={"batch_sizes": (32,)}))
+    run.resume(port, lambda: STATE)
+    assert port.splits == [BatchSplit(64, 1)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("saved", [None, {}])
+def test_a_checkpoint_without_a_trial_leaves_the_training_alone(
+    saved: dict[str, Any] | None, world_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> Any:
+        run = run_of(server, lr_scaling="linear")
+        run.resume(port, lambda: saved)
+        states = (run.trial, run.active, run.state(), run.lr_factor)
+        run.finish(RuntimeError())
+        run.raise_failure()
+        return states, port.splits, port.logged, port.optimizer.param_groups[0]["lr"]
+
+    assert on_each_rank(world_size, train) == [((None, None, {}, 1.0), [], [], 0.1)] * world_size
+    assert server.requests == []
+    (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert warning.getMessage() == (
+        "the checkpoint holds no trial, so this training goes on with its own batch size, and nothing of it is "
+        "measured or reported: the rest of a training says nothing about a whole one. Train from the start to let the "
+        "server choose"
+    )
+
+
+def test_a_trial_that_is_over_trains_on_at_its_size_unreported() -> None:
+    server, port = ContractDouble(), FakeTrainer()
+    run = run_of(server)
+    run.resume(port, lambda: STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}})
+    assert not active(run).is_reporting
+    active(run).start()
+    active(run).check()
+    active(run).report_evaluation(failing(AssertionError()), 2.0)
+    run.finish(RuntimeError("a crash"))
+    run.raise_failure()
+    assert port.splits == [BatchSplit(64, 1)]
+    assert len(port.logged) == 1
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("saved", "problem"),
+    [
+        (lambda: STATE, r"the batch sizes \[64\] cannot be spread evenly over 3 devices"),
+        (lambda: MALFORMED, "the checkpoint holds no trial that can be continued"),
+        (failing(ZeusBSOConfigError("no such file")), "no such file"),
+    ],
+    ids=["devices", "malformed", "unreadable"],
+)
+def test_a_checkpoint_that_cannot_go_on_here_raises_on_all_ranks_and_its_trial_waits(
+    saved: Callable[[], Any], problem: str, world_size: int
+) -> None:
+    server = ContractDouble()
+
+    def train(port: FakeTrainer) -> None:
+        port.devices = 3
+        run = run_of(server)
+        try:
+            run.resume(port, saved if port.rank == 0 else failing(AssertionError()))
+        except ZeusBSOConfigError as error:
+            run.finish(error)
+            with pytest.raises(ZeusBSOConfigError, match=problem):
+                raise
+
+    assert on_each_rank(world_size, train) == [None] * world_size
+    assert server.requests == []
+
+
+# Power limits
+
+
+def test_power_limits_are_kept_while_the_trial_is_open() -> None:
+    sample = PowerLimitSample(limit_w=100.0, steps=4, time_s=2.0, energy_j=150.0, source="replay")
+    choice = PowerLimitChoice(gpus=GPUS, samples=(sample,))
+    run = begun(ContractDouble())
+    active(run).keep_power_limits(choice)
+    assert run.state()["trial"]["power_profile"] == {
+        "gpus": GPUS.model_dump(),
+        "samples": [sample.model_dump()],
+    }
+    over = run_of(ContractDouble())
+    over.resume(FakeTrainer(), lambda: STATE | {"trial": STATE["trial"] | {"verdict": COST_BOUND}})
+    active(over).keep_power_limits(choice)
+    assert over.state()["trial"]["power_profile"] is None
