@@ -26,8 +26,10 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-_PRIOR_SD = 0.35
+_PART_SD = 0.35
 """Spread of the effect on each part (log) before any run."""
+PRIOR_SD = _PART_SD * math.sqrt(2)
+"""Spread of the effect on the whole cost (log) before any run."""
 _FREEDOM = 4.0
 """Degrees of freedom of the Student t density that weights the filters."""
 _REACH = 2.5
@@ -61,9 +63,11 @@ class _Part:
         self.level, self.delta = np.zeros_like(k), np.zeros_like(k)
         self._p_level = np.full_like(k, 25.0)
         self._p_both = np.zeros_like(k)
-        self.p_delta = np.full_like(k, _PRIOR_SD**2)
+        self.p_delta = np.full_like(k, _PART_SD**2)
         share = np.array(list(excursions.values()))
-        self.log_weight = np.zeros_like(k) + np.log(np.tile(share, k.shape[1] // len(share)) / (k.shape[1] // len(share)))
+        self.log_weight = np.zeros_like(k) + np.log(
+            np.tile(share, k.shape[1] // len(share)) / (k.shape[1] // len(share))
+        )
         self._first: float | None = None
 
     def skip(self) -> None:
@@ -80,9 +84,7 @@ class _Part:
         variance = to_level + a * to_delta + (self._noise_default if is_default else self._noise)
         scaled = surprise / np.sqrt(variance)
         usual = (
-            np.log1p(-self._excursion)
-            - 0.5 * (_FREEDOM + 1) * np.log1p(scaled**2 / _FREEDOM)
-            - 0.5 * np.log(variance)
+            np.log1p(-self._excursion) - 0.5 * (_FREEDOM + 1) * np.log1p(scaled**2 / _FREEDOM) - 0.5 * np.log(variance)
         )
         wide = variance + _EXCURSION_SD**2
         with np.errstate(divide="ignore"):
@@ -97,6 +99,12 @@ class _Part:
         self._p_level -= trust * to_level**2
         self._p_both -= trust * to_level * to_delta
         self.p_delta -= trust * to_delta**2
+
+    def spread(self) -> float:
+        """Return the spread of a run at the best size (log), as far as the runs tell."""
+        log_weight = np.log(_SPREADS_PRIOR)[:, None] + self.log_weight
+        weight = np.exp(log_weight - log_weight.max())
+        return math.sqrt(float((weight * self._noise).sum() / weight.sum()))
 
 
 class EffectModel:
@@ -124,8 +132,7 @@ class EffectModel:
     def effect(self, alpha: float = 0.05) -> Effect:
         """Return the effect with its interval at error probability `alpha` on each side, over all looks."""
         posterior = self._posterior()
-        prior_sd = _PRIOR_SD * math.sqrt(2)
-        prior = np.exp(-0.5 * (_GRID / prior_sd) ** 2) / prior_sd
+        prior = np.exp(-0.5 * (_GRID / PRIOR_SD) ** 2) / PRIOR_SD
         ratio = prior / np.maximum(posterior, 1e-300)
         middle = int(np.argmax(posterior))
         kept = np.flatnonzero(ratio < 1 / (2 * alpha))
@@ -135,6 +142,10 @@ class EffectModel:
             middle=float(_GRID[middle]),
             high=math.inf if high == len(_GRID) - 1 else float(_GRID[high]),
         )
+
+    def spreads(self) -> tuple[float, float]:
+        """Return the spreads from run to run (log) of the epochs and of the cost per epoch at the best size."""
+        return self._epochs.spread(), self._rate.spread()
 
     def _posterior(self) -> Floats:
         """Return the density of the sum of both effects on the grid, without the factor √(2π)."""

@@ -1,0 +1,275 @@
+"""``python -m benchmarks.honesty``: would an A/B test confirm what the product says about savings?
+
+Each simulated job explores five batch sizes and then recurs, with control runs where `bso_server.core.verdict` wants
+them. A reader looks at the verdict after each of 50 runs. In an A/A job all sizes cost the same, so that each "saves"
+or "loses" is wrong; in an A/B job the best size saves a known share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.tables import text_table
+from bso_server.core.verdict import Judge, Run, Share, Verdict, Word, is_control_due
+
+RUNS = 50
+LOOKS = (10, 20, 50)
+_SIZES, _DEFAULT = 5, 0
+_WANDER = 0.05
+"""Probability that the policy tries another size in a run after its exploration."""
+_STOP_AT = 1.5
+"""A run of the exploration is stopped half-way if it would cost more than so many times the cheapest."""
+
+Floats = NDArray[np.float64]
+Pace = Callable[[np.random.Generator], Floats]
+"""Draws the log factor of a job's cost per epoch in each of its runs."""
+
+
+def _steady(_rng: np.random.Generator) -> Floats:
+    return np.zeros(RUNS)
+
+
+def _load(rng: np.random.Generator) -> Floats:
+    """A neighbour's load as an AR(1) process; only excursions upwards, to ten times the cost, are felt."""
+    shocks = 1.2 * rng.standard_normal(RUNS)
+    values = [shocks[0]]
+    for shock in shocks[1:]:
+        values.append(0.8 * values[-1] + 0.6 * shock)
+    return np.clip(np.array(values), 0.0, math.log(10))
+
+
+def _first_slow(_rng: np.random.Generator) -> Floats:
+    return np.where(np.arange(RUNS) == 0, math.log(10), 0.0)
+
+
+def _drift(rng: np.random.Generator) -> Floats:
+    return np.linspace(0.0, math.log(rng.choice([0.5, 1.5])), RUNS)
+
+
+def _step(rng: np.random.Generator) -> Floats:
+    return np.where(np.arange(RUNS) >= rng.integers(8, 42), math.log(rng.choice([0.5, 2.0])), 0.0)
+
+
+def _growth(_rng: np.random.Generator) -> Floats:
+    return np.log(np.linspace(1.0, 3.0, RUNS))
+
+
+def _every_fourth(rng: np.random.Generator) -> Floats:
+    return np.where(np.arange(RUNS) % 4 == rng.integers(4), math.log(1.5), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The truth about a kind of jobs.
+
+    Attributes:
+        name: For the table.
+        noise: Spread of the log cost from run to run: 0.8 of it in the epochs, 0.6 in the cost of an epoch.
+        saving: Share of the default's cost that a run at the best size saves.
+        pace: The machine or the data over time.
+        default_spread: Spread of the runs at the default, over that of all others.
+        epochs_noise: Greatest spread of log epochs, drawn for each job; None: follows `noise`.
+    """
+
+    name: str
+    noise: float = 0.2
+    saving: float = 0.0
+    pace: Pace = _steady
+    default_spread: float = 1.0
+    epochs_noise: float | None = None
+
+    def costs(self, rng: np.random.Generator) -> tuple[Floats, Floats, Floats]:
+        """Draw a job: epochs and costs (J) by run and size, and the mean cost of each size over that of the default."""
+        gain = math.log1p(-self.saving)
+        relative = np.array([0.0, gain / 2, gain, 0.3, 0.8]) if self.saving else np.zeros(_SIZES)
+        epochs_noise = 0.8 * self.noise if self.epochs_noise is None else rng.uniform(0, self.epochs_noise)
+        rate_noise = 0.6 * self.noise if self.epochs_noise is None else 0.05
+        spread = np.ones(_SIZES)
+        spread[_DEFAULT] = self.default_spread
+
+        def noise(sd: float) -> Floats:
+            # Wider spreads keep the mean cost.
+            return sd * spread * rng.standard_normal((RUNS, _SIZES)) - sd**2 * (spread**2 - 1) / 2
+
+        epochs = 20 * np.exp(noise(epochs_noise) - relative / 2)
+        rate = 1e5 * np.exp(noise(rate_noise) + 1.5 * relative + self.pace(rng)[:, None])
+        return epochs, epochs * rate, np.exp(relative)
+
+
+EQUAL = (
+    World("noise 5 %", noise=0.05),
+    World("noise 20 %"),
+    World("noise 60 %", noise=0.6),
+    World("load up to ×10", pace=_load),
+    World("first run ×10", pace=_first_slow),
+    World("drift ±50 %", pace=_drift),
+    World("step ×2", pace=_step),
+    World("data grow ×3", pace=_growth),
+    World("every fourth run ×1.5", pace=_every_fourth),
+    World("epochs vary 0–60 %", epochs_noise=0.6),
+    World("default's noise ×3", default_spread=3.0),
+)
+SAVING = (
+    *(World(f"{s:.0%}, noise {n:.0%}", saving=s, noise=n) for s in (0.1, 0.3, 0.6) for n in (0.05, 0.2, 0.6)),
+    World("30%, load up to ×10", saving=0.3, pace=_load),
+    World("30%, drift ±50 %", saving=0.3, pace=_drift),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a reader of one job saw.
+
+    Attributes:
+        words: The word after each run.
+        covers_now: Whether the interval of a run's saving held the truth, after each run.
+        covers_so_far: The same of the saving of all runs.
+        control_cost: The cost that control runs added, over all that was paid.
+    """
+
+    words: tuple[Word, ...]
+    covers_now: tuple[bool, ...]
+    covers_so_far: tuple[bool, ...]
+    control_cost: float
+
+
+def play(world: World, seed: int) -> Played:
+    """Play one job of 50 runs."""
+    rng, choices = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
+    epochs, costs, relative = world.costs(rng)
+    best, least = _DEFAULT, math.inf
+    runs: list[Run] = []
+    judge, since = Judge(_DEFAULT, _DEFAULT), 0
+    seen: list[tuple[Verdict, bool, bool]] = []
+    paid = at_default = extra = 0.0
+    for number in range(RUNS):
+        size, wasted, is_exploration, is_control = best, 0.0, number < _SIZES, False
+        if is_exploration:
+            size = number
+            if costs[number, size] > _STOP_AT * least:
+                wasted, size = _STOP_AT * least / 2, best
+        elif choices.random() < _WANDER:
+            size, is_exploration = int(choices.choice([s for s in range(1, _SIZES) if s != best])), True
+        elif best != _DEFAULT and is_control_due(judge.verdict(), since, seed):
+            size, is_control = _DEFAULT, True
+        run = Run(size, float(epochs[number, size]), float(costs[number, size]), wasted, is_exploration)
+        runs.append(run)
+        before = best
+        if number < _SIZES and run.cost_j < least:
+            best, least = size, run.cost_j
+        if number == _SIZES - 1 and world.saving > 0:
+            best = int(np.argmin(relative))
+        if best == before:
+            judge.add(run)
+        else:
+            judge, since = Judge(_DEFAULT, best), 0
+            for each in runs:
+                judge.add(each)
+        since = 0 if is_control else since + (size == best and not is_exploration)
+        paid += run.cost_j + wasted
+        at_default += run.cost_j / relative[size]
+        extra += run.cost_j * (1 - relative[best]) if is_control else 0.0
+        verdict = judge.verdict()
+        now = _covers(verdict.now, 1 - relative[best])
+        seen.append((verdict, now, _covers(verdict.so_far, 1 - paid / at_default)))
+    words = tuple(verdict.word for verdict, _, _ in seen)
+    return Played(words, tuple(now for _, now, _ in seen), tuple(so_far for *_, so_far in seen), extra / paid)
+
+
+def _covers(share: Share | None, truth: float) -> bool:
+    return share is None or ((share.low is None or share.low <= truth) and truth <= share.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Shares of jobs.
+
+    Attributes:
+        world: Name of the kind of jobs.
+        saving: What a run at the best size saves.
+        wrong_ever: A wrong verdict was shown at any look.
+        wrong_at: A wrong verdict was shown at each of `LOOKS`.
+        right_by: The right verdict had been shown by each of `LOOKS`.
+        covered_now: The interval of a run's saving held the truth at each of `LOOKS`.
+        covered_so_far: The same of the saving of all runs.
+        control_cost: Mean cost that control runs added, over all that was paid.
+    """
+
+    world: str
+    saving: float
+    wrong_ever: float
+    wrong_at: tuple[float, ...]
+    right_by: tuple[float, ...]
+    covered_now: tuple[float, ...]
+    covered_so_far: tuple[float, ...]
+    control_cost: float
+
+
+def measure(world: World, played: Sequence[Played]) -> Figures:
+    """Summarise the jobs of one kind."""
+    right = Word.SAVES if world.saving > 0 else None
+    is_wrong = np.array([[word not in (Word.NOT_SHOWN, right) for word in each.words] for each in played])
+    is_right = np.array([[word is right for word in each.words] for each in played])
+    now, so_far = np.array([each.covers_now for each in played]), np.array([each.covers_so_far for each in played])
+    return Figures(
+        world=world.name,
+        saving=world.saving,
+        wrong_ever=float(is_wrong.any(axis=1).mean()),
+        wrong_at=tuple(float(is_wrong[:, look - 1].mean()) for look in LOOKS),
+        right_by=tuple(float(is_right[:, :look].any(axis=1).mean()) for look in LOOKS),
+        covered_now=tuple(float(now[:, look - 1].mean()) for look in LOOKS),
+        covered_so_far=tuple(float(so_far[:, look - 1].mean()) for look in LOOKS),
+        control_cost=float(np.mean([each.control_cost for each in played])),
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Play all kinds of jobs, print the table, and write the figures where asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.honesty", description=main.__doc__)
+    parser.add_argument("--seeds", type=int, default=200, metavar="N", help="jobs of each kind (default: 200)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    options = parser.parse_args(arguments)
+    figures = []
+    with ProcessPoolExecutor() as pool:
+        for world in (*EQUAL, *SAVING):
+            figures.append(measure(world, list(pool.map(partial(play, world), range(options.seeds), chunksize=5))))
+    print(f"{options.seeds} jobs of {RUNS} runs of each kind; shares of jobs at looks {', '.join(map(str, LOOKS))}\n")
+    print(text_table(_lines(figures)))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(each) for each in figures], indent=1) + "\n")
+    return 0
+
+
+def _lines(figures: Sequence[Figures]) -> list[list[str]]:
+    head = ["jobs", "wrong at any look", "wrong at", "right by", "run covered", "all covered", "control runs cost"]
+    rows = [
+        [
+            ("equal: " if not each.saving else "saving ") + each.world,
+            f"{each.wrong_ever:.1%}",
+            _percents(each.wrong_at),
+            _percents(each.right_by) if each.saving else "-",
+            _percents(each.covered_now),
+            _percents(each.covered_so_far),
+            f"{each.control_cost:.1%}",
+        ]
+        for each in figures
+    ]
+    return [head, *rows]
+
+
+def _percents(shares: Sequence[float]) -> str:
+    return " / ".join(f"{100 * share:.0f}" for share in shares)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
