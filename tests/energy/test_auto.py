@@ -319,7 +319,7 @@ def test_a_new_counter_is_a_probe_in_the_list() -> None:
     mine = EstimateMonitor(1.0, basis="told by my meter")
 
     def probe(request: MonitorRequest) -> Choice:
-        return request.choice(lambda _: mine)
+        return request.choice(lambda: mine)
 
     assert energy.auto().source == "estimate: 65 W assumed"
     assert energy.auto(probes=[probe, *PROBES]) is mine

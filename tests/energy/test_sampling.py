@@ -232,9 +232,8 @@ def test_readings_that_fail_are_bridged(
             failed_twice.set()
         raise EnergyUnavailableError("GPU 0 gives no power reading")
 
-    sampler = Sampler(fail, 0.01)
     with caplog.at_level(logging.DEBUG, logger="zeus_plugins.energy"):
-        sampler.start()
+        sampler = Sampler(fail, 0.01)
         assert failed_twice.wait(LONG_S)
         assert samplers()
         sampler.stop()
