@@ -132,12 +132,8 @@ class CounterMonitor:
         if self._is_forked:
             # The child of a fork has neither its parent's thread nor its windows.
             self._windows, self._sampler = OpenWindows(), None
-        self._windows.refuse_open(name)
-        counters = self._found.devices
-        if self._sampler is None and self._sample_interval_s is not None:
-            self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
         try:
-            self._windows.open(name, self._read())
+            self._windows.open(name, self._begun)
         finally:
             self._rest()
 
@@ -164,6 +160,12 @@ class CounterMonitor:
     @property
     def _is_forked(self) -> bool:
         return self._sampler is not None and self._sampler.process_id != os.getpid()
+
+    def _begun(self) -> _Reading:
+        counters = self._found.devices
+        if self._sampler is None and self._sample_interval_s is not None:
+            self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
+        return self._read()
 
     def _read(self) -> _Reading:
         counters = self._found.devices

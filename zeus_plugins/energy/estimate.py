@@ -68,7 +68,7 @@ class EstimateMonitor:
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        self._windows.open(name, self._clock())
+        self._windows.open(name, self._clock)
 
     def end_window(self, name: str) -> Measurement:
         """Return the time since the window began, and this time × the stated watts."""
@@ -100,7 +100,7 @@ class ReplayMonitor:
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        self._windows.open(name, None)
+        self._windows.open(name, lambda: None)
 
     def end_window(self, name: str) -> Measurement:
         """Close a window and return the next listed measurement.

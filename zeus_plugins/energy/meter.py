@@ -168,7 +168,6 @@ class Breakdown:
         self._add("cpu", [zone for zone in zones if zone.is_package], RAPL_INTERVAL_S)
         self._add("dram", [zone for zone in zones if not zone.is_package], RAPL_INTERVAL_S)
         self._begun_s = 0.0
-        self._open: set[str] = set()
         self._peak_w: float | None = None
         self._hottest_c: float | None = None
         self._watch: Sampler | None = None
@@ -184,7 +183,6 @@ class Breakdown:
         for name, part in self._parts.items():
             try:
                 part.begin_window(_PART_WINDOW)
-                self._open.add(name)
             except (ZeusBSOError, OSError) as error:
                 logger.debug("the energy of %s cannot be measured: %s", name, error)
         if self._gpus:
@@ -203,8 +201,7 @@ class Breakdown:
             self._watch.sample_or_log(again=True)  # Reads at least once, even in a short epoch.
             self._watch = None
         time_s = self._clock() - self._begun_s
-        parts_j = {name: joules for name in sorted(self._open) if (joules := self._ended(name)) is not None}
-        self._open.clear()
+        parts_j = {name: joules for name in self._parts if (joules := self._ended(name)) is not None}
         found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
         gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
         if gpus_j and len(gpus_j) == len(self._gpus):

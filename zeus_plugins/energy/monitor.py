@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from zeus_plugins.environment import ESTIMATED_POWER_W
@@ -137,18 +138,14 @@ class OpenWindows(Generic[Reading]):
     def __len__(self) -> int:
         return len(self._readings)
 
-    def open(self, name: str, reading: Reading) -> None:
-        """Add a window; raise `ZeusBSOOperationOrderError` if it is open."""
-        self.refuse_open(name)
-        self._readings[name] = reading
-
-    def refuse_open(self, name: str) -> None:
-        """Raise `ZeusBSOOperationOrderError` if a window of this name is open."""
+    def open(self, name: str, read: Callable[[], Reading]) -> None:
+        """Read and add a window; raise `ZeusBSOOperationOrderError` before reading if it is open."""
         if name in self._readings:
             raise ZeusBSOOperationOrderError(
                 f"the energy window {name!r} is already open: end it with end_window({name!r}) before beginning it"
                 " again, or give the second window another name"
             )
+        self._readings[name] = read()
 
     def close(self, name: str) -> Reading:
         """Remove a window and return its reading; raise `ZeusBSOOperationOrderError` if it is not open."""
@@ -286,19 +283,21 @@ class BridgedMonitor:
 
     def begin_window(self, name: str) -> None:
         """Open a window; pass the monitor's error on in the first window, and always if `strict`."""
-        self._windows.refuse_open(name)
+        self._windows.open(name, partial(self._begun, name))
+
+    def _begun(self, name: str) -> tuple[float, str | None]:
         # A window that could not be ended may still be open there, so each failure leads to a new name.
-        own: str | None = f"{name}_{self._failures}" if self._failures else name
+        own = f"{name}_{self._failures}" if self._failures else name
         begun_s = self._clock()
         try:
-            self._monitor.begin_window(own or name)
+            self._monitor.begin_window(own)
         except Exception as error:
             if self._strict or not self._has_begun:
                 raise
             self._note(error)
-            own = None
+            return begun_s, None
         self._has_begun = True
-        self._windows.open(name, (begun_s, own))
+        return begun_s, own
 
     def end_window(self, name: str) -> Measurement:
         """Close a window and return its measured or estimated cost; if `strict`, pass a lasting error on."""

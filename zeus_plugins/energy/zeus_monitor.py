@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 from zeus_plugins.energy.counters import STANDSTILL_S
@@ -66,12 +67,7 @@ class ZeusMonitorAdapter:
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        self._windows.open(name, None)
-        try:
-            self._monitor.begin_window(name)
-        except BaseException:
-            self._windows.close(name)
-            raise
+        self._windows.open(name, partial(self._monitor.begin_window, name))
 
     def end_window(self, name: str) -> Measurement:
         """See `EnergyMonitor.end_window`.

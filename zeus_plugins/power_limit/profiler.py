@@ -98,6 +98,10 @@ class PowerLimitProfiler:
         all_gather: Returns the arguments of all ranks, in their order, on each of them. None: this is the only rank.
         synchronize: Waits for the work queued on the devices, so that it falls into the right window.
 
+    Attributes:
+        state: `Ready`, `Warmup`, `Profiling` or `Done`.
+        chosen_limit_w: The best limit in watts of each GPU; None before it is known, or if no limit can be set.
+
     Raises:
         ZeusBSOConfigError: An argument is invalid. `on_epoch_begin` raises it for limits that the GPUs cannot have.
     """
@@ -130,32 +134,22 @@ class PowerLimitProfiler:
         self._plan: Plan | None = None  # until the first epoch begins
         self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
         self._waiting = Waiting(wait_steps, self._all_gather, clock)
-        self._state: State = Ready()
+        self.state: State = Ready()
         self._observe = observe
-        self._chosen_w: float | None = None
+        self.chosen_limit_w: float | None = None
         self._set_w: float | None = None  # the limit in force on all ranks; None for the initial limit
         self._is_in_epoch = False
         self._failures = 0
 
     @property
-    def state(self) -> State:
-        """`Ready`, `Warmup`, `Profiling` or `Done`."""
-        return self._state
-
-    @property
     def is_done(self) -> bool:
         """True if no further steps need to be counted."""
-        return isinstance(self._state, Done)
+        return isinstance(self.state, Done)
 
     @property
     def profile(self) -> PowerLimitProfile | None:
         """The measurements so far; None before the first epoch, or without a monitor that knows the devices."""
         return None if self._plan is None else self._plan.profile
-
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit in watts of each GPU; None before it is known, or if no limit can be set."""
-        return self._chosen_w
 
     def on_epoch_begin(self, steps: int | None = None) -> None:
         """Begin a stretch of steps without interruption, and set the limit to measure.
@@ -178,18 +172,18 @@ class PowerLimitProfiler:
     def on_step_end(self, steps: int = 1) -> None:
         """Count the steps since the latest call, and close a window that has all its steps."""
         counted = replace(self._pace, epoch=self._pace.epoch + steps)
-        if isinstance(self._state, Ready) and self._is_in_epoch:
+        if isinstance(self.state, Ready) and self._is_in_epoch:
             self._waiting.pass_steps(steps, self._rank.devices)
             self._pace = counted
             self._start()
-        elif isinstance(self._state, Warmup | Profiling) and self._plan is not None:
+        elif isinstance(self.state, Warmup | Profiling) and self._plan is not None:
             self._pace = counted
-            self._go(self._pace.window.steps_ended(self._state, steps, len(self._plan.queue_w)), steps)
+            self._go(self._pace.window.steps_ended(self.state, steps, len(self._plan.queue_w)), steps)
 
     def on_epoch_end(self) -> None:
         """End a stretch of steps: drop an unfinished measurement and restore the initial limit."""
         self._is_in_epoch = False
-        self._go(self._pace.window.epoch_ended(self._state))
+        self._go(self._pace.window.epoch_ended(self.state))
         self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, self._pace.epoch), epoch=0)
 
     def close(self) -> None:
@@ -197,9 +191,9 @@ class PowerLimitProfiler:
 
         It concerns only this rank, so it may be called after an exception, when other ranks cannot follow.
         """
-        if isinstance(self._state, Profiling):
+        if isinstance(self.state, Profiling):
             self._rank.close_window()
-        self._state = Done()
+        self.state = Done()
         self._rank.guard.release()
         # Release functions that may refer to the trainer; the results stay.
         self._rank.forget()
@@ -214,7 +208,7 @@ class PowerLimitProfiler:
             self._give_up(str(error))
             return
         except ZeusBSOConfigError:
-            self._state = Done()
+            self.state = Done()
             raise
         self._plan = plan
         if plan.problem is not None:
@@ -232,20 +226,20 @@ class PowerLimitProfiler:
     def _start(self) -> None:
         """Begin with the next limit, unless the profiler still waits."""
         if self._plan is not None and not self.is_done and self._waiting.is_over:
-            self._go(self._pace.window.epoch_began(self._state, len(self._plan.queue_w)))
+            self._go(self._pace.window.epoch_began(self.state, len(self._plan.queue_w)))
 
     def _go(self, new: State, steps: int = 0) -> None:
         """Make a transition, caused by `steps` or by another event (0), and act on it."""
-        old = self._state
+        old = self.state
         if type(old) is type(new) and getattr(old, "position", None) == getattr(new, "position", None):
-            self._state = new  # only the step count changed
+            self.state = new  # only the step count changed
             return
         try:
             if isinstance(old, Profiling):
                 outcome = self._rank.close_window()
                 if steps:
                     new = self._recorded(old.position, old.steps + steps, outcome, new)
-            self._state = new
+            self.state = new
             self._enter(new)
         except GiveUpError as error:
             self._give_up(str(error))
@@ -261,7 +255,7 @@ class PowerLimitProfiler:
                 refusal = self._set_everywhere(self._plan, self._plan.queue_w[position])
                 if refusal is not None:
                     self._warn(f"{refusal}: the best of the limits that were measured before is taken")
-                    self._state = Done()
+                    self.state = Done()
                     self._choose()
                 elif isinstance(state, Profiling):
                     self._rank.open_window()
@@ -275,14 +269,14 @@ class PowerLimitProfiler:
             self._rank.guard.release()
             return
         try:
-            self._chosen_w = plan.best_w()
+            self.chosen_limit_w = plan.best_w()
         except Exception:
             self._rank.guard.release()
             raise
         if self._observe:
             self._rank.guard.release()
         else:
-            self._set_everywhere(plan, self._chosen_w)
+            self._set_everywhere(plan, self.chosen_limit_w)
 
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
@@ -346,8 +340,8 @@ class PowerLimitProfiler:
 
     def _give_up(self, problem: str) -> None:
         self._warn(f"no power limit is chosen, and the training goes on without one: {problem}")
-        self._state = Done()
-        self._chosen_w = None
+        self.state = Done()
+        self.chosen_limit_w = None
         self._rank.guard.release()
 
     def _warn(self, message: str) -> None:

@@ -110,7 +110,7 @@ class _MachineMonitor:
         )
 
     def begin_window(self, name: str) -> None:
-        self._windows.open(name, (self._machine.time_s, self._machine.energy_j))
+        self._windows.open(name, lambda: (self._machine.time_s, self._machine.energy_j))
 
     def end_window(self, name: str) -> Measurement:
         time_s, energy_j = self._windows.close(name)
