@@ -163,11 +163,7 @@ class Load:
 
 
 def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Run `own_mapping` in a new process with these variables only, without others that choose GPUs.
-
-    Returns:
-        The UUIDs of the GPUs by CUDA (`cuda`) and by this package (`ours`), and the `problem`.
-    """
+    """Run `own_mapping` in a new process with these variables only, without others that choose GPUs."""
     environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
     command = [sys.executable, "-c", _TELL_MAPPING]
     try:
@@ -181,22 +177,22 @@ def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def own_mapping() -> dict[str, Any]:
-    """Compare CUDA and this package in this process; see `ask_mapping`."""
+    """Return the UUIDs of the GPUs by CUDA (`cuda`) and by this package (`ours`) in this process, and the `problem`."""
+    told: dict[str, Any] = {"cuda": None, "ours": None, "problem": None}
     try:
-        ours = [gpu.uuid for gpu in open_gpus()]  # before CUDA starts, so by the variable
+        told["ours"] = [gpu.uuid for gpu in open_gpus()]  # before CUDA starts, so by the variable
     except ZeusBSOConfigError as error:
-        return {"cuda": None, "ours": None, "problem": str(error)}
+        return told | {"problem": str(error)}
     try:
         torch = importlib.import_module("torch")
         torch.cuda.init()
     except Exception as error:  # PyTorch is absent, or without CUDA
-        return {"cuda": None, "ours": ours, "problem": f"PyTorch cannot start CUDA: {error}"}
+        return told | {"problem": f"PyTorch cannot start CUDA: {error}"}
     known = cuda_devices(torch)
-    if known is None:
-        return {"cuda": None, "ours": ours, "problem": "this PyTorch tells no UUIDs"}
-    return {"cuda": list(known), "ours": ours, "problem": None}
+    return told | ({"problem": "this PyTorch tells no UUIDs"} if known is None else {"cuda": list(known)})
 
 
+@dataclass(frozen=True)
 class Examination:
     """The checks of all visible GPUs.
 
@@ -206,29 +202,16 @@ class Examination:
         ask: See `ask_mapping`.
     """
 
-    def __init__(
-        self,
-        nvml: Nvml | None = None,
-        *,
-        load: Callable[[str], Load] = Load,
-        ask: Callable[[Mapping[str, str]], Mapping[str, Any]] = ask_mapping,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._nvml = nvml
-        self._load = load
-        self._ask = ask
-        self._clock = clock
-        self._sleep = sleep
+    nvml: Nvml | None = None
+    load: Callable[[str], Load] = Load
+    ask: Callable[[Mapping[str, str]], Mapping[str, Any]] = ask_mapping
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def results(self) -> Iterator[Result]:
-        """Run the checks, about half a minute for each GPU.
-
-        Raises:
-            ZeusBSOConfigError: No NVIDIA GPU can be opened.
-        """
-        gpus = open_gpus(self._nvml)
-        devices = find_devices(nvml=self._nvml)
+        """Run the checks, about half a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
+        gpus = open_gpus(self.nvml)
+        devices = find_devices(nvml=self.nvml)
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
             yield _limits(gpu, device)
@@ -237,7 +220,7 @@ class Examination:
 
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
         result = partial(Result, gpu=str(gpu))
-        load = self._load(gpu.uuid)
+        load = self.load(gpu.uuid)
         missing = load.problem()
         others, scope = gpu.other_processes(), gpu.scope()
         found = f"{others} beside this one" if others else "none is told of"
@@ -254,7 +237,7 @@ class Examination:
                     yield result(f"energy, {phase}", "a load", missing, Verdict.SKIPPED)
                     continue
                 with load.running(phase):
-                    self._sleep(SETTLE_S)
+                    self.sleep(SETTLE_S)
                     yield agreement_result(str(gpu), phase, self._span(gpu))
         except EnergyUnavailableError as error:
             yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
@@ -269,14 +252,13 @@ class Examination:
             yield result("queued work", expected, found, Verdict.OK, details=details)
 
     def _periods_s(self, read: Callable[[], float]) -> list[float]:
-        """Return the seconds between successive moves of a reading."""
-        begun_s, latest = self._clock(), read()
+        begun_s, latest = self.clock(), read()
         moves_s: list[float] = []
-        while (now_s := self._clock()) - begun_s < PERIOD_S:
+        while (now_s := self.clock()) - begun_s < PERIOD_S:
             if (reading := read()) != latest:
                 latest = reading
                 moves_s.append(now_s)
-            self._sleep(_POLL_S)
+            self.sleep(_POLL_S)
         return [after - before for before, after in pairwise(moves_s)]
 
     def _span(self, gpu: NvmlGpu) -> Span:
@@ -284,25 +266,25 @@ class Examination:
         begun_s, begun_uj = self._move(gpu)
         means: list[tuple[float, float | None]] = []
         instants: list[tuple[float, float | None]] = []
-        while (now_s := self._clock()) - begun_s < PHASE_S or len(means) < 2:
+        while (now_s := self.clock()) - begun_s < PHASE_S or len(means) < 2:
             try:
                 means.append((now_s, gpu.power_w()))
             except EnergyUnavailableError:
                 means.append((now_s, None))
             instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
-            self._sleep(_SAMPLE_S)
+            self.sleep(_SAMPLE_S)
         ended_s, ended_uj = self._move(gpu)
         time_s = ended_s - begun_s
         return Span(time_s, (ended_uj - begun_uj) / 1e6, _energy_j(means, time_s), _energy_j(instants, time_s))
 
     def _move(self, gpu: NvmlGpu) -> tuple[float, int]:
         """Return time and value of the next move of the counter, or of its last reading after a second."""
-        begun_s, latest_uj = self._clock(), gpu.energy_uj()
-        while (now_s := self._clock()) - begun_s < 1.0:
+        begun_s, latest_uj = self.clock(), gpu.energy_uj()
+        while (now_s := self.clock()) - begun_s < 1.0:
             reading_uj = gpu.energy_uj()
             if reading_uj != latest_uj:
                 return now_s, reading_uj
-            self._sleep(_POLL_S)
+            self.sleep(_POLL_S)
         return now_s, latest_uj
 
     def _mappings(self, gpu: NvmlGpu) -> Iterator[Result]:
@@ -314,7 +296,7 @@ class Examination:
             "short UUID": {"CUDA_VISIBLE_DEVICES": gpu.uuid[: len("GPU-") + 8]},
         }
         for form, variables in forms.items():
-            told = self._ask(variables)
+            told = self.ask(variables)
             yield mapping_result(form, told["cuda"], told["ours"], told["problem"])
 
 
@@ -347,7 +329,6 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
 
 
 def _permission(device: PowerLimitDevice) -> Result:
-    """Find the ways to set limits, without setting one."""
     expected = "root, CAP_SYS_ADMIN, a command or zeusd"
     ways = [str(each) for each in (POWER_LIMIT_COMMAND, ZEUSD_SOCK_PATH) if each.text()]
     if _may_administrate():

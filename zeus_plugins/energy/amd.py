@@ -142,7 +142,6 @@ class _Gpu:
         raise EnergyUnavailableError(f"{self} gives no power reading: amdsmi answers {dict(told)!r}")
 
     def energy_uj(self) -> int:
-        """Return the microjoules since the driver was loaded."""
         count = self._ask("energy counter", self.amdsmi.amdsmi_get_energy_count)
         key = "energy_accumulator" if "energy_accumulator" in count else "power"  # "power" before ROCm 6.2
         return round(

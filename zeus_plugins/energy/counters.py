@@ -85,8 +85,6 @@ class Found(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """All counters at one instant."""
-
     time_s: float
     energies_uj: tuple[int, ...]
     late: int
@@ -221,11 +219,7 @@ class CounterMonitor:
 
 
 class IntegratedPowerMonitor(CounterMonitor):
-    """The base of monitors that read power every `interval_s` seconds while a window is open.
-
-    Raises:
-        ZeusBSOConfigError: `interval_s` is out of range.
-    """
+    """The base of monitors that integrate power readings while a window is open."""
 
     def __init__(
         self,
@@ -255,6 +249,7 @@ class Sampler:
         self.lock = threading.Lock()
         self.process_id = os.getpid()
         self._sample = sample
+        self._has_failed = False
         self._stopped = threading.Event()
         arguments = (weakref.ref(self), self._stopped, interval_s)
         self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
@@ -266,24 +261,23 @@ class Sampler:
             self._stopped.set()
             self._thread.join()
 
-    def sample_or_log(self, *, again: bool) -> bool:
-        """Sample once and return True if that failed; log a failure as a warning, or for debugging if `again`."""
+    def sample(self) -> None:
+        """Call the function; log its first failure as a warning and further ones for debugging."""
         try:
             with self.lock:
                 self._sample()
         except Exception as error:
             # A lasting error is raised by the reading at the window's end; a dead thread would lose a passing one.
-            logger.log(logging.DEBUG if again else logging.WARNING, "could not read a device's energy: %s", error)
-            return True
-        return False
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "could not read a device's energy: %s", error)
+            self._has_failed = True
 
 
 # The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
-    has_failed = False
     while not stopped.wait(interval_s):
         sampler = sampler_of()
         if sampler is None:
             return
-        has_failed = sampler.sample_or_log(again=has_failed) or has_failed
+        sampler.sample()
         del sampler

@@ -242,11 +242,7 @@ def _open_rails(root: Path) -> Sequence[_Rail]:
 
 
 def line_of(path: Path, default: str | None = None) -> str:
-    """Return a file's text without surrounding white space, or `default` if it cannot be read.
-
-    Raises:
-        OSError: It cannot be read, and `default` is None.
-    """
+    """Return a file's text without surrounding white space; if it cannot be read, `default`, or raise `OSError`."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -76,19 +76,12 @@ class EpochMeter:
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint: `totals` and the cost of the current epoch so far, in plain types.
-
-        Call it between `begin` and `end`.
-        """
+        """Return `totals` and the cost of the current epoch so far, in plain types; call it before `end`."""
         self._measure()
         return dict(self._spent)
 
     def begin(self) -> None:
-        """Begin the first epoch, or resume the epoch of a checkpoint, and log the source of the energy.
-
-        Raises:
-            Exception: The monitor's error if it cannot measure.
-        """
+        """Begin the first epoch, or resume the epoch of a checkpoint; pass an error of the monitor on."""
         logger.info("energy of the training: %s", self._source)
         self._monitor.begin_window(_EPOCH_WINDOW)
         if self._breakdown is not None:
@@ -198,7 +191,7 @@ class Breakdown:
         """
         if self._watch is not None:
             self._watch.stop()
-            self._watch.sample_or_log(again=True)  # Reads at least once, even in a short epoch.
+            self._watch.sample()  # Reads at least once, even in a short epoch.
             self._watch = None
         time_s = self._clock() - self._begun_s
         parts_j = {name: joules for name in self._parts if (joules := self._ended(name)) is not None}
@@ -231,14 +224,9 @@ class Breakdown:
 
 
 def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
-    """Return the cost of an energy in money and grams of CO2, as far as the environment states their rates.
+    """Return the ``money`` and the ``co2_g`` (grams) of an energy, as far as the environment states their rates.
 
-    Args:
-        energy_j: Joules.
-        environ: Environment variables, by default of this process: ``ZEUS_PRICE_PER_KWH``, ``ZEUS_CO2_G_PER_KWH``.
-
-    Returns:
-        ``money``, in the currency of the price, and ``co2_g``.
+    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process.
 
     Raises:
         ZeusBSOConfigError: A variable is no number above 0.

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
@@ -225,18 +225,12 @@ Generous, because a window of a few seconds blurs at its ends: it detects a coun
 
 @dataclass(frozen=True)
 class Comparison:
-    """The joules of one window by counters and by integrated power, and the problem if one of them was not measured."""
+    """The joules of one window by counters and by integrated power, and the reason if they do not agree."""
 
     time_s: float
     counter_j: float
     integrated_j: float
-    problem: str | None = None
-
-    @property
-    def agrees(self) -> bool:
-        """True if both were measured and differ by at most `AGREEMENT`."""
-        difference_j = abs(self.integrated_j - self.counter_j)
-        return self.problem is None and self.counter_j > 0 and difference_j <= AGREEMENT * self.counter_j
+    problem: str | None
 
 
 def compare_nvml(
@@ -259,13 +253,11 @@ def compare_nvml(
     finally:
         by_power = integrated.end_window("check")
         by_counter = counted.end_window("check")
-    unusual = [each for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
-    return Comparison(
-        time_s=by_counter.time_s,
-        counter_j=by_counter.energy_j,
-        integrated_j=by_power.energy_j,
-        problem="; ".join(each.source for each in unusual) or None,
-    )
+    unusual = [each.source for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
+    counter_j, integrated_j = by_counter.energy_j, by_power.energy_j
+    if not unusual and (counter_j <= 0 or abs(integrated_j - counter_j) > AGREEMENT * counter_j):
+        unusual = [f"they differ by more than {AGREEMENT:.0%}"]
+    return Comparison(by_counter.time_s, counter_j, integrated_j, "; ".join(unusual) or None)
 
 
 def scopes_in(sources: Iterable[str]) -> list[int]:
@@ -279,16 +271,14 @@ class _Notes:
 
     def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
         self._gpus = gpus
-        self._scope: str | None = None
         self._has_warned = False
 
+    @cached_property
+    def _scope(self) -> str:
+        return next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
+
     def __call__(self) -> Sequence[str]:
-        if self._scope is None:
-            self._scope = next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
-        notes = [self._scope] if self._scope else []
         sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes())}
-        if sharing:
-            notes.append("shared with other processes")
         if sharing and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -296,7 +286,7 @@ class _Notes:
                 " batch size depends on them",
                 ", ".join(f"{others} on {gpu}" for gpu, others in sharing.items()),
             )
-        return notes
+        return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
 def _found(nvml: Nvml | None, indices: Sequence[int | str] | None, max_power_w: float | None) -> Found:
@@ -493,7 +483,6 @@ def _listing(gpus: Sequence[NvmlGpu]) -> str:
 
 
 def _shared_counter(device: str) -> EnergyUnavailableError:
-    """Return the error for a MIG slice, or a GPU that is cut into slices."""
     return EnergyUnavailableError(
         f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
         " is the whole GPU"

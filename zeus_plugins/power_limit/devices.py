@@ -14,8 +14,9 @@ import string
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlencode
 
 from zeus_plugins.energy import EnergyUnavailableError
@@ -67,12 +68,7 @@ class PowerLimitNotAppliedError(PowerLimitUnavailableError):
 
 
 def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
-    """Set a limit, in watts, and read it back: drivers and commands may clamp a limit, or ignore it.
-
-    Raises:
-        PowerLimitNotAppliedError: Another limit is in force.
-        PowerLimitUnavailableError: The limit could not be set.
-    """
+    """Set a limit, in watts, and raise `PowerLimitNotAppliedError` if it was clamped or ignored."""
     device.set_limit_w(limit_w)
     for wait_s in _WAITS_S:
         time.sleep(wait_s)
@@ -140,6 +136,7 @@ def find_devices(
     return tuple(ZeusdDevice(socket_path, each) for each in devices) if socket_path else devices
 
 
+@dataclass(eq=False)
 class NvmlDevice:
     """A `PowerLimitDevice` over NVML.
 
@@ -150,22 +147,20 @@ class NvmlDevice:
         nvml: A replacement for the installed `pynvml`.
     """
 
-    outlives_process = True
-
-    def __init__(self, uuid: str, index: int, name: str, nvml: Nvml | None = None) -> None:
-        self.uuid = uuid
-        self.index = index
-        self._name = name
-        self._nvml = nvml
+    outlives_process: ClassVar[bool] = True
+    uuid: str
+    index: int
+    name: str
+    nvml: Nvml | None = None
 
     def __str__(self) -> str:
-        return self._name
+        return self.name
 
     # A handle is invalid in another process.
     def __getstate__(self) -> dict[str, Any]:
-        is_module = getattr(self._nvml, "__name__", None) == "pynvml"
+        is_module = getattr(self.nvml, "__name__", None) == "pynvml"
         kept = {name: value for name, value in vars(self).items() if name != "_opened"}
-        return {**kept, "_nvml": None if is_module else self._nvml}
+        return {**kept, "nvml": None if is_module else self.nvml}
 
     def range_w(self) -> tuple[float, float]:
         """See `PowerLimitDevice.range_w`."""
@@ -210,7 +205,7 @@ class NvmlDevice:
 
     @cached_property
     def _opened(self) -> tuple[Nvml, Any]:
-        nvml = self._nvml or installed_nvml()
+        nvml = self.nvml or installed_nvml()
         try:
             nvml.nvmlInit()
             return nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
@@ -311,17 +306,14 @@ class ZeusdDevice(_OtherSetter):
         super().__init__(device)
         self._socket_path = socket_path
         self._gpu = device
-        self._number: int | None = None
 
     def set_limit_w(self, limit_w: float) -> None:
         """See `PowerLimitDevice.set_limit_w`."""
-        if self._number is None:
-            self._number = self._found()
         query = {"gpu_ids": self._number, "power_limit_mw": round(1000 * limit_w), "block": "true"}
         self._exchange("POST", f"/gpu/set_power_limit?{urlencode(query)}")
 
-    def _found(self) -> int:
-        """Ask the daemon for its number of this GPU."""
+    @cached_property
+    def _number(self) -> int:
         gpus = json.loads(self._exchange("GET", "/discover")).get("gpus", [])
         try:
             wanted = _pci(self._gpu.pci_address())

@@ -175,9 +175,7 @@ class Pace:
     def measured(self, part: Part) -> tuple[Pace, Part | None]:
         """Add the measurement of a window.
 
-        Returns:
-            The pace with windows that are long enough for such steps, and the limit's whole measurement, or None if
-            that is still too short.
+        Return the pace with windows long enough for such steps, and the limit's measurement, or None if too short.
         """
         warmup_steps, profile_steps = self.requested.warmup_steps, self.requested.profile_steps
         if part.time_s > 0:

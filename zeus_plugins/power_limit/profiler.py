@@ -154,11 +154,8 @@ class PowerLimitProfiler:
     def on_epoch_begin(self, steps: int | None = None) -> None:
         """Begin a stretch of steps without interruption, and set the limit to measure.
 
-        Args:
-            steps: Its length, if known; measurements are made to fit in.
-
-        Raises:
-            ZeusBSOConfigError: The devices cannot have one of `limits_w`.
+        Measurements are fitted into `steps`, the length of the stretch, if known. Raise `ZeusBSOConfigError` if the
+        devices cannot have one of `limits_w`.
         """
         if self.is_done:
             return
@@ -201,7 +198,6 @@ class PowerLimitProfiler:
         self._waiting = Waiting(0, _alone)
 
     def _begin(self) -> None:
-        """Agree on a plan with the other ranks."""
         try:
             plan = self._agree(self._all_gather(self._rank.set_up()))
         except GiveUpError as error:
@@ -281,11 +277,7 @@ class PowerLimitProfiler:
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
 
-        Returns:
-            The problem, if devices refuse the limit but others were measured; None on success.
-
-        Raises:
-            GiveUpError: The limit is not in force on all ranks.
+        Return the problem if devices refuse it, but other limits were measured; else raise `GiveUpError` on failure.
         """
         if plan.problem is not None or self._set_w == limit_w:
             return None
@@ -299,13 +291,9 @@ class PowerLimitProfiler:
         raise GiveUpError(problems[0].problem)
 
     def _recorded(self, position: int, steps: int, outcome: Outcome, following: State) -> State:
-        """Add the measurement of a complete window to the plan, on all ranks.
+        """Add the measurement of a complete window to the plan, on all ranks, or raise `GiveUpError`.
 
-        Returns:
-            The next state: `following`, or the same limit again if the monitor failed or the window was too short.
-
-        Raises:
-            GiveUpError: There is no measurement.
+        Return the next state: `following`, or the same limit again if the monitor failed or the window was too short.
         """
         ranks: Sequence[Outcome] = self._all_gather(outcome)
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
@@ -370,7 +358,6 @@ class _Rank:
         self._failures = 0
 
     def set_up(self) -> RankSetup:
-        """Find the devices and their limits, and describe them."""
         problem = range_w = gpus = None
         initial_w: tuple[float, ...] = ()
         if self._find is not None:
@@ -473,11 +460,7 @@ class Waiting:
 
 
 def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) -> tuple[float, float]:
-    """Return the range of limits that all devices have, in watts, and warn of limits below the default.
-
-    Raises:
-        PowerLimitUnavailableError: A device's limit cannot be set.
-    """
+    """Return the range of limits that all devices have, in watts, and warn of limits below the default."""
     if not devices:
         raise PowerLimitUnavailableError("there is no GPU whose power limit could be set")
     lows_w, highs_w = zip(*(device.range_w() for device in devices), strict=True)
@@ -501,7 +484,6 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
 
 
 def _mixes_scopes(profile: PowerLimitProfile) -> bool:
-    """Return True if some limits were measured with GPU scope and others with module scope."""
     return all(scopes_in(sample.source for sample in profile.samples))
 
 
