@@ -224,8 +224,7 @@ class Examination:
         missing = load.problem()
         others, scope = gpu.other_processes(), gpu.scope()
         found = f"{others} beside this one" if others else "none is told of"
-        details = {"others": others}
-        yield result("other processes", "none computes on the GPU", found, _ok(not others), details=details)
+        yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
         found = scope or "there is only the GPU"
         yield result("scope", "GPU or module is known", found, Verdict.OK, details={"scope": scope or None})
         try:

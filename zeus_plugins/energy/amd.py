@@ -10,7 +10,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,9 @@ class AmdSmiMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("amdsmi", partial(_counting, amdsmi, device_indices, max_power_w, clock, sleep), clock)
+        super().__init__(
+            "amdsmi", partial(_counting, amdsmi, device_indices, clock, sleep), clock, max_power_w=max_power_w
+        )
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
@@ -104,7 +106,7 @@ class AmdSmiPowerMonitor(IntegratedPowerMonitor):
         amdsmi: AmdSmi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("amdsmi power", partial(_readable, amdsmi, device_indices, max_power_w), clock, interval_s)
+        super().__init__("amdsmi power", partial(_readable, amdsmi, device_indices), clock, interval_s, max_power_w)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,6 @@ class _Gpu:
     index: int
     name: str
     uuid: str
-    stated_power_w: float | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
@@ -128,8 +129,6 @@ class _Gpu:
             limits = self._ask("power limits", self.amdsmi.amdsmi_get_power_cap_info)
             return self._number("power limits", limits, "max_power_cap") / MICRO
         except EnergyUnavailableError as unavailable:
-            if self.stated_power_w is not None:
-                return self.stated_power_w
             raise NoPowerLimitError(unavailable.cause) from unavailable
 
     def power_w(self) -> float:
@@ -162,25 +161,17 @@ class _Gpu:
 
 
 def _counting(
-    amdsmi: AmdSmi | None,
-    indices: Sequence[int] | None,
-    max_power_w: float | None,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
+    amdsmi: AmdSmi | None, indices: Sequence[int] | None, clock: Callable[[], float], sleep: Callable[[float], None]
 ) -> Found:
     gpus, machine = _open_gpus(amdsmi, indices)
-    counting = _with_stated_power(_first_dies(gpus, machine), max_power_w)
+    counting = _first_dies(gpus, machine)
     _compare(counting, clock, sleep)
     return Found(counting, len(gpus), gpus[0].name)
 
 
-def _readable(amdsmi: AmdSmi | None, indices: Sequence[int] | None, max_power_w: float | None) -> Found:
+def _readable(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> Found:
     gpus, _machine = _open_gpus(amdsmi, indices)
-    return Found(_with_stated_power(gpus, max_power_w), len(gpus), gpus[0].name)
-
-
-def _with_stated_power(gpus: Sequence[_Gpu], max_power_w: float | None) -> list[_Gpu]:
-    return [replace(gpu, stated_power_w=None if max_power_w is None else max_power_w / len(gpus)) for gpu in gpus]
+    return Found(gpus, len(gpus), gpus[0].name)
 
 
 def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[float], None]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, OpenWindows, logger
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, NoPowerLimitError, OpenWindows, logger
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
@@ -32,7 +32,7 @@ class EnergyCounter(Protocol):
 
     @property
     def max_power_w(self) -> float:
-        """The maximum power of the device in watts."""
+        """The maximum power of the device in watts; raises `NoPowerLimitError` if the device gives none."""
 
     def energy_uj(self) -> int:
         """Return the microjoules since a fixed past instant, as an integer so that sums and differences are exact."""
@@ -100,6 +100,7 @@ class CounterMonitor:
         source: See `EnergyMonitor.source`.
         find: Finds the devices; called once, on first use.
         sample_interval_s: Seconds between two readings while a window is open. None: read only at its ends.
+        max_power_w: The devices' summed maximum power in watts, if they give none.
     """
 
     def __init__(
@@ -108,11 +109,13 @@ class CounterMonitor:
         find: Callable[[], Found],
         clock: Callable[[], float],
         sample_interval_s: float | None = None,
+        max_power_w: float | None = None,
     ) -> None:
         self.source = source
         self._find = find
         self._clock = clock
         self._sample_interval_s = sample_interval_s
+        self._stated_power_w = max_power_w
         self._windows: OpenWindows[_Reading] = OpenWindows()
         # For each counter, its reading when it last moved, and the time of that.
         self._moved: list[tuple[int, float]] = []
@@ -122,7 +125,7 @@ class CounterMonitor:
     def gpus(self) -> GpuConfig:
         """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
         devices, number, model, _notes = self._found
-        max_power_w = sum(counter.max_power_w for counter in devices)
+        max_power_w = sum(self._max_power_w(counter) for counter in devices)
         return GpuConfig(max_power=max_power_w, number_of_gpus=number, gpu_model=model)
 
     def begin_window(self, name: str) -> None:
@@ -147,6 +150,14 @@ class CounterMonitor:
             return self._between(begun, self._read())
         finally:
             self._rest()
+
+    def _max_power_w(self, counter: EnergyCounter) -> float:
+        try:
+            return counter.max_power_w
+        except NoPowerLimitError:
+            if self._stated_power_w is None:
+                raise
+            return self._stated_power_w / len(self._found.devices)
 
     @cached_property
     def _found(self) -> Found:
@@ -193,7 +204,7 @@ class CounterMonitor:
             stands_still = last_uj == first_uj and ended.time_s - moved_s >= STANDSTILL_S
             if last_uj < first_uj or stands_still:
                 self._warn_once(counter, "has not moved" if stands_still else "has fallen")
-                estimated_w += counter.max_power_w
+                estimated_w += self._max_power_w(counter)
                 silent += 1
             else:
                 energy_uj += last_uj - first_uj
@@ -214,7 +225,7 @@ class CounterMonitor:
             "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
             counter,
             what,
-            counter.max_power_w,
+            self._max_power_w(counter),
         )
 
 
@@ -227,11 +238,12 @@ class IntegratedPowerMonitor(CounterMonitor):
         find: Callable[[], Found],
         clock: Callable[[], float],
         interval_s: float = SAMPLE_INTERVAL_S,
+        max_power_w: float | None = None,
     ) -> None:
         if not 0 < interval_s <= LATE_S:
             raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
         self._find_devices = find
-        super().__init__(f"{what}, integrated every {interval_s:g} s", self._integrated, clock, interval_s)
+        super().__init__(f"{what}, integrated every {interval_s:g} s", self._integrated, clock, interval_s, max_power_w)
 
     def _integrated(self) -> Found:
         found = self._find_devices()

@@ -180,15 +180,15 @@ class JetsonMonitor(IntegratedPowerMonitor):
         model: Path = MODEL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("jetson rails", partial(_module, root, max_power_w, model), clock)
+        super().__init__("jetson rails", partial(_module, root, model), clock, max_power_w=max_power_w)
 
 
-def _module(root: Path, max_power_w: float | None, model: Path) -> Found:
+def _module(root: Path, model: Path) -> Found:
     rails = _open_rails(root)
     if not rails:
         raise EnergyUnavailableError(f"there is no power sensor {_SENSOR} of a Jetson module in {root}")
     name = line_of(model, "").rstrip("\0") or "Jetson"
-    return Found([_Module(name, rails, max_power_w)], 1, name)
+    return Found([_Module(name, rails)], 1, name)
 
 
 @dataclass(frozen=True)
@@ -210,16 +210,13 @@ class _Rail:
 class _Module:
     name: str
     rails: Sequence[_Rail]
-    stated_power_w: float | None
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(rail.label for rail in self.rails)})"
 
     @property
     def max_power_w(self) -> float:
-        if self.stated_power_w is None:
-            raise NoPowerLimitError(f"{self} gives no power limit")
-        return self.stated_power_w
+        raise NoPowerLimitError(f"{self} gives no power limit")
 
     def power_w(self) -> float:
         return sum(rail.power_w() for rail in self.rails)

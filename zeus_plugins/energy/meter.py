@@ -146,9 +146,7 @@ class Breakdown:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         uses_no_gpu = device_indices is not None and not device_indices
-        # Nothing here depends on the maximum power, so it may be any number.
-        find = partial(open_gpus, nvml, device_indices, max_power_w=1.0)
-        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(find)
+        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
         self._clock = clock
         self._parts: dict[str, CounterMonitor] = {}
         for gpu in self._gpus:
@@ -157,7 +155,7 @@ class Breakdown:
                 self._add(f"gpu_{gpu.index}", [gpu], None)
             except EnergyUnavailableError:
                 self._add(f"gpu_{gpu.index}", [IntegratedPower(gpu, clock)], SAMPLE_INTERVAL_S)
-        zones = _found(partial(open_zones, powercap, 1.0))
+        zones = _found(partial(open_zones, powercap, None))
         self._add("cpu", [zone for zone in zones if zone.is_package], RAPL_INTERVAL_S)
         self._add("dram", [zone for zone in zones if not zone.is_package], RAPL_INTERVAL_S)
         self._begun_s = 0.0

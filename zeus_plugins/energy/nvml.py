@@ -70,7 +70,6 @@ class NvmlGpu:
     index: int
     name: str
     uuid: str = ""
-    stated_power_w: float | None = None
     mig_handle: Any = None  # of a named MIG slice
 
     def __str__(self) -> str:
@@ -97,8 +96,6 @@ class NvmlGpu:
             else:
                 if limit_mw > 0:
                     return limit_mw / MILLI
-        if self.stated_power_w is not None:
-            return self.stated_power_w
         raise NoPowerLimitError(f"{self} gives no power limits: {problem or '0 W'}")
 
     def number(self) -> int:
@@ -190,7 +187,7 @@ class NvmlMonitor(CounterMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml", partial(_found, nvml, device_indices, max_power_w), clock)
+        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w)
 
 
 class NvmlPowerMonitor(IntegratedPowerMonitor):
@@ -213,7 +210,7 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml power", partial(_found, nvml, device_indices, max_power_w), clock, interval_s)
+        super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
 
 
 AGREEMENT = 0.2
@@ -289,24 +286,19 @@ class _Notes:
         return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
-def _found(nvml: Nvml | None, indices: Sequence[int | str] | None, max_power_w: float | None) -> Found:
-    gpus = open_gpus(nvml, indices, max_power_w=max_power_w)
+def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
+    gpus = open_gpus(nvml, indices)
     return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
 
 
 def open_gpus(
-    nvml: Nvml | None = None,
-    indices: Sequence[int | str] | None = None,
-    *,
-    max_power_w: float | None = None,
-    torch: Any = None,
+    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
 ) -> tuple[NvmlGpu, ...]:
     """Start NVML and find the chosen GPUs, all of one model and none of them a slice.
 
     Args:
         nvml: A replacement for the installed `pynvml`.
         indices: See `device_indices` of `NvmlMonitor`.
-        max_power_w: See `NvmlMonitor`.
         torch: PyTorch. None: the loaded PyTorch, if any and if `nvml` is None.
 
     Raises:
@@ -318,8 +310,7 @@ def open_gpus(
     for gpu in gpus:
         if not _part_of(gpu).is_whole:
             raise _shared_counter(str(gpu))
-    share_w = None if max_power_w is None else max_power_w / len(gpus)
-    return tuple(replace(gpu, stated_power_w=share_w) for gpu in gpus)
+    return gpus
 
 
 def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:

@@ -145,7 +145,7 @@ class Part:
         return Part(self.steps + other.steps, self.time_s + other.time_s, self.energy_j + other.energy_j, self.source)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
     """The steps that a limit gets, adapted to the length of epochs and steps.
 
@@ -172,10 +172,10 @@ class Pace:
         """The steps of a limit in an epoch like the longest so far."""
         return self.requested.fitted(self.longest_epoch) if self.longest_epoch else self.requested
 
-    def measured(self, part: Part) -> tuple[Pace, Part | None]:
-        """Add the measurement of a window.
+    def measured(self, part: Part) -> Part | None:
+        """Add the measurement of a window, and lengthen later windows if its steps are faster than expected.
 
-        Return the pace with windows long enough for such steps, and the limit's measurement, or None if too short.
+        Return the limit's whole measurement, or None if it is still too short.
         """
         warmup_steps, profile_steps = self.requested.warmup_steps, self.requested.profile_steps
         if part.time_s > 0:
@@ -186,8 +186,9 @@ class Pace:
                 profile_steps = max(profile_steps, math.ceil(_MARGIN * self.profile_s / step_s))
         whole = part.plus(self.part)
         is_short = 0 < whole.time_s < self.profile_s
-        requested = Window(warmup_steps, profile_steps)
-        return replace(self, requested=requested, part=whole if is_short else None), None if is_short else whole
+        self.requested = Window(warmup_steps, profile_steps)
+        self.part = whole if is_short else None
+        return None if is_short else whole
 
 
 class GiveUpError(Exception):

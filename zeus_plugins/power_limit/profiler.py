@@ -162,26 +162,26 @@ class PowerLimitProfiler:
         if self._plan is None:
             self._begin()
         self.on_epoch_end()
-        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, steps or 0))
+        self._pace.longest_epoch = max(self._pace.longest_epoch, steps or 0)
         self._is_in_epoch = True
         self._start()
 
     def on_step_end(self, steps: int = 1) -> None:
         """Count the steps since the latest call, and close a window that has all its steps."""
-        counted = replace(self._pace, epoch=self._pace.epoch + steps)
         if isinstance(self.state, Ready) and self._is_in_epoch:
+            self._pace.epoch += steps
             self._waiting.pass_steps(steps, self._rank.devices)
-            self._pace = counted
             self._start()
         elif isinstance(self.state, Warmup | Profiling) and self._plan is not None:
-            self._pace = counted
+            self._pace.epoch += steps
             self._go(self._pace.window.steps_ended(self.state, steps, len(self._plan.queue_w)), steps)
 
     def on_epoch_end(self) -> None:
         """End a stretch of steps: drop an unfinished measurement and restore the initial limit."""
         self._is_in_epoch = False
         self._go(self._pace.window.epoch_ended(self.state))
-        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, self._pace.epoch), epoch=0)
+        self._pace.longest_epoch = max(self._pace.longest_epoch, self._pace.epoch)
+        self._pace.epoch = 0
 
     def close(self) -> None:
         """End the profiling and put the initial limits back. Never raises.
@@ -213,7 +213,7 @@ class PowerLimitProfiler:
                 f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
             )
         if plan.is_exact:
-            self._pace = Pace(self._pace.requested, 0.0, 0.0)
+            self._pace.warmup_s = self._pace.profile_s = 0.0
         if plan.problem is None and plan.queue_w:
             self._waiting.pass_steps(0, self._rank.devices)
         else:
@@ -304,7 +304,7 @@ class PowerLimitProfiler:
         if problem is not None or self._plan is None:
             raise GiveUpError(problem)
         window = Part.of(steps, [rank.measured for rank in ranks if rank.measured is not None])
-        self._pace, part = self._pace.measured(window)
+        part = self._pace.measured(window)
         if part is None:
             return Profiling(position)
         self._plan = self._with_sample(self._plan, position, part)
