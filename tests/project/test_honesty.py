@@ -1,0 +1,47 @@
+"""The benchmark that holds verdicts on savings against the truth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.honesty import EQUAL, LOOKS, SAVING, Played, World, main, measure, play
+from bso_server.core.verdict import Word
+
+
+def test_figures_of_literal_jobs() -> None:
+    def played(word: Word, first: int, *, covers: bool) -> Played:
+        """Return a job in which `word` is shown from look `first` on."""
+        words = (*[Word.NOT_SHOWN] * (first - 1), *[word] * (51 - first))
+        return Played(words, (covers,) * 50, (True,) * 50, control_cost=0.02)
+
+    jobs = [played(Word.SAVES, 15, covers=True), played(Word.LOSES, 50, covers=False)]
+    saving, equal = (measure(World("any", saving=share), jobs) for share in (0.3, 0.0))
+    assert LOOKS == (10, 20, 50)
+    assert (saving.wrong_ever, saving.wrong_at, saving.right_by) == (0.5, (0, 0, 0.5), (0, 0.5, 0.5))
+    assert (equal.wrong_ever, equal.wrong_at) == (1.0, (0, 0.5, 1.0))
+    assert (saving.covered_now, saving.covered_so_far) == ((0.5,) * 3, (1.0,) * 3)
+    assert saving.control_cost == pytest.approx(0.02)
+
+
+def test_table_has_a_line_for_each_kind_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "1", "--json", str(tmp_path / "honesty.json")]) == 0
+    shown = capsys.readouterr().out
+    figures = json.loads((tmp_path / "honesty.json").read_text())
+    assert [each["world"] for each in figures] == [world.name for world in (*EQUAL, *SAVING)]
+    assert all(f"{each['world']}  " in shown for each in figures)
+
+
+@pytest.mark.slow
+def test_verdicts_hold_in_forty_jobs() -> None:
+    """The goals, with three standard errors of so few jobs: at most 10 % wrong, 65 and 98 % right by runs 20 and 50."""
+    equal, saving = (
+        measure(world, [play(world, seed) for seed in range(40)])
+        for world in (World("equal, noise 20 %"), World("30%, noise 20 %", saving=0.3))
+    )
+    assert equal.wrong_ever <= 0.24
+    assert saving.right_by[1] >= 0.42
+    assert saving.right_by[2] >= 0.91
+    assert min(saving.covered_now) >= 0.75
