@@ -57,20 +57,19 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
         target: Value of the metric at which the training is done; in place of a job.
         job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
         higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
-        server_url: URL of the batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, or
-            a server in this process, on a SQLite file (needs the extra ``server``).
-        token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
+        server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
+            ``server``).
+        token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
         lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
         energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
             monitor of this machine.
-        max_per_device_batch_size: Largest batch that one device holds. For larger sizes the callback raises
+        max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises
             `gradient_accumulation_steps`.
-        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` once all checkpoints and
-            loggers have finished, or just ``"stop"``.
-        on_unreachable: If the server is away when `train` begins, ``"default"`` trains at the default batch size and
-            reports the trial later; ``"raise"`` raises an error. Losing the server later never ends a training.
-        strict: Raise an error, not a warning, if earlier trainings of the job had another model, framework or
-            optimizer.
+        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when `train` has finished,
+            or just ``"stop"``.
+        on_unreachable: If the server is away when `train` begins, train at the ``"default"`` batch size and report the
+            trial later, or ``"raise"`` an error. Losing the server later never ends a training.
+        strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
         quiet: Print no lines when the trial begins and ends.
 
     Raises:
@@ -85,7 +84,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
     _has_fractions = False
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Log the choice and begin to measure."""
         if self._trainer is None:
             raise not_attached()
         if (run := self._run_of(state, control)) is not None:
@@ -94,7 +92,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
 
     # The loader exists here, and other callbacks may have changed the accumulation in `on_train_begin`.
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Check that the batch size is in force."""
         if (run := self._run_of(state, control)) is not None:
             run.check()
 
@@ -148,7 +145,6 @@ class ZeusBSOTrainerCallback(BatchSizeArguments, TrainWrapper):
             self._report(run, state, source.value)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Report the last epoch if no evaluation followed it."""
         if (run := self._run_of(state, control)) is not None:
             run.report_last_epoch(float(state.epoch))
 

@@ -63,7 +63,6 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
         )
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kw: Any) -> None:
-        """Begin or continue to measure."""
         self._run.begin_steps(_steps_in_a_row(args, state, kw.get("train_dataloader")))
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -72,15 +71,12 @@ class ZeusPowerLimitTrainerCallback(PowerLimitFindings, TrainWrapper):
 
     # The trainer has written the checkpoint during a measurement.
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Interrupt a measurement."""
         self._run.disturb()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Interrupt a measurement."""
         self._run.end_steps()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Keep an unfinished search for the next training."""
         self._run.keep_unfinished()
 
     def _train(self, trainer: Trainer, train: functools.partial[Any]) -> Any:

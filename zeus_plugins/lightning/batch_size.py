@@ -44,20 +44,19 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
         target: Value of the metric at which the training is done; in place of a job.
         job_id: Id of a job without `job`; None: made from script, model class, length of the data and GPUs.
         higher_is_better_metric: True if the metric rises as the model improves; None: inferred from its name.
-        server_url: URL of the batch size optimization server. None: the environment variable ``ZEUS_SERVER_URL``, or
-            a server in this process, on a SQLite file (needs the extra ``server``).
-        token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
+        server_url: URL of the server. None: ``ZEUS_SERVER_URL``, or a server in this process (needs the extra
+            ``server``).
+        token: The server's access token. None: ``ZEUS_BSO_TOKEN``.
         lr_scaling: Rule by which learning rates, configured for the default batch size, follow the batch size.
         energy_monitor: Measures energy and time, with the interface of Zeus's `ZeusMonitor` or ours. None: the best
             monitor of this machine.
-        max_per_device_batch_size: Largest batch that one device holds. For larger sizes the callback raises
+        max_per_device_batch_size: Largest batch that one device holds; beyond it, the callback raises
             `Trainer.accumulate_grad_batches`.
-        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` once all loops,
-            checkpoints and loggers have finished, or just ``"stop"``.
-        on_unreachable: If the server is away when `fit` begins, ``"default"`` trains at the default batch size and
-            reports the trial later; ``"raise"`` raises an error. Losing the server later never ends a training.
-        strict: Raise an error, not a warning, if earlier trainings of the job had another model, framework or
-            optimizer.
+        on_failure: After a trial that missed its target, ``"raise"`` `ZeusBSOTrainFailError` when `fit` has finished,
+            or just ``"stop"``.
+        on_unreachable: If the server is away when `fit` begins, train at the ``"default"`` batch size and report the
+            trial later, or ``"raise"`` an error. Losing the server later never ends a training.
+        strict: Raise an error, not a warning, if the job's model, framework or optimizer has changed.
         quiet: Print no lines when the trial begins and ends.
 
     Raises:
@@ -93,7 +92,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     # Lightning makes optimizers and schedulers after this. Its tuners also load checkpoints, in the middle of a fit.
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Continue the checkpoint's trial."""
         if self._awaits_checkpoint:
             self._continue(trainer, pl_module, checkpoint["callbacks"].get(self.state_key))
 
@@ -104,7 +102,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
 
     # Optimizers and schedulers exist. A checkpoint overwrites their rates later with rates that are scaled already.
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Scale the learning rate."""
         if self._awaits_checkpoint:  # a checkpoint with nothing but weights, for which Lightning calls no hook
             self._continue(trainer, pl_module, None)
         if self._run.active is not None:
@@ -123,7 +120,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the choice and begin to measure."""
         if self._run.active is not None:
             self._run.active.start()
 
@@ -147,7 +143,6 @@ class ZeusBSOCallback(BatchSizeArguments, Callback):
             self._report(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Report the last epoch if no validation followed it."""
         if self._run.active is not None:
             self._run.active.report_last_epoch(trainer.current_epoch - self._first_epoch)
 

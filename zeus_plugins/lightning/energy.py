@@ -25,34 +25,27 @@ class ZeusEnergyCallback(EnergyTotals, Callback):
     state_key = "zeus_energy"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset the totals."""
         if stage == "fit" and not is_rehearsal(trainer):
             self._run.restore({})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the totals, and the costs of the present epoch so far."""
         return dict(self._run.state())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the totals of a checkpoint."""
         self._run.restore(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
         if is_rehearsal(trainer):
             return
         self._run.begin(LightningPort(trainer), self._energy_monitor)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the epoch."""
         metrics = self._run.end_epoch()
         if metrics is not None:
             LightningPort(trainer).log(metrics)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stop measuring."""
         self._run.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Stop measuring."""
         self._run.close()

@@ -69,7 +69,6 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
         hide_step_hooks(self, self._run.patches)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin or continue to measure."""
         self._run.begin_steps(_batches_in_a_row(trainer))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -77,21 +76,17 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
         self._run.end_step()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Interrupt a measurement."""
         self._run.interrupt()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue to measure, after a validation within an epoch."""
         if not is_last_batch(trainer):
             self._run.resume()
 
     # The trainer writes the checkpoint after this hook, while the restarted measurement warms up.
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Interrupt a measurement."""
         self._run.disturb()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Interrupt a measurement."""
         self._run.end_steps()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,7 +96,6 @@ class ZeusPowerLimitCallback(PowerLimitFindings, Callback):
 
     # Lightning calls no other hook after an exception.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Restore the limits."""
         self._run.close()
 
     def _hide_batch_end(self) -> None:
