@@ -24,7 +24,7 @@ from tests.support import lightning_models as models
 from tests.support.frameworks import Work
 from tests.support.job_bench import AT_ONCE, EPOCH_OF_48, NEVER, NEXT_SIZE, SERVERS_SIZE
 from tests.support.lightning_bench import QUIET, Bench, Watch
-from tests.support.lightning_models import USERS_SIZE, Classifier, TrainOnly, quiet_trainer, train_loader
+from tests.support.lightning_models import USERS_SIZE, Classifier, DataKind, TrainOnly, quiet_trainer, train_loader
 from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError, ZeusBSOTrainFailError
 from zeus_plugins.lightning import ZeusBSOCallback
@@ -32,25 +32,14 @@ from zeus_plugins.protocol import TrialState
 
 pytestmark = QUIET
 
-# How a user may give the training data: the module, and what to pass to fit.
-DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
 DATA: dict[str, DataKind] = {
-    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": models.AttributeData()}),
-    "datamodule.hparams": lambda: (Classifier(), {"datamodule": models.HyperparameterData()}),
-    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": models.HardCodedData()}),
+    **models.WAYS,
     "read-only property": lambda: (Classifier(), {"datamodule": models.PropertyData()}),
-    "built once in setup": lambda: (Classifier(), {"datamodule": models.BuiltOnceData()}),
-    "module.batch_size": lambda: (models.SizedModule(), {}),
     "hard-coded in the module": lambda: (models.HardCodedModule(), {}),
-    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
-    "subclass": lambda: (Classifier(), {"train_dataloaders": models.LoaderWithSurcharge(0.5)}),
-    "batch sampler": lambda: (Classifier(), {"train_dataloaders": models.batch_sampler_loader()}),
-    "stream": lambda: (Classifier(), {"train_dataloaders": models.stream_loader()}),
     "stream with a length": lambda: (Classifier(), {"train_dataloaders": models.measured_stream_loader()}),
     "persistent workers": lambda: (Classifier(), {"train_dataloaders": models.persistent_loader()}),
     "own distributed sampler": lambda: (Classifier(), {"train_dataloaders": models.own_distributed_sampler_loader()}),
     "module.hparams": lambda: (models.HyperparameterModule(), {}),
-    "manual optimization": lambda: (models.ManualModule(), {"train_dataloaders": train_loader()}),
 }
 COLLECTIONS: dict[str, DataKind] = {
     "list": lambda: (Classifier(), {"train_dataloaders": models.loaders_in_a_list()}),
@@ -224,19 +213,6 @@ def test_the_signal_that_lightning_makes_an_error_of_suspends_the_trial(bench: B
     trial = bench.only_trial()
     assert trial.state is TrialState.SUSPENDED
     assert "SIGTERMException" in (trial.message or "")
-
-
-def test_a_second_fit_is_a_second_trial(bench: Bench) -> None:
-    callback = bench.callback()
-    data = models.BuiltOnceData()
-    first, second = Classifier(), Classifier()
-    quiet_trainer(callback).fit(first, data)
-    assert (callback.trial.trial_number, callback.trial.batch_size) == (1, SERVERS_SIZE)
-    quiet_trainer(callback).fit(second, data)
-    assert (callback.trial.trial_number, callback.trial.batch_size) == (2, NEXT_SIZE)
-    assert first.seen_sizes == EPOCH_OF_48
-    assert second.seen_sizes == [NEXT_SIZE] * 7
-    assert [trial.state for trial in bench.view().trials] == [TrialState.COMPLETED] * 2
 
 
 # The learning rate

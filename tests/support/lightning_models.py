@@ -309,3 +309,19 @@ def list_of_batches() -> list[Batch]:
 
 def list_of_tensors() -> list[Tensor]:
     return [digits()[0][:USERS_SIZE][0]] * 4
+
+
+# How a user may give the training data: the module, and what to pass to fit.
+DataKind = Callable[[], tuple[TrainOnly, dict[str, Any]]]
+WAYS: dict[str, DataKind] = {
+    "datamodule.batch_size": lambda: (Classifier(), {"datamodule": AttributeData()}),
+    "datamodule.hparams": lambda: (Classifier(), {"datamodule": HyperparameterData()}),
+    "hard-coded in the datamodule": lambda: (Classifier(), {"datamodule": HardCodedData()}),
+    "built once in setup": lambda: (Classifier(), {"datamodule": BuiltOnceData()}),
+    "module.batch_size": lambda: (SizedModule(), {}),
+    "loader": lambda: (Classifier(), {"train_dataloaders": train_loader()}),
+    "subclass": lambda: (Classifier(), {"train_dataloaders": LoaderWithSurcharge(0.5)}),
+    "batch sampler": lambda: (Classifier(), {"train_dataloaders": batch_sampler_loader()}),
+    "stream": lambda: (Classifier(), {"train_dataloaders": stream_loader()}),
+    "manual optimization": lambda: (ManualModule(), {"train_dataloaders": train_loader()}),
+}

@@ -152,14 +152,6 @@ LIST_OF_PROBES = [
         needs=("datasets",),
     ),
     Probe(
-        "huggingface_run_glue.py",
-        before="        processing_class=tokenizer,",
-        line='        callbacks=[ZeusBSOTrainerCallback(job, monitor="accuracy", on_failure="stop")],',
-        sizes=[24] * 25 * 2,
-        own_sizes=([32] * 18 + [24]) * 2,
-        needs=("datasets",),
-    ),
-    Probe(
         "lightning_command_line.py",
         before='            "max_epochs": 2,',
         line='            "callbacks": [ZeusBSOCallback(job, monitor="valid_loss", on_failure="stop")],',

@@ -36,14 +36,6 @@ class Launcher:
 
     def start(self, arguments: Sequence[str], log: Path) -> BaseProcess:
         """Run `main` in a new process, with the status as exit code and the log as output."""
-        try:
-            return self._started(arguments, log)
-        except (OSError, EOFError):
-            # The fork server has ended.
-            self._context = multiprocessing.get_context("spawn")
-            return self._started(arguments, log)
-
-    def _started(self, arguments: Sequence[str], log: Path) -> BaseProcess:
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]  # typeshed has it on the subclasses
             target=_execute_module, args=(self._module, list(arguments), log)
         )
