@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from zeus_plugins import energy
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOTrainFailError
@@ -315,39 +315,20 @@ class _Recurring:
 
     def _play(self, planned: PlannedRun) -> Run:
         adopt, self._may_be_running = self._may_be_running, False
+        max_power_w, eta = self.state.gpus.max_power, self.state.eta_knob
         try:
-            result = self._master._result_of_launch(
-                self._job, planned, self._directory, self.state.eta_knob, adopt=adopt
-            )
+            result = self._master._result_of_launch(self._job, planned, self._directory, eta, adopt=adopt)
         except FailedTryError as failure:
-            return self._failed(planned, failure)
-        outcome, reason = _outcome_of(result, self._job)
-        return Run(
-            **planned.model_dump(),
-            **result.model_dump(include={"energy", "time", "reached", "end_epoch", "metric", "energy_source"}),
-            pl=result.power_limit_w,
-            cost=self._cost_j(result.energy, result.time),
-            outcome=outcome,
-            reason=reason,
-        )
-
-    def _failed(self, planned: PlannedRun, failure: FailedTryError) -> Run:
-        """Return a failed run, with the upper bound of its energy, so that it cannot tighten the cost bound."""
-        energy_j = self.state.gpus.max_power * failure.time_s
-        return Run(
-            **planned.model_dump(),
-            energy=energy_j,
-            time=failure.time_s,
-            cost=self._cost_j(energy_j, failure.time_s),
-            reached=False,
-            outcome=failure.outcome,
-            reason=str(failure),
-            energy_source="maximum power × time",
-        )
-
-    def _cost_j(self, energy_j: float, time_s: float) -> float:
-        eta, max_power_w = self.state.eta_knob, self.state.gpus.max_power
-        return cost(energy_j=energy_j, time_s=time_s, max_power_w=max_power_w, eta=eta)
+            # The upper bound of the energy, so that a failed run cannot tighten the cost bound.
+            energy_j = max_power_w * failure.time_s
+            known: dict[str, Any] = {"energy": energy_j, "energy_source": "maximum power × time", "reached": False}
+            known |= {"time": failure.time_s, "outcome": failure.outcome, "reason": str(failure)}
+        else:
+            outcome, reason = _outcome_of(result, self._job)
+            known = result.model_dump(include={"energy", "time", "reached", "end_epoch", "metric", "energy_source"})
+            known |= {"pl": result.power_limit_w, "outcome": outcome, "reason": reason}
+        cost_j = cost(energy_j=known["energy"], time_s=known["time"], max_power_w=max_power_w, eta=eta)
+        return Run(**planned.model_dump(), **known, cost=cost_j)
 
     def _observe(self) -> None:
         for run in self.state.history[self.state.observed :]:
