@@ -48,7 +48,7 @@ def main(folder: str) -> None:
             limits_w.add(machine.devices[0].limit_w())
         loader.report_metric(0.0)
     training = loader._training
-    profile = None if training is None or training.profiler is None else training.profiler.profile
+    profile = None if training is None or training._profiler is None else training._profiler.profile
     told = {
         "limits_w": sorted(limits_w),
         "energy_j": {} if profile is None else {each.limit_w: each.energy_per_step_j for each in profile.samples},
