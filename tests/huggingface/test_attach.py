@@ -52,13 +52,15 @@ def test_a_trainer_that_exists_already_takes_the_callback(bench: Bench) -> None:
     assert bench.only_trial().state is TrialState.COMPLETED
 
 
-def test_a_removed_callback_leaves_the_training_alone(bench: Bench) -> None:
-    callback = bench.callback()
-    trainer = bench.trainer(callback)
+def test_removed_callbacks_leave_the_training_alone(bench: Bench) -> None:
+    callback, meter = bench.callback(), ZeusEnergyTrainerCallback(seconds_and_joules(1.0, 10.0))
+    trainer = bench.trainer(callback, meter)
     trainer.remove_callback(callback)
+    trainer.remove_callback(meter)
     trainer.train()
     assert set(sizes_of(trainer)[:-1]) == {USERS_SIZE}
     assert not bench.is_registered()
+    assert not any("zeus/energy_j" in row for row in trainer.state.log_history)
 
 
 @pytest.mark.parametrize("run", ["evaluate", "predict"])
