@@ -120,7 +120,6 @@ def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
     known = guessed.costing(CostRun(2.5, 3))
     assert (known.costs, known.are_costs_guessed) == ((CostRun(2.5, 3),), False)
     assert known.perhaps_costing(9.0, None) == known
-    assert guessed.supposing(1.5).costs == (CostRun(1.5, math.inf),)
 
 
 def test_start_up_is_that_of_the_nearest_size_that_knows() -> None:

@@ -1,7 +1,7 @@
 """Memory of policy `gp_voi`: one belief per batch size, and how the end of a trial changes it.
 
-A belief has a constant size, however many trials it summarises. All beliefs of a job change together, because how
-surprising an outcome is depends on what the other sizes lead to expect.
+A belief has a constant size, however many trials it summarises. All beliefs of a job change together, because the
+surprise of an outcome depends on the expectations that follow from the other sizes.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
 
 
 def after_crash(beliefs: Beliefs, index: int, run: CostRun) -> Beliefs:
-    """Return the beliefs after a crash; its reports count for the cost of an epoch if no other trial has told it."""
+    """Return the beliefs after a crash; its reports give the cost of an epoch if no other trial does."""
     belief = beliefs[index]
     return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(run), index)
 
@@ -266,7 +266,7 @@ def _after_stop(sizes: Sizes, beliefs: Beliefs, index: int, log_epochs: float) -
 
 
 def _after_drift(beliefs: Beliefs) -> Beliefs:
-    """Forget most of what was observed, because the job has changed."""
+    """Forget most observations, because the job has changed."""
     forgotten: list[Belief] = []
     for belief in beliefs:
         weight = belief.observed.weight

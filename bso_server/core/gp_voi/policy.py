@@ -1,7 +1,7 @@
 """Policy `gp_voi`: run the batch size whose trial is worth most, and stop it where that is worth most.
 
-A run at size b costs ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` holds what is expected
-of both before any run, `gaussian_process` the posterior, `beliefs` what a trial changes in it, `forecast` the resulting
+A run at size b costs ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` holds the expectations
+before any run, `gaussian_process` the posterior, `beliefs` the effect of a trial on it, `forecast` the resulting
 cost of runs, and `value` the value of a trial and where to stop it. The incumbent is the size with the lowest expected
 cost among those known to reach the target. docs/policy.md describes the policy.
 """

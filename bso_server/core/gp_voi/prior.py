@@ -54,7 +54,7 @@ class GpVoiConstants:
 
     # Prior of the log cost of an epoch.
     saturation_step: float = 0.75  # between sizes of saturation on the grid
-    cost_sd: float = 0.15  # as `smooth_sd`, `smooth_length` and `arm_sd`
+    cost_sd: float = 0.15  # like `smooth_sd`, `smooth_length` and `arm_sd`
     cost_length: float = 4.0
     cost_arm_sd: float = 0.03
 
@@ -78,16 +78,18 @@ class GpVoiConstants:
     # Value of a trial.
     samples: int = 128  # joint samples of the beliefs
     candidates: int = 3  # sizes that are weighed,
-    open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and one that never ran
+    open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and an unseen size
     tries_at_once: int = 4  # trials under way at other sizes than the incumbent, from which on no other size is tried
     first_horizon: float = 5.0  # future recurrences that the first decision counts on
     horizon_growth: float = 0.5  # by how much each completed recurrence raises the horizon
-    largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs are not told apart
+    largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal
     least_worth: float = 0.01  # of a trial, in runs of the incumbent,
     least_saving: float = 0.002  # and of later runs, for a size that has reached the target: less is not tried
     long_horizon: float = 55.0  # from here on, the 100th recurrence, trials run as long as a run of the incumbent costs
-    check_interval: int = 25  # and after each so many recurrences a size is tried that never ran that long
-    further: float = 1.25  # a size that was stopped is tried again for so many times the epochs that it has survived
+    check_interval: int = 25  # and every 25 recurrences a size is tried that never ran that long
+    further: float = (
+        1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
+    )
     stop_shares: tuple[float, ...] = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # costs at which a trial may be stopped
 
     # Bound of the incumbent, in expected epochs.
@@ -126,7 +128,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """Gaussian processes over B batch sizes that differ in their means alone.
+    """Gaussian processes over B batch sizes that differ only in their means.
 
     Attributes:
         means: Means of H hypotheses, shape (H, B).
@@ -170,10 +172,7 @@ def laws(sizes: Sizes) -> Laws:
 
 
 def _kernel(octaves: Array, smooth_sd: float, length: float, arm_sd: float) -> Array:
-    """Return the covariance of the level, a smooth part (squared exponential), and each size's own part.
-
-    Squared exponential: Rasmussen, Williams 2006, equation 4.9.
-    """
+    """Return the sum of level, squared exponential (Rasmussen, Williams 2006, equation 4.9) and own covariance."""
     smooth = smooth_sd**2 * np.exp(-0.5 * (octaves / length) ** 2)
     covariance: Array = CONSTANTS.level_variance + smooth + arm_sd**2 * np.eye(len(octaves))
     return covariance
