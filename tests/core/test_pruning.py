@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bso_server.core.model import UNCOUNTED, TrialRecord
-from bso_server.core.zeus import Explore, Survivors, Wait, explore
+from bso_server.core.zeus import Explore, explore
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
@@ -35,9 +35,9 @@ def walk(job: CreatedJob, outcomes: Mapping[int, list[Outcome]]) -> tuple[list[l
     while isinstance(step := explore(life.history), Explore):
         rounds[step.round_number - 1].append(step.batch_size)
         end(life, life.dispatch(step.batch_size), next(remaining[step.batch_size]))
-    assert isinstance(step, Survivors)
+    assert isinstance(step, tuple)
     assert not any(list(rest) for rest in remaining.values()), "outcomes were given that no trial took"
-    return rounds, step.batch_sizes
+    return rounds, step
 
 
 def test_a_round_goes_down_from_the_default_and_then_up() -> None:
@@ -118,7 +118,7 @@ def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() ->
         explored.append(step.batch_size)
         life.complete(life.dispatch(step.batch_size), 10.0)
     assert explored == [32, 64, 128]
-    assert step == Survivors((32, 64, 128))
+    assert step == (32, 64, 128)
 
 
 @pytest.mark.parametrize("crash", [TrialState.FAILED, TrialState.ABANDONED])
@@ -132,9 +132,9 @@ def test_a_crashed_exploration_is_owed_again(crash: TrialState) -> None:
 def test_exploration_waits_for_a_trial_that_runs_or_is_suspended() -> None:
     life = Life(make_job((8, 16), 16))
     running = life.dispatch(16)
-    assert explore(life.history) == Wait(running)
+    assert explore(life.history) == running
     suspended = life.move(running, TrialState.SUSPENDED)
-    assert explore(life.history) == Wait(suspended)
+    assert explore(life.history) == suspended
     life.move(suspended, TrialState.ABANDONED)
     assert explore(life.history) == Explore(16, round_number=1, start=16)
 
@@ -147,7 +147,7 @@ def test_only_exploration_trials_count() -> None:
 
 
 def test_without_rounds_every_size_survives_at_once() -> None:
-    assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == Survivors(SIZES)
+    assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == SIZES
 
 
 def test_no_survivor_says_what_to_change() -> None:
@@ -223,9 +223,9 @@ def lived(job: CreatedJob, plan: Plan, random: Random) -> tuple[Life, tuple[int,
             except NoSurvivorError:
                 return life, None
             if trial.origin is Origin.BANDIT:
-                outcome = explore(life.history)
-                assert isinstance(outcome, Survivors)
-                return life, outcome.batch_sizes
+                survivors = explore(life.history)
+                assert isinstance(survivors, tuple)
+                return life, survivors
             running.append(trial)
             continue
         trial = running.pop(random.randrange(len(running)))
