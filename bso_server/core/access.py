@@ -60,17 +60,13 @@ UNRESTRICTED = Caller(None, frozenset(Scope))
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """Token as stored in the database.
+    """Token as stored in the database; instants are UTC.
 
     Attributes:
         token_id: Public part of the token.
         name: Purpose or owner, in words.
-        scopes: Scopes given at its creation.
         token_hash: SHA-256 of the whole token, in hex digits.
-        created_at: Instant of its creation (UTC).
-        revoked_at: Instant of its revocation, or None.
         shares_jobs: True if other tokens may use the jobs that it registers.
-        rotated_at: Instant at which it got its current secret, or None for its first.
         previous_hash: Hash of the token with its previous secret, which is valid until `previous_until`.
     """
 

@@ -111,11 +111,8 @@ class Moment:
 class JobState:
     """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
-    Attributes:
-        registration: The job, which never changes.
-        event_count: Logical clock of the job: one tick per dispatch and per end.
-        trial_count: Number of trials dispatched so far.
-        folded_event: Event up to which the arms include the ends of trials.
+    `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, and `folded_event` the
+    event up to which the arms include the ends of trials.
     """
 
     registration: CreatedJob

@@ -170,12 +170,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCost:
-    """Cost that the policy expects of a run until the target, joules.
-
-    Attributes:
-        mean_j: Mean cost.
-        std_j: Standard deviation of the mean; None after a single run.
-    """
+    """Expected cost of a run until the target, and its standard deviation (None after a single run), in joules."""
 
     mean_j: float
     std_j: float | None

@@ -32,11 +32,7 @@ class Refusal(StrEnum):
 class TransactionDone:
     """A transaction has ended.
 
-    Attributes:
-        writes: False for a read-only transaction.
-        outcome: Result after all attempts.
-        duration_s: Seconds that it took, including all attempts and all waiting.
-        repeats: Number of attempts that the database broke off and the server repeated.
+    `duration_s` includes all attempts and all waiting; `repeats` counts the attempts that the database broke off.
     """
 
     writes: bool

@@ -251,22 +251,17 @@ def judge(
     *,
     judged_by: StopRule | None = None,
 ) -> Verdict:
-    """Decide whether a running trial continues.
+    """Decide whether a running trial continues, from its record before this report, `bounded` if necessary.
 
     Policy `zeus`, with ``bound = β · min_cost``: the training continues within the bound, below `max_epochs` and before
     the target. Otherwise it stops; reaching the target counts only within the bound. Policy `gp_voi` uses the trial's
-    own bound on epochs instead, and reaching the target always counts.
+    own bound on epochs instead, and reaching the target always counts. `min_cost_j` as in `stop_rule`.
 
     Totals never shrink. After reports of each epoch as a whole number, a fraction counts as a mistake: a training that
     validates within its epochs sends a fraction in its first report.
 
-    Args:
-        job: The job.
-        trial: The trial before this report, `bounded` if necessary.
-        report: The report to judge.
-        min_cost_j: As in `stop_rule`.
-        judged_by: Rule by which the training has already judged the report while the server was unreachable. It takes
-            precedence, because the training cannot be undone: by the current bound, it might have stopped earlier.
+    `judged_by` is the rule by which the training has already judged the report while the server was unreachable. It
+    takes precedence, because the training cannot be undone: by the current bound, it might have stopped earlier.
 
     Raises:
         InvalidReportError: The report contradicts earlier ones, or reached the target at no cost.

@@ -26,12 +26,9 @@ _TARGET = 1.0
 
 @dataclass(frozen=True)
 class Conditions:
-    """Constant conditions of a job on a machine of its own; a subclass may vary them.
+    """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence.
 
-    Attributes:
-        landscape: Landscape of the first recurrence.
-        has_foresight: True if a training ends before the epoch that would cross its cost bound, as with Zeus's data
-            loader; False if it ends after that epoch.
+    With `has_foresight`, a training ends before the epoch that would cross its cost bound, as with Zeus's data loader.
     """
 
     landscape: Landscape
@@ -65,15 +62,13 @@ class PlayedTrial:
 
 @dataclass
 class Played:
-    """Simulated job.
+    """Simulated job; trials are in the order of their ends.
 
     Attributes:
-        history: Final history of the job.
         costs_j: Total cost of each recurrence, including its stopped trials. A recurrence that was given up includes a
             run at the default, whose cost is infinite if it never reaches the target.
         consumed: Energy and time of each recurrence; without the run at the default if that is infinite.
         unfinished: Number of recurrences that were given up.
-        trials: All trials, in order of their ends.
     """
 
     history: History

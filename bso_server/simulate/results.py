@@ -19,16 +19,10 @@ _LAST = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Extent and parameters of a simulation.
+    """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
-    Attributes:
-        recurrences: Recurrences of a job.
-        seeds: Number of simulated jobs.
-        eta: η of the cost.
-        beta: β of early stopping.
-        optimal_power_limits: True for each size at its cheapest power limit, which its first run finds; False for the
-            maximum.
-        concurrency: Number of recurrences that are always under way.
+    With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
+    maximum.
     """
 
     recurrences: int = 100

@@ -25,12 +25,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Selection of a workload in the traces; `dataset`, `network`, `optimizer` and `target_metric` as in the traces.
-
-    Attributes:
-        max_epochs: Epochs after which a run has failed.
-        default_batch_size: Default; if the traces lack this size, the largest below it.
-    """
+    """Selection of a workload in the traces. Their largest size up to `default_batch_size` becomes the default."""
 
     dataset: str
     network: str

@@ -52,10 +52,7 @@ class Consumption:
 class Savings:
     """Savings of recurrences over as many recurrences at the default batch size.
 
-    Attributes:
-        recurrences: Number of recurrences.
-        consumed: Energy and time of all their trials.
-        default: Expected energy and time at the default batch size; None if that never reaches the target.
+    `default` is their expected energy and time at the default; None if that never reaches the target.
     """
 
     recurrences: int
@@ -100,9 +97,8 @@ class Epoch:
 class SizeTrace:
     """Recorded runs of one batch size.
 
-    Attributes:
-        epochs_to_target: Epoch at which each recorded run reached the target; infinite if it never did.
-        epochs: Time and energy of an epoch by power limit (W).
+    `epochs_to_target` has the epoch at which each run reached the target, infinite if it never did; `epochs` has an
+    epoch by power limit (W).
     """
 
     batch_size: int
@@ -112,13 +108,9 @@ class SizeTrace:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Training job on one kind of GPU.
+    """Training job on one kind of GPU, whose largest power limit is `max_power_w`.
 
-    Attributes:
-        sizes: Batch sizes, ascending.
-        default_batch_size: Choice of the job's owner.
-        max_epochs: Epochs after which a run has failed.
-        max_power_w: Largest power limit of the GPU.
+    Its sizes are ascending. A run that has not reached the target after `max_epochs` has failed.
     """
 
     name: str
@@ -163,12 +155,10 @@ class Profile:
 
 @dataclass(frozen=True, slots=True)
 class Landscape:
-    """All sizes of a workload for one η and one way of choosing power limits.
+    """All sizes of a workload, ascending, for one η and one way of choosing power limits.
 
-    Attributes:
-        profiles: Profile per batch size, ascending.
-        oracle: Profile with the lowest expected cost.
-        default: Profile of the default size at the maximum power limit: the owner's choice without an optimizer.
+    The oracle's profile has the lowest expected cost. The default's has the maximum power limit, because that is the
+    owner's choice without an optimizer.
     """
 
     profiles: dict[int, Profile]

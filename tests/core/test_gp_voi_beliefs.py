@@ -60,22 +60,21 @@ def test_a_stopped_run_shifts_the_belief_upwards_and_takes_the_place_of_a_run() 
 
 
 def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
+    failure = outcome(3, 50, reached=False, conclusive=True)
     beliefs = learned([outcome(3, 10)])
     chance = beliefs[3].failure_chance
     assert chance == pytest.approx(0.02 / (0.02 + beliefs[3].observed.weight + 1))
-    once = after_outcome(SIZES, beliefs, outcome(3, 50, reached=False, conclusive=True))
+    once = after_outcome(SIZES, beliefs, failure)
     assert (once[3].failures, once[3].streak, once[3].converged) == (1.0, Streak(1, chance), True)
     assert once[3].observed == beliefs[3].observed
     assert once[3].failure_chance > 0.3
     # 1 % twice in a row is less probable than a change of the job.
     assert chance**2 < CONSTANTS.streak_chance
-    twice = after_outcome(SIZES, once, outcome(3, 50, reached=False, conclusive=True))
+    twice = after_outcome(SIZES, once, failure)
     assert (twice[3].converged, twice[3].streak) == (False, Streak())
     assert twice[3].exact.weight == pytest.approx(CONSTANTS.kept_weight)
     # Where more successes have been seen, one failure is already less probable than that.
-    assert not after_outcome(SIZES, learned([outcome(3, 10)] * 4), outcome(3, 50, reached=False, conclusive=True))[
-        3
-    ].converged
+    assert not learned([*[outcome(3, 10)] * 4, failure])[3].converged
 
 
 def test_what_epochs_cost_by_the_latest_runs() -> None:

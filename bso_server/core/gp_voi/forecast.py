@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from statistics import NormalDist
@@ -43,8 +43,6 @@ class Forecast:
     """Beliefs about a run at each batch size, once one of them has reached the target.
 
     Attributes:
-        sizes: Sizes of the job.
-        beliefs: Memory of each size.
         available: Indices of the sizes that may run, ascending.
         epochs: Posterior of log epochs to the target.
         epoch_costs: Posterior of the log cost (J) of an epoch.
@@ -80,7 +78,13 @@ class Forecast:
         epoch_costs = cost_posterior(sizes, tuple(belief.costs for belief in beliefs), trusted).believing(runs)
         retries: Array = np.array([-math.log1p(-belief.failure_chance) for belief in beliefs])
         available = available_of(history)
-        incumbent = _incumbent(epochs.mean + epoch_costs.mean + retries, beliefs, available)
+        # Without a size that is known to reach the target, the sizes that missed it least often are next.
+        candidates = [index for index in available if beliefs[index].converged]
+        if not candidates:
+            least = min((beliefs[index].missed for index in available), default=0)
+            candidates = [index for index in available if beliefs[index].missed == least] or list(range(len(beliefs)))
+        log_costs = epochs.mean + epoch_costs.mean + retries
+        incumbent = min(candidates, key=log_costs.__getitem__)
         horizon = CONSTANTS.first_horizon + CONSTANTS.horizon_growth * history.recurrences
         length = sum(arm.trials for arm in history.arms.values())
         return cls(sizes, beliefs, available, epochs, epoch_costs, retries, incumbent, runs, horizon, length)
@@ -174,15 +178,6 @@ def beliefs_of(history: History, in_flight: Iterable[TrialRecord]) -> Beliefs:
         if run is not None and not belief.has_cost:
             beliefs[trial.batch_size] = belief.costing(run)
     return tuple(beliefs.values())
-
-
-def _incumbent(log_costs: Array, beliefs: Beliefs, available: Sequence[int]) -> int:
-    """Return the cheapest size known to reach the target; if there is none, the cheapest that missed least often."""
-    candidates = [index for index in available if beliefs[index].converged]
-    if not candidates:
-        least = min((beliefs[index].missed for index in available), default=0)
-        candidates = [index for index in available if beliefs[index].missed == least] or list(range(len(beliefs)))
-    return min(candidates, key=log_costs.__getitem__)
 
 
 # Multiples of the golden ratio are spread evenly over [0, 1) (Knuth, The Art of Computer Programming 3, §6.4).

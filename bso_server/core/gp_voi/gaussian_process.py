@@ -53,10 +53,7 @@ _LEAST_CHANCE = 1e-3
 class Component:
     """Joint normal distributions over B batch sizes that differ only in their means.
 
-    Attributes:
-        means: Means of H hypotheses, shape (H, B).
-        weights: Probabilities of the hypotheses, shape (H,).
-        covariance: Shape (B, B).
+    `means` of H hypotheses have the shape (H, B), their probabilities `weights` (H,), and the `covariance` (B, B).
     """
 
     means: Array
@@ -276,14 +273,10 @@ def _log_sum(logs: Array) -> float:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Given:
-    """Family conditioned on observations of O of the B sizes; notation as in `_given`.
+    """Posterior of a family, with weights up to a factor, and other results of `_given`.
 
-    Attributes:
-        family: Posterior of each hypothesis; weights up to a factor.
-        misfits: ``rᵀA⁻¹r`` of each hypothesis, shape (H,).
-        inverse: A⁻¹, shape (O, O).
-        solved: A⁻¹r of each hypothesis, shape (H, O).
-        reaches: A⁻¹K_O·, shape (O, B).
+    With O of the B sizes observed, the shapes are: `misfits` rᵀA⁻¹r (H,), `inverse` A⁻¹ (O, O), `solved` A⁻¹r (H, O),
+    `reaches` A⁻¹K_O· (O, B).
     """
 
     family: Family

@@ -151,7 +151,13 @@ def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -
         return incumbent, Origin.INCUMBENT, reason
     if not values:
         return incumbent, Origin.INCUMBENT, f"best so far, at {cost}; {_no_rival(forecast)}"
-    pays = {each: worth for each, worth in values.items() if _pays(forecast, each, worth)}
+    # Nearly equal sizes are not compared for ever, however cheap that is.
+    least_value = CONSTANTS.least_saving * forecast.horizon
+    pays = [
+        each
+        for each, worth in values.items()
+        if worth.index > CONSTANTS.least_worth and (worth.value >= least_value or forecast.is_open[each])
+    ]
     index = max(pays or values, key=lambda each: values[each].index)
     worth, tried = values[index], history.job.batch_sizes[index]
     chance = chance_in_words(worth.chance)
@@ -197,12 +203,6 @@ def _check(history: History, forecast: Forecast) -> _Choice | None:
         f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best known at {cost}"
     )
     return index, Origin.EXPLORATION, reason
-
-
-def _pays(forecast: Forecast, index: int, worth: Worth) -> bool:
-    """Return True if a trial of the size pays. Nearly equal sizes are not compared for ever, however cheap that is."""
-    is_close = worth.value < CONSTANTS.least_saving * forecast.horizon and not forecast.is_open[index]
-    return worth.index > CONSTANTS.least_worth and not is_close
 
 
 def _no_rival(forecast: Forecast) -> str:

@@ -130,10 +130,8 @@ class Sizes(NamedTuple):
 class Family:
     """Gaussian processes over B batch sizes that differ only in their means.
 
-    Attributes:
-        means: Means of H hypotheses, shape (H, B).
-        log_weights: Log of the hypotheses' prior probabilities, shape (H,).
-        kernel: Covariance, shape (B, B).
+    `means` of H hypotheses have the shape (H, B), the logs of their prior probabilities `log_weights` (H,), and the
+    covariance `kernel` (B, B).
     """
 
     means: Array
@@ -143,12 +141,9 @@ class Family:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Laws:
-    """Prior of a job.
+    """Prior of a job: hypotheses about log epochs to the target (weights add up to 1), and about log costs of an epoch.
 
-    Attributes:
-        octaves: |log2 a − log2 b| of each two sizes, shape (B, B).
-        epochs: Families of hypotheses about log epochs to the target; their weights add up to 1.
-        costs: Hypotheses about the log cost of an epoch.
+    `octaves` is |log2 a − log2 b| of each two sizes, shape (B, B).
     """
 
     octaves: Array

@@ -66,13 +66,9 @@ def stop_shares(beta: float | None) -> tuple[float, ...]:
 def worths(
     forecast: Forecast, candidates: Iterable[int], shares: Sequence[float], *, max_epochs: int
 ) -> dict[int, Worth]:
-    """Return the worth of a trial of each candidate, by index, when it is stopped at the best of these shares.
+    """Return the worth of a trial of each candidate size, by index, when it is stopped at the best of these shares.
 
-    Args:
-        forecast: The beliefs.
-        candidates: Indices of sizes, without the incumbent.
-        shares: Costs at which a trial may be stopped, in runs of the incumbent.
-        max_epochs: Epochs after which a run never reaches the target.
+    The incumbent is no candidate. `shares` are costs in runs of the incumbent.
     """
     scale = _Scale(forecast, max_epochs)
     return {index: scale.worth(index, np.array(shares)) for index in candidates}
