@@ -26,25 +26,18 @@ _UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHD
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Sums over trials of energy (J), time (s), their squares and their product."""
-
-    energy_j: float
-    time_s: float
-    energy_squared: float
-    time_squared: float
-    energy_times_time: float
-
-
-@dataclass(frozen=True, slots=True)
 class Tally:
-    """Number and sums of the trials of one batch size, state and origin."""
+    """Number of the trials of one batch size, state and origin; sums of their energy (J), time (s), and products."""
 
     batch_size: int
     state: TrialState
     origin: Origin
     trials: int
-    sums: Sums
+    energy_j: float
+    time_s: float
+    energy_squared: float
+    time_squared: float
+    energy_times_time: float
 
 
 def savings(job: CreatedJob, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
@@ -129,9 +122,9 @@ def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: flo
         runs = sum(tally.trials for tally in tallies)
         mean = sum(_total(tally, per_joule, per_second) for tally in tallies) / runs
         squares = sum(
-            per_joule**2 * tally.sums.energy_squared
-            + 2 * per_joule * per_second * tally.sums.energy_times_time
-            + per_second**2 * tally.sums.time_squared
+            per_joule**2 * tally.energy_squared
+            + 2 * per_joule * per_second * tally.energy_times_time
+            + per_second**2 * tally.time_squared
             for tally in tallies
         )
         if mean > 0:
@@ -141,7 +134,7 @@ def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: flo
 
 
 def _total(tally: Tally, per_joule: float, per_second: float) -> float:
-    return per_joule * tally.sums.energy_j + per_second * tally.sums.time_s
+    return per_joule * tally.energy_j + per_second * tally.time_s
 
 
 def student_quantile(freedom: int) -> float:

@@ -178,13 +178,15 @@ def test_offline_trials_teach_as_others_do() -> None:
 
 def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
     life = begun_life()
-    trial = life.dispatch(32)
-    life.report(trial, 10.0, epoch=1, metric=0.0)
-    life.report(trial, 21.0, epoch=2, metric=0.0)
-    life.move(life.trials[-1], TrialState.FAILED, cost_j=21.0)
-    belief = life.belief(32)
-    assert belief == Belief(costs=belief.costs, are_costs_guessed=False)
-    assert belief.costs[-1] == pytest.approx(CostRun(math.log(11), 1))
+    for second_j in (11.0, 90.0):
+        trial = life.dispatch(32)
+        life.report(trial, 10.0, epoch=1, metric=0.0)
+        life.report(trial, 10.0 + second_j, epoch=2, metric=0.0)
+        life.move(life.trials[-1], TrialState.FAILED, cost_j=10.0 + second_j)
+        # The second crash adds nothing to what the first has told.
+        belief = life.belief(32)
+        assert belief == Belief(costs=belief.costs, are_costs_guessed=False)
+        assert belief.costs == (pytest.approx(CostRun(math.log(11), 1)),)
 
 
 def test_the_default_may_be_another_in_a_new_registration() -> None:

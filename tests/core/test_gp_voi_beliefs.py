@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_crash, after_outcome, posterior_of
+from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun
@@ -126,12 +126,6 @@ def test_start_up_is_that_of_the_nearest_size_that_knows() -> None:
     near = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
     guessed = learned([far, near, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
     assert guessed.costs[0].log_cost == 3.0
-
-
-def test_a_crash_tells_what_an_epoch_costs_if_nothing_else_does() -> None:
-    beliefs = after_crash(learned([outcome(3, 10)]), 2, CostRun(2.5, 1))
-    assert beliefs[2] == Belief(costs=(CostRun(2.5, 1),), are_costs_guessed=False)
-    assert after_crash(beliefs, 2, CostRun(9.0, 50)) == beliefs
 
 
 def test_a_success_ends_a_streak() -> None:

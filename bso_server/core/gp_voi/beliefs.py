@@ -206,12 +206,6 @@ def _with_cost(sizes: Sizes, beliefs: Beliefs, outcome: Outcome) -> Beliefs:
     return beliefs_with(tuple(each.drifting(change) for each in beliefs), latest, index)
 
 
-def after_crash(beliefs: Beliefs, index: int, run: CostRun) -> Beliefs:
-    """Return the beliefs after a crash; its reports give the cost of an epoch if no other trial does."""
-    belief = beliefs[index]
-    return beliefs if belief.has_cost else beliefs_with(beliefs, belief.costing(run), index)
-
-
 def _after_success(beliefs: Beliefs, index: int, log_epochs: float, surprise: float) -> Beliefs:
     belief = beliefs[index]
     if belief.converged and belief.is_observed:
@@ -305,6 +299,7 @@ def after(beliefs: Beliefs, job: CreatedJob, trial: TrialRecord) -> Beliefs:
             conclusive=trial.state is TrialState.EXHAUSTED or trial.origin is Origin.INCUMBENT,
         )
         return after_outcome(Sizes.of(job), beliefs, outcome)
-    if trial.state is TrialState.FAILED and cost is not None:
-        return after_crash(beliefs, index, cost)
+    # The reports before a crash give the cost of an epoch, if no other trial does.
+    if trial.state is TrialState.FAILED and cost is not None and not beliefs[index].has_cost:
+        return beliefs_with(beliefs, beliefs[index].costing(cost), index)
     return beliefs
