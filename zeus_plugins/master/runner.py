@@ -148,26 +148,25 @@ class ZeusMaster:
     ) -> list[HistoryEntry]:
         """Let the job recur.
 
-        A recurrence launches the script, with one batch size after the other, until one run reaches the target: at most
-        20 times. Its cost is that of all its tries. A run is stopped when its cost would cross β times that of the
-        cheapest recurrence so far.
+        A recurrence launches the script at one batch size after another until a run reaches the target, at most 20
+        times. Its cost is the sum over its runs. The master bounds a run's cost by β times the cheapest recurrence.
 
         Args:
             job: The job.
-            num_recurrence: Number of recurrences, those before a resume included.
+            num_recurrence: Number of recurrences, including those before a resume.
             batch_sizes: Sizes to choose from.
-            beta_knob: β; None: runs are never stopped for their cost.
+            beta_knob: β. None: no bound.
             eta_knob: η of the cost.
-            logdir: Directory of logs. None: `build_logdir` makes one.
-            resume_from: The directory of a master that ended early, to go on with.
+            logdir: Log directory. None: `build_logdir` makes one.
+            resume_from: Log directory of a master that has ended early.
 
         Returns:
-            One entry for each run, runs before a resume included.
+            One entry for each run, including those before a resume.
 
         Raises:
-            ZeusBSOTrainFailError: In the first recurrence the default batch size did not reach the target; or all tries
-                of a recurrence failed. A resume goes on with the recurrence after that.
-            ZeusBSOConfigError: The arguments contradict each other or the directory that is resumed.
+            ZeusBSOTrainFailError: The default batch size missed the target in the first recurrence, or all tries of a
+                recurrence failed; then a resume continues with the next recurrence.
+            ZeusBSOConfigError: The arguments contradict each other or the resumed directory.
             ZeusBSORuntimeError: The server that chooses batch sizes fails.
         """
         self._check_knobs(beta_knob, eta_knob)
