@@ -23,10 +23,10 @@ from tests.support.properties import examples
 from tests.support.servers import ServerProcess
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, OutboxFileError
+from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileError
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
-from zeus_plugins.files import state_directory
+from zeus_plugins.files import FileBusyError, state_directory
 from zeus_plugins.protocol import Ending, OfflineTrial, TrialState
 
 TOO_LARGE = r"File too large|No space left"
@@ -104,7 +104,7 @@ def test_a_job_id_with_letters_that_file_names_lack(outbox: Outbox) -> None:
 def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
     box = outbox.box(sender(TRIAL))
     box.put(THREE[0])
-    with pytest.raises(OutboxFileBusyError):
+    with pytest.raises(FileBusyError):
         outbox.open(box.path)
     assert list(deliver_waiting(outbox, lambda _: pytest.fail("not ours to deliver"))) == []
     # Who has results of the same trial meanwhile does not wait.

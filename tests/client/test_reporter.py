@@ -17,9 +17,10 @@ from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, 
 from tests.support.job_bench import seconds_and_joules
 from tests.support.outboxes import no_more_room
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
-from zeus_plugins.client.outbox import Outbox, OutboxFileBusyError
+from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.client.reporter import judged_without_server
+from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrainingResult, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
@@ -410,7 +411,7 @@ def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox
     assert server.asked.wait(PATIENCE_S)
     session.end(KeyboardInterrupt())
     (path,) = outbox.waiting()
-    with pytest.raises(OutboxFileBusyError):
+    with pytest.raises(FileBusyError):
         outbox.open(path)
     server.go_on.set()
     until(lambda: threads() == [])

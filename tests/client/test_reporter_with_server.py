@@ -201,7 +201,7 @@ def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> No
     beating.ask()
     assert len(threads()) == 2
     assert alone._reporter is not None
-    alone._reporter._thread.stop()  # as if its process were gone
+    alone._reporter._stopped.set()  # as if its process were gone
     until(lambda: state_of(impatient, alone.trial.trial_id) is TrialState.ABANDONED)
     assert state_of(impatient, beating.trial.trial_id) is TrialState.RUNNING
     beating.end()
@@ -259,7 +259,7 @@ def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
     session = session_of(impatient, named_job())
     session.ask()
     assert session._reporter is not None
-    session._reporter._thread.stop()
+    session._reporter._stopped.set()
     until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
     session.begin_measurement()
     assert session.report_evaluation(0.95).converged

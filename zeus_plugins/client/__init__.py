@@ -1,10 +1,9 @@
-"""The training side's way to a batch size optimization server; `ServerPort` is its interface."""
+"""Access of a training to a batch size optimization server; `ServerPort` is the interface."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.port import (
     EMBEDDED,
     NO_RETRIES,
@@ -13,6 +12,7 @@ from zeus_plugins.client.port import (
     TOKEN_VARIABLE,
     Retries,
     ServerPort,
+    client_from_environment,
 )
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the HTTP library when somebody asks for its client: a training without a server needs neither."""
+    """Load `BsoClient` on first use, because a training without a server does not need the HTTP library."""
     if name == "BsoClient":
         from zeus_plugins.client.http import BsoClient
 
