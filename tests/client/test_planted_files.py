@@ -13,7 +13,7 @@ from threading import Thread
 
 import pytest
 
-from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender
+from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender, taken_from
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFileError
@@ -76,21 +76,15 @@ def test_what_is_no_file_holds_nobody_up(outbox: Outbox, make: object) -> None:
     assert path.exists()
 
 
-def test_a_file_of_another_user_is_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_directories_of_another_user_are_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     path = left_by(outbox, sender(), evaluation(1))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(OutboxFileError, match="is not a regular file of this user"):
         outbox.open(path)
-
-
-def test_a_directory_of_another_user_is_not_written_to(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox.directory.mkdir(parents=True)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(PermissionError, match="belongs to another user: set ZEUS_STATE_DIR"):
         outbox.box(sender())
-    assert list(outbox.directory.iterdir()) == []
+    assert list(outbox.directory.iterdir()) == [path]
 
 
 def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
@@ -153,9 +147,7 @@ def test_after_damage_nothing_is_taken_for_delivered_that_was_not(outbox: Outbox
     box.put(evaluation(6))
     box.drop_first()
     box.close()
-    again = outbox.open(path)
-    assert items_of(again) == [*waits, evaluation(6)][1:]
-    again.close()
+    assert taken_from(outbox, path) == [*waits, evaluation(6)][1:]
 
 
 # --- whom the token is shown to ---------------------------------------------------------------------------------------

@@ -224,7 +224,7 @@ class JobView(WireMessage):
 
     Attributes:
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
-        best_batch_size: The incumbent: of the sizes that have reached the target, that with the lowest expected cost, or
+        best_batch_size: The incumbent, which has the lowest expected cost of the sizes that have reached the target, or
             None.
         arms: Every batch size, ascending.
         trial_count: Number of trials dispatched.
