@@ -42,10 +42,8 @@ def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
     server.kill()
     session = session_of(client, named_job())
     assert session.ask() == JOB.default_batch_size
-    assert (session.trial.trial_number, session.trial.reason) == (
-        None,
-        "the default size, as the server could not be reached",
-    )
+    assert session.trial.trial_number is None
+    assert session.trial.reason == "the default size, as the server could not be reached"
     session.begin_measurement()
     session.report_evaluation(0.1)
     server.start()
@@ -106,10 +104,8 @@ def test_the_next_training_delivers_what_the_last_one_left(
     second = session_of(client, job)
     second.ask()
     assert outbox.waiting() == []
-    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [
-        TrialState.COMPLETED,
-        TrialState.RUNNING,
-    ]
+    states = [trial.state for trial in client.show_job(job.job_id or "").trials]
+    assert states == [TrialState.COMPLETED, TrialState.RUNNING]
     second.end()
 
 

@@ -6,12 +6,11 @@ a request's time-out limits connecting, sending and receiving together, on the m
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -30,7 +29,10 @@ def _proxy_of(url: httpx.URL) -> httpcore.Proxy | None:
     if not named:
         return None
     proxy = httpx.Proxy(named if "://" in named else f"http://{named}")
-    return httpcore.Proxy(url=_url(proxy.url), auth=proxy.raw_auth, headers=proxy.headers.raw)
+    address = httpcore.URL(
+        scheme=proxy.url.raw_scheme, host=proxy.url.raw_host, port=proxy.url.port, target=proxy.url.raw_path
+    )
+    return httpcore.Proxy(url=address, auth=proxy.raw_auth, headers=proxy.headers.raw)
 
 
 def _is_this_machine(host: str) -> bool:
@@ -45,7 +47,7 @@ def _is_this_machine(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-class DeadlineTransport(httpx.BaseTransport):
+class DeadlineTransport(httpx.HTTPTransport):
     """Connections to one server, each exchange within its request's time-out as a whole.
 
     Raises:
@@ -55,6 +57,7 @@ class DeadlineTransport(httpx.BaseTransport):
     def __init__(self, server_url: str) -> None:
         url = httpx.URL(server_url)
         try:
+            # httpx has no public way to replace the network under its connections. It uses the pool for all else.
             self._pool = httpcore.ConnectionPool(
                 ssl_context=httpx.create_ssl_context() if url.scheme == "https" else None,
                 proxy=_proxy_of(url),
@@ -69,38 +72,14 @@ class DeadlineTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and receive the head of its answer; iterating the stream receives the body."""
+        # `_Stream` reads each time-out as a deadline. The request itself stays as it is, because it may be sent again.
         deadline = time.monotonic() + request.extensions["timeout"]["read"]
-        # `_Stream` reads each time-out as a deadline.
-        waits = {"connect": deadline, "read": deadline, "write": deadline}
-        with _translated():
-            answer = self._pool.handle_request(
-                httpcore.Request(
-                    method=request.method,
-                    url=_url(request.url),
-                    headers=request.headers.raw,
-                    content=request.stream,
-                    extensions={**request.extensions, "timeout": waits},
-                )
+        extensions = {**request.extensions, "timeout": dict.fromkeys(("connect", "read", "write"), deadline)}
+        return super().handle_request(
+            httpx.Request(
+                request.method, request.url, headers=request.headers, stream=request.stream, extensions=extensions
             )
-        return httpx.Response(
-            answer.status, headers=answer.headers, stream=_Body(answer), extensions=dict(answer.extensions)
         )
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._pool.close()
-
-
-class _Body(httpx.SyncByteStream):
-    def __init__(self, answer: httpcore.Response) -> None:
-        self._answer = answer
-
-    def __iter__(self) -> Iterator[bytes]:
-        with _translated():
-            yield from self._answer.iter_stream()
-
-    def close(self) -> None:
-        self._answer.close()
 
 
 class _Network(httpcore.NetworkBackend):
@@ -163,24 +142,3 @@ def _left(deadline: float | None, error: type[Exception]) -> float | None:
     if left <= 0:
         raise error("the deadline of the request is over")
     return left
-
-
-def _url(url: httpx.URL) -> httpcore.URL:
-    return httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Raise httpx's exceptions instead of httpcore's."""
-    try:
-        yield
-    except httpcore.TimeoutException as error:
-        raise httpx.ReadTimeout(str(error)) from error
-    except (
-        httpcore.NetworkError,
-        httpcore.ProtocolError,
-        httpcore.ProxyError,
-        httpcore.UnsupportedProtocol,
-        httpcore.ConnectionNotAvailable,
-    ) as error:
-        raise httpx.NetworkError(str(error)) from error

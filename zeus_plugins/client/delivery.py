@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
@@ -119,36 +118,33 @@ def deliver(
     box: OutboxFile,
     client: ServerPort,
     *,
-    lock: AbstractContextManager[object] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     take_verdict: Callable[[ReportResponse], None] = lambda _: None,
 ) -> None:
     """Have the box's trial recorded or taken over if necessary, and deliver its items in order.
 
-    Items that were not delivered when this raises stay in the box.
+    Items that were not delivered when this raises stay in the box. The box is locked, except during requests.
 
     Args:
         box: The box.
         client: Talks to the server.
-        lock: Held while the box is used, but not during requests.
         is_stopped: Called before each request; True leaves the remaining items.
-        take_verdict: Called with each verdict, under the lock, before its evaluation leaves the box.
+        take_verdict: Called with each verdict, under the box's lock, before the evaluation leaves the box.
     """
-    lock = lock or nullcontext()
     while not is_stopped():
-        with lock:
+        with box.lock:
             item, trial, resumes = box.first, box.trial, box.resumes
         if trial is None or resumes:
             trial = trial or recorded(client, box.sender)
             if resumes:
                 trial, _ = taken_over(client, trial)
-            with lock:
+            with box.lock:
                 box.name(trial)
         elif item is None:
             break
         elif isinstance(item, Evaluation):
             verdict = client.send_report(TrainingResult(**trial.model_dump(), **item.model_dump()))
-            with lock:
+            with box.lock:
                 take_verdict(verdict)
                 # After a verdict to stop, the server takes no more results.
                 (box.drop_all if verdict.stop_train else box.drop_first)()
@@ -157,7 +153,7 @@ def deliver(
                 client.end_trial(trial, box.true_ending(item))
             else:
                 deliver_power_limits(client, trial, item)
-            with lock:
+            with box.lock:
                 box.drop_first()
 
 

@@ -61,7 +61,6 @@ _LONGEST_MESSAGE = 4000
 # Twenty times a page of 1000 trials.
 _LARGEST_ANSWER_BYTES = 16 * 2**20
 _FAULT_LIMIT = 3
-_FRAMING = (b"content-length", b"transfer-encoding")
 _MAX_PORT = 65535
 _LARGEST_PAGE = "1000"
 
@@ -187,11 +186,7 @@ class BsoClient(ServerPort):
         return self._decode(self._request("GET", path, params=params), Explanation)
 
     def job_report(self, job_id: str) -> JobReport:
-        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this.
-
-        Raises:
-            ZeusBSORuntimeError: No such job (404).
-        """
+        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this."""
         answer = self._request("GET", f"/ui/jobs/{quote(job_id, safe='')}/report.html")
         if not answer.headers.get("content-type", "").startswith("text/html"):
             self._raise_foreign(answer, "no HTML")
@@ -286,7 +281,7 @@ class BsoClient(ServerPort):
                     raise httpx.ReadError(f"its answer is larger than {_LARGEST_ANSWER_BYTES} bytes")
         return httpx.Response(
             answer.status_code,
-            headers=[pair for pair in answer.headers.raw if pair[0].lower() not in _FRAMING],
+            headers=answer.headers,
             content=bytes(body),
             request=request,
             extensions=answer.extensions,

@@ -174,7 +174,6 @@ class LocalServer(ServerPort):
 
         Raises:
             ZeusBSOConfigError: A package for pages is not installed.
-            ZeusBSORuntimeError: No such job (404).
         """
         try:
             from bso_server.service.pages import Pages

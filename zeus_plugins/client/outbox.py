@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -72,12 +73,9 @@ class OutboxHeader(WireMessage):
 
 
 class _Line(WireMessage):
-    """A line after the first, with exactly one field set; `resumes` is set beside `trial`.
+    """A line after the first: an item, the number of the last delivered item, or a note about the trial.
 
-    Attributes:
-        delivered: Number of the last item that was delivered.
-        trial: The trial as the server has recorded it.
-        resumes: Whether the trial is still to be taken over for a run that resumes it.
+    `trial` is the trial as the server has recorded it; `resumes` is set beside it while it is to be taken over.
     """
 
     evaluation: Evaluation | None = None
@@ -106,7 +104,7 @@ class _Waiting(NamedTuple):
 
 
 class OutboxFile:
-    """The results of one trial that wait, in an open and locked file; not thread-safe.
+    """The results of one trial that wait, in an open and locked file. Threads that share the box hold its `lock`.
 
     Before `Outbox` opens the file and after `close`, the results are in memory only. `trial` is None while the server
     has not recorded it. If the box `resumes`, the trial must be taken over from an earlier run before anything is
@@ -116,6 +114,7 @@ class OutboxFile:
 
     def __init__(self, sender: OutboxHeader, *, resumes: bool = False) -> None:
         self.sender = sender
+        self.lock = threading.RLock()
         self.path = Path(sender.file_name())
         self.trial = sender.trial
         self.resumes = resumes

@@ -85,7 +85,7 @@ class ServerPort(Protocol):
       (`ZeusBSOServerUnreachableError` if there is no answer at all): the request may have taken effect.
     - It raises `ZeusBSOConfigError` if the server refuses the job, the settings or (`ZeusBSOTokenError`) the token, and
       any other `ZeusBSORuntimeError` if it refuses for another reason. `status` is 404 for an unknown job or trial, 409
-      for a conflict, 422 for an invalid request. A refusal changes nothing.
+      for a conflict, 422 for an invalid request or a batch size other than the trial's. A refusal changes nothing.
     - Messages about a trial carry the job's `registration_id` and the trial's `lease_epoch`, if known. The server
       refuses them (409) if the job was registered again since, or if a later run of the training has taken the trial
       over; the error's `reason` says which (`RefusalReason`).
@@ -121,11 +121,7 @@ class ServerPort(Protocol):
         """
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """Return a job with its arms and its latest `limit` trials, up to 1000, or all. A Zeus server lacks this.
-
-        Raises:
-            ZeusBSORuntimeError: No such job (404).
-        """
+        """Return a job with its arms and its latest `limit` trials, up to 1000, or all. A Zeus server lacks this."""
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
         """Start a trial of a registered job, and return it with its global batch size.
@@ -134,8 +130,7 @@ class ServerPort(Protocol):
         for a new key, so the call cannot be repeated.
 
         Raises:
-            ZeusBSORuntimeError: No such job (404); no batch size reached the target, or the key's trial has ended
-                (409).
+            ZeusBSORuntimeError: No batch size reached the target, or the key's trial has ended (409).
         """
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
@@ -144,8 +139,7 @@ class ServerPort(Protocol):
         The key works as in `request_trial`, but its trial may have ended.
 
         Raises:
-            ZeusBSORuntimeError: No such job (404).
-            ZeusBSOConfigError: The job has no such batch size, or the key's trial has another one (422).
+            ZeusBSOConfigError: The job has no such batch size (422).
         """
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
@@ -154,8 +148,8 @@ class ServerPort(Protocol):
         The same report again gets the same answer. A report revives an abandoned trial.
 
         Raises:
-            ZeusBSORuntimeError: No such trial (404), or it has ended with another report (409).
-            ZeusBSOConfigError: The report contradicts its trial or an earlier report (422).
+            ZeusBSORuntimeError: The trial has ended with another report (409).
+            ZeusBSOConfigError: The report contradicts an earlier report (422).
         """
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
@@ -163,10 +157,6 @@ class ServerPort(Protocol):
 
         Any process may call this, not only the one that requested the trial. Without an ending, the trial has failed; a
         Zeus server treats every ending as a failure.
-
-        Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size (422).
         """
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
@@ -177,18 +167,13 @@ class ServerPort(Protocol):
             regular: Whether more heartbeats follow at the interval that the answer states.
             resumes: Whether to take the trial over from the run with `trial.lease_epoch`, unless the trial has ended.
                 The answer holds the new epoch. The same request again is refused as stale.
-
-        Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size (422).
         """
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
         """Store the power limits of a trial in any state, for later trials of its size. A Zeus server lacks this.
 
         Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
+            ZeusBSOConfigError: The job has other GPUs (422).
         """
 
 

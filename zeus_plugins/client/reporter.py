@@ -72,11 +72,11 @@ class TrialReporter:
         self._takes_heartbeats = takes_heartbeats
         self._warned: set[str] = set()
         self._woken, self._stopped = threading.Event(), threading.Event()
-        # Guards the fields below and the file in the outbox.
-        self._lock = threading.RLock()
-        self._rule = rule
         # Results go straight to the server while nothing waits in the box.
         self._box = OutboxFile(sender, resumes=resumes)
+        # Guards the box and the fields below.
+        self._lock = self._box.lock
+        self._rule = rule
         # The server does not want the trial: nothing more is sent.
         self._is_refused = False
         # The verdict that stops the trial, if a late delivery brought it.
@@ -290,7 +290,7 @@ class TrialReporter:
             if self._is_refused or self._box.is_delivered:
                 return
             waiting = len(self._box)
-        deliver(self._box, client, lock=self._lock, is_stopped=is_stopped, take_verdict=self._take_late_verdict)
+        deliver(self._box, client, is_stopped=is_stopped, take_verdict=self._take_late_verdict)
         with self._lock:
             if not self.is_away:
                 self._box.close()
