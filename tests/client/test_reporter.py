@@ -114,9 +114,7 @@ def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
 
 def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
-    session = TrialSession(JOB, server.client().with_retries(NO_RETRIES), seconds_and_joules(1.0, 10.0))
-    session.ask()
-    session.begin_measurement()
+    session = training(server, server.client().with_retries(NO_RETRIES))
     server.down = True
     session.report_evaluation(0.1)
     server.down = False
@@ -129,9 +127,7 @@ def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> Non
 def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
     server = Flaky(KEEP_TRAINING, CONVERGED)
     server.interval_s = 1e5
-    session = TrialSession(JOB, server.client(timeout_s=1e5), seconds_and_joules(1.0, 10.0))
-    session.ask()
-    session.begin_measurement()
+    session = training(server, server.client(timeout_s=1e5))
     until(lambda: server.heartbeats)
     server.down = True
     session.report_evaluation(0.1)

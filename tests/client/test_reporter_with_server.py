@@ -36,22 +36,28 @@ def session_of(client: BsoClient, job: JobSpec) -> TrialSession:
     return TrialSession(job, client, seconds_and_joules(1.0, 10.0))
 
 
+def begun(client: BsoClient, job: JobSpec) -> TrialSession:
+    session = session_of(client, job)
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
 def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
     server: ServerProcess, client: BsoClient, outbox: Outbox
 ) -> None:
     server.kill()
-    session = session_of(client, named_job())
-    assert session.ask() == JOB.default_batch_size
-    assert session.trial.trial_number is None
-    assert session.trial.reason == "the default size, as the server could not be reached"
-    session.begin_measurement()
+    session = begun(client, named_job())
+    trial = session.trial
+    assert (trial.batch_size, trial.trial_number) == (JOB.default_batch_size, None)
+    assert trial.reason == "the default size, as the server could not be reached"
     session.report_evaluation(0.1)
     server.start()
     until(lambda: session.trial.trial_number == 1 and not outbox.waiting())
     assert session.report_evaluation(0.95).converged
     session.end()
-    (trial,) = client.show_job(session.trial.job_id).trials
-    assert (trial.state, trial.origin, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
+    (shown,) = client.show_job(trial.job_id).trials
+    assert (shown.state, shown.origin, shown.epochs, shown.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
 
 
 def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -94,9 +100,7 @@ def test_the_next_training_delivers_what_the_last_one_left(
 ) -> None:
     job = named_job()
     server.kill()
-    first = session_of(client, job)
-    first.ask()
-    first.begin_measurement()
+    first = begun(client, job)
     assert first.report_evaluation(0.95).converged
     first.end()
     assert len(outbox.waiting()) == 1
@@ -125,9 +129,7 @@ def test_on_unreachable_must_be_known() -> None:
 
 
 def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
-    session = session_of(client, named_job())
-    session.ask()
-    session.begin_measurement()
+    session = begun(client, named_job())
     state = session.state_dict()
     server.kill()
     for metric in (0.1, 0.2):
@@ -153,9 +155,7 @@ def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
 ) -> None:
     job = named_job()
     server.kill()
-    session = session_of(client, job)
-    session.ask()
-    session.begin_measurement()
+    session = begun(client, job)
     session.report_evaluation(0.1)
     state = session.state_dict()
     session.end(KeyboardInterrupt())
@@ -252,11 +252,9 @@ def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
 
 
 def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
-    session = session_of(impatient, named_job())
-    session.ask()
+    session = begun(impatient, named_job())
     assert session._reporter is not None
     session._reporter._stopped.set()
     until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
-    session.begin_measurement()
     assert session.report_evaluation(0.95).converged
     session.end()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import get_args
 
@@ -34,6 +34,11 @@ from zeus_plugins.protocol import (
 )
 
 GPUS = GpuConfig(max_power=100.0, number_of_gpus=1, gpu_model="A40")
+CHOICE = PowerLimitChoice(
+    gpus=GPUS,
+    samples=(PowerLimitSample(limit_w=80.0, steps=10, time_s=1.0, energy_j=70.0, source="nvml"),),
+    chosen_limit_w=80.0,
+)
 
 
 @pytest.fixture(scope="module", params=["http", "local"])
@@ -73,6 +78,16 @@ def name_of(trial: TrialId) -> TrialId:
 
 def result(trial: TrialId, *, epoch: float = 1, metric: float = 0.1, energy: float = 10.0) -> TrainingResult:
     return TrainingResult(**trial.model_dump(), time=epoch, energy=energy * epoch, metric=metric, current_epoch=epoch)
+
+
+def messages(port: ServerPort, trial: TrialId) -> list[Callable[[], object]]:
+    """Each kind of message about a trial."""
+    return [
+        lambda: port.send_report(result(trial)),
+        lambda: port.end_trial(trial),
+        lambda: port.heartbeat(trial),
+        lambda: port.store_power_profile(trial, CHOICE),
+    ]
 
 
 @contextmanager
@@ -145,30 +160,15 @@ def test_nothing_is_known_of_a_job_or_trial_that_is_not_there(port: ServerPort, 
         lambda: port.request_trial("nobody"),
         lambda: port.show_job("nobody"),
         lambda: port.record_offline(OfflineTrial(job_id="nobody", batch_size=8), "key"),
-        lambda: port.send_report(result(nobody)),
-        lambda: port.end_trial(nobody),
-        lambda: port.heartbeat(nobody),
-        lambda: port.store_power_profile(nobody, CHOICE),
+        *messages(port, nobody),
     ):
         with refused(404):
             ask()
 
 
-CHOICE = PowerLimitChoice(
-    gpus=GPUS,
-    samples=(PowerLimitSample(limit_w=80.0, steps=10, time_s=1.0, energy_j=70.0, source="nvml"),),
-    chosen_limit_w=80.0,
-)
-
-
 def test_another_batch_size_contradicts_the_trial(port: ServerPort, trial: TrialId) -> None:
     other = trial.model_copy(update={"batch_size": 8 if trial.batch_size == 16 else 16})
-    for ask in (
-        lambda: port.send_report(result(other)),
-        lambda: port.end_trial(other),
-        lambda: port.heartbeat(other),
-        lambda: port.store_power_profile(other, CHOICE),
-    ):
+    for ask in messages(port, other):
         with refused(422, f"has batch size {trial.batch_size}"):
             ask()
 
@@ -213,12 +213,9 @@ def test_a_run_that_resumes_takes_the_trial_over_and_what_the_one_before_sends_c
     assert (trial.lease_epoch, taken.lease_epoch, taken.epochs) == (1, 2, 1.0)
     before = port.show_job(trial.job_id)
     for say in (
-        lambda: port.send_report(result(trial)),
+        *messages(port, trial),
         lambda: port.send_report(result(trial, epoch=2, metric=0.9)),
-        lambda: port.end_trial(trial),
-        lambda: port.heartbeat(trial),
         lambda: port.heartbeat(trial, regular=False, resumes=True),
-        lambda: port.store_power_profile(trial, CHOICE),
     ):
         with refused(409, "goes on in another run of its training", reason=RefusalReason.STALE_LEASE):
             say()
@@ -240,12 +237,7 @@ def test_results_of_a_job_that_was_deleted_and_made_anew_are_refused(
     anew = name_of(port.request_trial(trial.job_id))
     assert anew == trial.model_copy(update={"registration_id": again.registration_id})
     before = port.show_job(trial.job_id)
-    for say in (
-        lambda: port.send_report(result(trial)),
-        lambda: port.end_trial(trial),
-        lambda: port.heartbeat(trial),
-        lambda: port.store_power_profile(trial, CHOICE),
-    ):
+    for say in messages(port, trial):
         problem = "was deleted and registered anew since trial 1 began"
         with refused(409, problem, reason=RefusalReason.OTHER_REGISTRATION):
             say()
