@@ -92,7 +92,7 @@ def messages(port: ServerPort, trial: TrialId) -> list[Callable[[], object]]:
 
 @contextmanager
 def refused(
-    status: int, match: str = "", *, reason: RefusalReason | None = None, kind: type[Exception] | None = None
+    status: int, match: str | None = None, *, reason: RefusalReason | None = None, kind: type[Exception] | None = None
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """The server refuses each request inside, and is neither away nor of another kind."""
     with pytest.raises(kind or (ZeusBSOConfigError if status == 422 else ZeusBSORuntimeError), match=match) as caught:
