@@ -193,15 +193,15 @@ class LocalServer(ServerPort):
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._run(request, SyncStore.write, work)
+        return self._asked(request, lambda store: store.write(work, timeout_s=self.timeout_s))
 
     def _read(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._run(request, SyncStore.read, work)
+        return self._asked(request, lambda store: store.read(work, timeout_s=self.timeout_s))
 
-    def _run(self, request: str, run: Callable[..., T], work: Callable[[Transaction], T]) -> T:
-        """Run `work` in a transaction, and raise errors as over HTTP."""
+    def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
+        """Ask the file's store, and raise errors as over HTTP."""
         try:
-            return run(_files.store(self._path, self._settings), work, timeout_s=self.timeout_s)
+            return ask(_files.store(self._path, self._settings))
         except DatabaseNotReadyError as error:
             raise ZeusBSOConfigError(str(error)) from None
         except DatabaseUnavailableError as error:
