@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zeus_plugins.client import client_from_environment
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.port import NO_RETRIES, Retries
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSORuntimeError, ZeusBSOServerUnreachableError
@@ -483,6 +485,46 @@ def test_a_closed_client_can_be_used_again() -> None:
         client.close()
         assert client.request_trial("mnist-1").trial_number == 3
     client.close()
+
+
+# --- what an environment asks for ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_a_timeout_of_the_environment_that_cannot_be(text: str) -> None:
+    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": text}
+    with pytest.raises(ZeusBSOConfigError, match=f"ZEUS_BSO_TIMEOUT_S is '{text}'"):
+        client_from_environment(environ=environ)
+
+
+def test_a_timeout_of_the_environment() -> None:
+    environ = {"ZEUS_SERVER_URL": "http://bso", "ZEUS_BSO_TIMEOUT_S": "2.5"}
+    assert client_from_environment(environ=environ).timeout_s == 2.5
+    assert client_from_environment(environ=environ, timeout_s=4).timeout_s == 4
+    assert client_from_environment(environ={"ZEUS_SERVER_URL": "http://bso"}).timeout_s == 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "url", "token"),
+    [
+        ([], "http://environment", "of-environment"),
+        (["http://argument", "of-argument"], "http://argument", "of-argument"),
+    ],
+)
+def test_arguments_win_over_the_environment(arguments: list[str], url: str, token: str) -> None:
+    environ = {"ZEUS_SERVER_URL": "http://environment", "ZEUS_BSO_TOKEN": "of-environment"}
+    with client_from_environment(*arguments, environ=environ) as client:
+        assert isinstance(client, BsoClient)
+        assert client.server_url == url
+        assert client._connection().headers["authorization"] == f"Bearer {token}"
+
+
+@pytest.mark.parametrize("environ", [{}, {"ZEUS_SERVER_URL": ""}])
+def test_without_a_server_url_the_server_in_this_process_is_meant(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'bso.sqlite3'}")
+    assert client_from_environment(environ=environ).server_url == f"embedded://{tmp_path / 'bso.sqlite3'}"
 
 
 # --- a server that fails, and one that is away ------------------------------------------------------------------------

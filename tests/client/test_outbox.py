@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.contract_double import ContractDouble
 from tests.support.outboxes import (
     TRIAL,
     dispatched,
@@ -341,18 +342,13 @@ def test_what_a_server_refuses_is_set_aside(outbox: Outbox, client: BsoClient) -
 
 
 def test_one_attempt_for_a_server_that_is_away(outbox: Outbox) -> None:
-    attempts: list[httpx.Request] = []
-
-    def away(request: httpx.Request) -> httpx.Response:
-        attempts.append(request)
-        raise httpx.ConnectError("Connection refused", request=request)
-
+    server = ContractDouble()
+    server.down = True
     paths = {left_by(outbox, sender(trial(n)), evaluation(1)) for n in (1, 2, 3)}
-    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
-    files = synced(outbox, client)
+    files = synced(outbox, server.client().with_retries(NO_RETRIES))
     assert {file.path for file in files} == paths
     assert all("Connection refused" in (file.problem or "") and file.left == 1 for file in files)
-    assert len(attempts) == 1
+    assert server.attempts_while_down == 1
     assert set(outbox.waiting()) == paths
 
 

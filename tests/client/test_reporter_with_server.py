@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.support.contract_double import ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, threads, until, warnings_in
 from tests.support.servers import ServerProcess
@@ -61,17 +61,13 @@ def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
 
 
 def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    attempts: list[httpx.Request] = []
-
-    def away(request: httpx.Request) -> httpx.Response:
-        attempts.append(request)
-        raise httpx.ConnectError("Connection refused", request=request)
-
-    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
+    server = ContractDouble()
+    server.down = True
+    client = server.client().with_retries(NO_RETRIES)
     session = session_of(client, JOB)
     session.ask()
-    asked = len(attempts)
-    until(lambda: len(attempts) > asked + 1)
+    asked = server.attempts_while_down
+    until(lambda: server.attempts_while_down > asked + 1)
     (warning,) = warnings_in(caplog)
     assert "This training takes the default batch size 64 of job digits-1" in warning
     state = session.state_dict()
@@ -80,8 +76,8 @@ def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixtu
     caplog.clear()
     session = session_of(client, JOB)
     assert session.resume(state)
-    asked = len(attempts)
-    until(lambda: len(attempts) > asked + 1)
+    asked = server.attempts_while_down
+    until(lambda: server.attempts_while_down > asked + 1)
     (warning,) = warnings_in(caplog)
     assert "goes on with the checkpoint's trial" in warning
     session.end()
