@@ -487,7 +487,7 @@ def test_a_closed_client_can_be_used_again() -> None:
     client.close()
 
 
-# --- what an environment asks for ---------------------------------------------------------------------------------------
+# --- the client of an environment -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
@@ -505,14 +505,10 @@ def test_a_timeout_of_the_environment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "url", "token"),
-    [
-        ([], "http://environment", "of-environment"),
-        (["http://argument", "of-argument"], "http://argument", "of-argument"),
-    ],
+    ("arguments", "url", "token"), [([], "http://there", "theirs"), (["http://here", "mine"], "http://here", "mine")]
 )
 def test_arguments_win_over_the_environment(arguments: list[str], url: str, token: str) -> None:
-    environ = {"ZEUS_SERVER_URL": "http://environment", "ZEUS_BSO_TOKEN": "of-environment"}
+    environ = {"ZEUS_SERVER_URL": "http://there", "ZEUS_BSO_TOKEN": "theirs"}
     with client_from_environment(*arguments, environ=environ) as client:
         assert isinstance(client, BsoClient)
         assert client.server_url == url

@@ -247,9 +247,10 @@ def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
     assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
 
 
-def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
+def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient, tmp_path: Path) -> None:
     session = begun(impatient, named_job())
     assert session._reporter is not None
+    until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
     session._reporter._stopped.set()
     until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
     assert session.report_evaluation(0.95).converged

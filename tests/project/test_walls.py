@@ -96,7 +96,7 @@ def test_the_training_side_does_not_import_the_server(module: str) -> None:
 def test_nothing_but_the_client_imports_the_server_in_this_process_and_not_before_it_is_needed() -> None:
     name = "zeus_plugins.client.local"
     assert [module for module in modules("zeus_plugins/**/*.py") if name in imports(module)] == [
-        "zeus_plugins/client/port.py"
+        "zeus_plugins/client/connect.py"
     ]
 
 

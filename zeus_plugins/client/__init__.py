@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from zeus_plugins.client.connect import client_from_environment
 from zeus_plugins.client.port import (
     EMBEDDED,
     NO_RETRIES,
@@ -12,7 +13,6 @@ from zeus_plugins.client.port import (
     TOKEN_VARIABLE,
     Retries,
     ServerPort,
-    client_from_environment,
 )
 
 if TYPE_CHECKING:
