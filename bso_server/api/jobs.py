@@ -1,4 +1,4 @@
-"""Routes that only read: jobs, their parts, and what happens in them."""
+"""Routes that only read: jobs, their parts and their events."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ async def list_jobs(
     limit: Limit = DEFAULT_PAGE,
     cursor: JobCursor = None,
 ) -> JobList:
-    """A page of jobs, ordered by id as the database orders text."""
+    """Return a page of jobs, ordered by id as the database orders text."""
     return await reader.read(reading.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
 async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PAGE) -> JobView:
-    """One job with its arms, the number of its trials in each state, and the latest of them."""
+    """Return one job with its arms, the number of its trials in each state, and its latest trials."""
     return await reader.read(reading.show_job, job_id, limit=limit)
 
 
@@ -59,19 +59,19 @@ async def list_trials(
     limit: Limit = DEFAULT_PAGE,
     cursor: TrialCursor = 0,
 ) -> TrialList:
-    """A page of the job's trials, in order of dispatch."""
+    """Return a page of the job's trials, in order of dispatch."""
     return await reader.read(reading.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
 async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
-    """The knowledge of each of the job's batch sizes."""
+    """Return what is known of each batch size of the job."""
     return await reader.read(reading.list_arms, job_id)
 
 
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
-    """Every report of a trial that is kept, in order."""
+    """Return every stored report of a trial, in order."""
     return await reader.read(reading.list_epochs, job_id, trial_number)
 
 
@@ -81,19 +81,19 @@ async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Read
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def explain(job_id: JobInPath, reader: Reader, trial: ExplainedTrial = None) -> Explanation:
-    """The reason for a trial's batch size, or what would be chosen next and why; nothing is started."""
+    """Explain the batch size of a trial, or the one that would be chosen next, without starting a trial."""
     return await reader.read(reading.explain, job_id, trial)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)
 async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventList:
-    """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
+    """List dispatches and ends of the job's trials, in order. Pass `next` as `since` to get newer events."""
     return await reader.read(reading.list_events, job_id, since=since, limit=limit)
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
 async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
-    """The job's power-limit profiles, in order of dispatch."""
+    """Return the job's power-limit profiles, in order of dispatch."""
     return await reader.read(reading.list_power_profiles, job_id)
 
 
@@ -107,9 +107,9 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
     },
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
-    """Export all that is kept of the job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
+    """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
     pieces = reader.export(job_id)
-    # An unknown job is answered as such; later nothing but an end in the middle would be left.
+    # Read the first line before the answer begins, so that an unknown job is answered with 404.
     first = await anext(pieces)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -122,5 +122,5 @@ async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
-    """All of the job's trials as a table, with a header line."""
+    """Return all trials of the job as a table with a header line."""
     return reading.trials_csv((await reader.read_whole(reading.show_job, job_id)).trials)

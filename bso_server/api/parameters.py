@@ -1,4 +1,4 @@
-"""The arguments of handlers beside the body: parameters of the request, and the service that answers it."""
+"""Types of handler arguments: parameters of the request, and injected dependencies."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Service = NamedDependency[BatchSizeService]
 
 Reader = NamedDependency[JobReader]
 
-# The largest number that every database takes for an integer column.
+# The largest integer that fits the column type of every database.
 _LARGEST = 2**31 - 1
 
-# `$` matches before a line end, too, where Python looks for it.
+# In Python, `$` also matches before a final line break, which no id may have.
 ID: dict[str, Any] = {"pattern": ID_PATTERN + r"(?!\n)", "max_length": MAX_ID_LENGTH}
 _CURSOR: dict[str, Any] = {
     "name": "cursor",
