@@ -95,7 +95,7 @@ async def home() -> Response[bytes]:
 async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
     """Show a job as it is now, or as it was when trial `at` was chosen.
 
-    The answer is JSON if `name` ends with ``.json`` and no slash follows. With a slash, the suffix belongs to the job id.
+    The answer is JSON if `name` ends with ``.json`` without a slash after it; a slash makes the suffix part of the id.
     """
     tag = _Tag(request, is_twin=name.endswith(_JSON) and not _has_slash(request))
     job_id = name.removesuffix(_JSON) if tag.is_twin else name
