@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Annotated
 
 from litestar import Response, delete, get, post, put
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import SecurityRequirement
+from litestar.params import QueryParameter
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.bodies import require_json
 from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import FirstLine, JobInPath, Reader, Service, TrialNumber
+from bso_server.api.parameters import LARGEST, JobInPath, Reader, Service, TrialNumber
 from bso_server.core.access import Scope
 from bso_server.service.exports import MEDIA_TYPE
 from bso_server.service.imports import MAX_IMPORT_BYTES
@@ -34,7 +36,14 @@ _METRICS_TYPE = "text/plain; version=0.0.4"
     request_max_body_size=MAX_IMPORT_BYTES,
     responses=errors(HTTPStatus.CONFLICT, *BODY),
 )
-async def import_job(request: CallerRequest, service: Service, first_line: FirstLine = 1) -> JobSummary:
+async def import_job(
+    request: CallerRequest,
+    service: Service,
+    first_line: Annotated[
+        int,
+        QueryParameter(ge=1, le=LARGEST, description="Number of the body's first line in a larger file, for errors."),
+    ] = 1,
+) -> JobSummary:
     """Create a job with its trials from an export, in the JSON Lines format of `GET /api/jobs/{job_id}/export`."""
     require_json(request.headers.get("content-type", ""), MEDIA_TYPE)
     return await service.import_job(request.stream(), first_line=first_line)

@@ -163,7 +163,7 @@ class RefusalLog:
         reason = _reason_of(error, scope)
         if reason is not None:
             self._listener(CallerRefused(reason))
-        status = _status_of(error)
+        status = STATUS_OF[type(error)] if isinstance(error, BsoError) else getattr(error, "status_code", 500)
         if status not in _LOGGED and not isinstance(error, UntrustedHostError):
             return
         self._begin_period()
@@ -207,9 +207,3 @@ def _reason_of(error: Exception, scope: AsgiScope) -> Refusal | None:
     if isinstance(error, ForbiddenError):
         return Refusal.FORBIDDEN
     return Refusal.HOST if isinstance(error, UntrustedHostError) else None
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, BsoError):
-        return STATUS_OF[type(error)]
-    return error.status_code if isinstance(error, HTTPException) else HTTPStatus.INTERNAL_SERVER_ERROR

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from http import HTTPMethod, HTTPStatus
-from typing import cast
+from typing import Annotated, cast
 
 from litestar import Response, asgi, delete, get, patch, post, put
 from litestar.exceptions import MethodNotAllowedException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers import ASGIRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import JSONBody
+from litestar.params import HeaderParameter, JSONBody
 from litestar.types import HTTPScope, Receive, Send
 from litestar.types import Scope as AsgiScope
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.bodies import message_in, require_json
 from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import IdempotencyKey, JobInQuery, RequiredIdempotencyKey, Service
+from bso_server.api.parameters import JobInQuery, Service
 from bso_server.core.access import Caller, Scope
 from bso_server.service.commands import BatchSizeService
 from zeus_plugins.protocol import (
@@ -32,6 +32,16 @@ from zeus_plugins.protocol import (
     TrialEnd,
     TrialPowerProfile,
 )
+
+_IDEMPOTENCY_KEY = HeaderParameter(
+    name="Idempotency-Key",
+    pattern=r"^[\x21-\x7e]+$",
+    min_length=1,
+    max_length=255,
+    description="Made for this request; the request repeated with it gets the same trial again.",
+)
+IdempotencyKey = Annotated[str | None, _IDEMPOTENCY_KEY]
+RequiredIdempotencyKey = Annotated[str, _IDEMPOTENCY_KEY]
 
 _TRAINING = needs(Scope.REPORT)
 _ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
