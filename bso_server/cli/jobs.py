@@ -164,8 +164,21 @@ def read_jobs(options: argparse.Namespace) -> JobList:
 
 
 def _list(options: argparse.Namespace) -> None:
-    jobs = read_jobs(options)
-    print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
+    listed = read_jobs(options)
+    if options.json:
+        print(listed.model_dump_json(indent=2))
+        return
+    columns: dict[str, Callable[[JobSummary], object]] = {
+        "JOB": lambda job: job.job_id,
+        "POLICY": lambda job: job.policy,
+        "TRIALS": lambda job: job.trials,
+        "LOWEST COST J": lambda job: job.min_cost_j,
+        "AT BATCH SIZE": lambda job: job.min_cost_batch_size,
+    }
+    # Without tokens the column would be empty.
+    if any(job.owner for job in listed.jobs):
+        columns["TOKEN"] = _owner
+    print(table_of(columns, listed.jobs) if listed.jobs else "no jobs")
 
 
 def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
@@ -402,23 +415,6 @@ def _message_in(response: httpx.Response) -> str:
         return ErrorBody.model_validate_json(response.content).message
     except ValidationError:
         return response.text[:200]
-
-
-def job_list_text(jobs: JobList) -> str:
-    """Format jobs as a table."""
-    if not jobs.jobs:
-        return "no jobs"
-    columns: dict[str, Callable[[JobSummary], object]] = {
-        "JOB": lambda job: job.job_id,
-        "POLICY": lambda job: job.policy,
-        "TRIALS": lambda job: job.trials,
-        "LOWEST COST J": lambda job: job.min_cost_j,
-        "AT BATCH SIZE": lambda job: job.min_cost_batch_size,
-    }
-    # Without tokens the column would be empty.
-    if any(job.owner for job in jobs.jobs):
-        columns["TOKEN"] = _owner
-    return table_of(columns, jobs.jobs)
 
 
 def job_text(view: JobView, *, verbose: bool = False) -> str:

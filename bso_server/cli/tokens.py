@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import datetime
 
 from bso_server.app import prepare
@@ -77,7 +77,34 @@ def _list(options: argparse.Namespace) -> None:
         return await tokens.all(), await tokens.jobs_per_owner()
 
     tokens, jobs = with_store(options, read)
-    print(token_list_json(tokens, jobs) if options.json else token_list_text(tokens, jobs))
+    if options.json:
+        shown = [
+            {
+                "token_id": token.token_id,
+                "name": token.name,
+                "scopes": sorted(token.scopes),
+                "jobs": jobs.get(token.token_id, 0),
+                "shares_jobs": token.shares_jobs,
+                "created_at": token.created_at,
+                "rotated_at": token.rotated_at,
+                "previous_secret_until": token.previous_until,
+                "revoked_at": token.revoked_at,
+            }
+            for token in tokens
+        ]
+        print(json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat))
+        return
+    columns: dict[str, Callable[[TokenRecord], object]] = {
+        "ID": lambda token: token.token_id,
+        "NAME": lambda token: token.name,
+        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
+        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
+        "CREATED (UTC)": lambda token: token.created_at,
+        "ROTATED (UTC)": lambda token: token.rotated_at,
+        "OLD SECRET UNTIL": lambda token: token.previous_until,
+        "REVOKED (UTC)": lambda token: token.revoked_at,
+    }
+    print(table_of(columns, tokens) if tokens else "no tokens")
 
 
 def _rotate(options: argparse.Namespace) -> None:
@@ -117,39 +144,3 @@ def _revoke(options: argparse.Namespace) -> None:
             "bso-server token create makes another one",
             file=sys.stderr,
         )
-
-
-def token_list_text(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
-    """Format tokens and the number of their jobs as a table."""
-    if not tokens:
-        return "no tokens"
-    columns: dict[str, Callable[[TokenRecord], object]] = {
-        "ID": lambda token: token.token_id,
-        "NAME": lambda token: token.name,
-        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
-        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
-        "CREATED (UTC)": lambda token: token.created_at,
-        "ROTATED (UTC)": lambda token: token.rotated_at,
-        "OLD SECRET UNTIL": lambda token: token.previous_until,
-        "REVOKED (UTC)": lambda token: token.revoked_at,
-    }
-    return table_of(columns, tokens)
-
-
-def token_list_json(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
-    """Format tokens, without their hashes, and the number of their jobs as JSON."""
-    shown = [
-        {
-            "token_id": token.token_id,
-            "name": token.name,
-            "scopes": sorted(token.scopes),
-            "jobs": jobs.get(token.token_id, 0),
-            "shares_jobs": token.shares_jobs,
-            "created_at": token.created_at,
-            "rotated_at": token.rotated_at,
-            "previous_secret_until": token.previous_until,
-            "revoked_at": token.revoked_at,
-        }
-        for token in tokens
-    ]
-    return json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat)

@@ -145,13 +145,8 @@ def saved(page: JobPage) -> Plot | None:
         return None
     number, last = line[-1]
     word, amount = "saved" if last >= 0 else "lost", units.energy(abs(last))
-    plot = _over_runs(
-        "saved",
-        "Cost saved so far",
-        f"After run {number} the job has {word} {amount} of cost over its default.",
-        page,
-        [value for _, value in line],
-    )
+    told = f"After run {number} the job has {word} {amount} of cost over its default."
+    plot = _over_runs("saved", "Cost saved so far", told, page, line)
     whole = _through_zero(line)
     plot.path([(at, max(value, 0.0)) for at, value in whole], "area gain", down_to=0.0)
     plot.path([(at, min(value, 0.0)) for at, value in whole], "area loss", down_to=0.0)
@@ -184,14 +179,15 @@ def regret(page: JobPage) -> Plot | None:
         return None
     number, last = line[-1]
     told = f"After run {number}: {units.energy(last)} more than with the best size from the start"
-    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, [value for _, value in line])
+    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, line)
     plot.path(line, "line")
     plot.mark(number, last, "end", "ink", told)
     return plot
 
 
-def _over_runs(name: str, title: str, told: str, page: JobPage, values: Sequence[float]) -> Plot:
-    plot = Plot(name, title, told, _trial_scale(page.points), Scale.over(values, log=False), height=220)
+def _over_runs(name: str, title: str, told: str, page: JobPage, line: Sequence[tuple[int, float]]) -> Plot:
+    y = Scale.over([value for _, value in line], log=False)
+    plot = Plot(name, title, told, _trial_scale(page.points), y, height=220)
     plot.axes(plot.y.energies(4), plot.x.whole_numbers(), "run")
     return plot
 
@@ -238,7 +234,7 @@ def front(page: JobPage) -> Plot | None:
             f"mean of {units.count(each.runs, 'run')}"
         )
         plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
-    _draw_names(plot, [(each.time_s, each.energy_j, str(each.batch_size)) for each in means])
+    _draw_names(plot, means)
     return plot
 
 
@@ -254,12 +250,12 @@ def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
 _Rect = tuple[float, float, float, float]
 
 
-def _draw_names(plot: Plot, named: Sequence[tuple[float, float, str]], width: float = 280.0) -> None:
-    """Draw names beside points on a plot `width` pixels wide; omit a name that would hide something everywhere."""
-    points = [(plot.x.at(x) * width, plot.top(y)) for x, y, _ in named]
+def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
+    """Draw batch sizes beside their points on a plot 280 pixels wide, unless they would hide something."""
+    points = [(plot.x.at(each.time_s) * 280, plot.top(each.energy_j)) for each in means]
     taken = [(across - 6, down - 6, 12.0, 12.0) for across, down in points]
-    for (x, _, name), (across, down) in zip(named, points, strict=True):
-        wide, own = 7.5 * len(name), (across - 6, down - 6, 12.0, 12.0)
+    for each, (across, down), own in zip(means, points, list(taken), strict=True):
+        name, wide = str(each.batch_size), 7.5 * len(str(each.batch_size))
         for left, below, classes in (
             (across + 9, 4.0, "start right"),
             (across - 9 - wide, 4.0, "end left"),
@@ -267,9 +263,9 @@ def _draw_names(plot: Plot, named: Sequence[tuple[float, float, str]], width: fl
             (across - wide / 2, 20.0, "mid"),
         ):
             box = (left, down + below - 11, wide, 13.0)
-            if left >= 0 and not any(_overlap(box, each) for each in taken if each != own):
+            if left >= 0 and not any(_overlap(box, other) for other in taken if other != own):
                 taken.append(box)
-                plot.parts.append(Label(plot.left(x), down + below, name, f"size-name {classes}"))
+                plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
                 break
 
 

@@ -234,17 +234,14 @@ class TestImport:
         file.write_text(text, encoding="latin-1")
         assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
 
-    def test_a_broken_job_names_its_line_and_field(self, exported: Path, source: list[str]) -> None:
+    @pytest.mark.parametrize(("number", "size", "says"), [(3, "many", ""), (2, 32, "32 is not one of the job's")])
+    def test_a_wrong_trial_names_its_line_and_field(
+        self, server: ServerProcess, exported: Path, source: list[str], number: int, size: object, says: str
+    ) -> None:
         job = renamed(decoded(exported.read_text()))
-        job[2]["batch_size"] = "many"
+        job[number - 1]["batch_size"] = size
         exported.write_bytes(encoded(job))
-        assert_failed(run("jobs", "import", exported, *source), "line 3, batch_size: ")
-
-    def test_contradictions_are_refused(self, server: ServerProcess, exported: Path, source: list[str]) -> None:
-        job = renamed(decoded(exported.read_text()))
-        job[1]["batch_size"] = 32
-        exported.write_bytes(encoded(job))
-        assert_failed(run("jobs", "import", exported, *source), "line 2, batch_size: 32 is not one of the job's")
+        assert_failed(run("jobs", "import", exported, *source), f"line {number}, batch_size: {says}")
         assert httpx.get(f"{server.url}/api/jobs/{job[0]['job']['job_id']}").status_code == 404
 
 

@@ -199,13 +199,12 @@ class TestWaiting:
             assert await (await server.connect()).all() == b""
 
     async def test_half_a_second_head_is_given_up(self, protocol: type[Bounded]) -> None:
+        # Kept alive for so long that the client, on a busy machine, is not idle before it sends.
         async with on_app(protocol, keep_alive_s=1) as (server, _):
             client = await server.connect(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             client.send(HALF_A_HEAD)
             assert (await client.all()).startswith(b"HTTP/1.1 408 ")
-
-        # So long that the client, on a busy machine, is not idle by then.
 
     async def test_the_rest_of_a_body_is_not_waited_for_when_the_answer_is_given(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, _):
@@ -423,16 +422,8 @@ class TestProcesses:
     def test_connections_without_a_request_do_not_use_up_the_files(self, tmp_path: Path) -> None:
         log, port = tmp_path / "server.log", free_port()
         server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", log, port)
-        serve = [
-            sys.executable,
-            "-m",
-            "bso_server",
-            "serve",
-            "--port",
-            str(port),
-            "--database-url",
-            server.database_url,
-        ]
+        options = ["--port", str(port), "--database-url", server.database_url]
+        serve = [sys.executable, "-m", "bso_server", "serve", *options]
         with log.open("w") as output:
             process = subprocess.Popen(["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *serve], stderr=output)  # noqa: S607 - any sh
         try:
