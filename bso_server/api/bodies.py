@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from litestar import Request
-from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from litestar.exceptions import ClientException, HTTPException, SerializationException
 from litestar.types import Receive
-from pydantic import ValidationError
-
-from zeus_plugins.protocol import WireMessage
-
-Message = TypeVar("Message", bound=WireMessage)
-
 
 # A client that sends this many bytes gets one more second, so that a large body may come over a slow line.
 _BYTES_PER_S = 16 * 1024
@@ -78,27 +72,6 @@ def decoded(body: bytes) -> Any:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise ClientException(f"the body cannot be read as JSON: {error}") from error
-
-
-def message_in(body: bytes, kind: type[Message]) -> Message:
-    """Return the message in a body, for a route that reads its body by itself.
-
-    Raises:
-        ClientException: The body is not JSON.
-        ValidationException: The body is empty or holds another message.
-    """
-    try:
-        try:
-            # An empty body is reported as a missing message, not as malformed JSON.
-            return kind.model_validate_json(body or b"null")
-        except ValidationError as error:
-            if error.errors(include_url=False)[0]["type"] != "json_invalid":
-                raise
-            return kind.model_validate(decoded(body))
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
-        raise ValidationException(extra=extra) from error
 
 
 class BodyRequest(Request[Any, Any, Any]):
