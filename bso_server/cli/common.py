@@ -100,11 +100,10 @@ def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]
 
 def duration(text: str) -> timedelta:
     """Parse hours, days or weeks, such as 12h."""
-    match = re.fullmatch(r"([0-9]{1,4})([hdw])", text)
-    if match is None and text != "0":
+    match = re.fullmatch(r"([0-9]{1,4})([hdw])", "0h" if text == "0" else text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write hours, days or weeks as 12h, 30d or 8w")
-    number, unit = (0, "h") if match is None else (int(match[1]), match[2])
-    return number * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[unit]
+    return timedelta(hours=int(match[1]) * {"h": 1, "d": 24, "w": 7 * 24}[match[2]])
 
 
 def cell(value: object) -> str:

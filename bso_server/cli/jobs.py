@@ -75,20 +75,16 @@ _LOGIN = re.compile("//[^/]*@")
 class _RefusedError(CommandError):
     """The server refuses one job, but may accept another."""
 
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
-class _UnknownError(_RefusedError):
-    """The server has no such job."""
 
+# Statuses of answers about one job.
+_OF_JOB = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 # Errors of one import, after which the next job may succeed.
 _REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError, _RefusedError)
-
-_ERRORS: dict[int, type[CommandError]] = {
-    HTTPStatus.BAD_REQUEST: _RefusedError,
-    HTTPStatus.NOT_FOUND: _UnknownError,
-    HTTPStatus.CONFLICT: _RefusedError,
-    HTTPStatus.UNPROCESSABLE_ENTITY: _RefusedError,
-}
 
 
 def add_jobs_commands(commands: Commands) -> Commands:
@@ -234,10 +230,10 @@ def _export(options: argparse.Namespace) -> None:
                 with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
                     for piece in answer.iter_text():
                         file.write(piece)
-            except _UnknownError:
-                if not options.all:
+            except _RefusedError as error:
+                # A job of the list may have been deleted since.
+                if not options.all or error.status != HTTPStatus.NOT_FOUND:
                     raise
-                # Deleted since it was listed.
 
 
 async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
@@ -273,7 +269,7 @@ def _written(output: Path | None) -> Iterator[TextIO]:
 
 
 def _import(options: argparse.Namespace) -> None:
-    refused: list[_RefusedError] = []
+    refused: list[str] = []
     number = 0
     with options.file.open("rb") as file:
         # Read at most one byte more than a line may have, so that a longer line need not fit into memory.
@@ -287,13 +283,13 @@ def _import(options: argparse.Namespace) -> None:
             try:
                 job = import_job(options, _renamed(export, options.job_id, first_line), first_line)
             except _REFUSALS as error:
-                refused.append(_RefusedError(f"{options.file}: {error}"))
+                refused.append(f"{options.file}: {error}")
             else:
                 print(f"job {job.job_id} is imported with {job.trials} trials")
     if number == 0:
         raise CommandError(f"{options.file} is no job that can be imported: it is empty")
     if number == 1 and refused:
-        raise refused[0]
+        raise CommandError(refused[0])
     for each in refused:
         print(f"bso-server: {each}", file=sys.stderr)
     if refused:
@@ -404,7 +400,9 @@ def _answered(
             if response.is_error:
                 response.read()
                 said = f"{shown} answered {response.status_code}: {_message_in(response)}"
-                raise _ERRORS.get(response.status_code, CommandError)(said)
+                raise (
+                    _RefusedError(said, response.status_code) if response.status_code in _OF_JOB else CommandError(said)
+                )
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from bso_server.service.pages import View
-from bso_server.service.views import HealthPage, JobPage, JobsPage, MomentPage, TokensPage, TrialPage, WhatIfPage
+from bso_server.service.views import JobPage
 from bso_server.ui import charts, units, words
 from bso_server.ui.plot import pixels
 
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 THEMES = ("light", "dark")
-
-_TEMPLATES = {
-    JobsPage: "jobs.html",
-    JobPage: "job.html",
-    MomentPage: "moment.html",
-    TrialPage: "trial.html",
-    WhatIfPage: "whatif.html",
-    HealthPage: "health.html",
-    TokensPage: "tokens.html",
-}
 
 MEDIA_TYPES = {"ui.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
 """The static files of the pages."""
@@ -96,8 +86,8 @@ def build() -> str:
 
 
 def page(view: View, reader: Reader) -> str:
-    """Return the page that shows a view."""
-    return _rendered(_TEMPLATES[type(view)], view, reader)
+    """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
+    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
 
 
 def report_page(view: JobPage, now: datetime) -> str:
