@@ -400,9 +400,9 @@ def _answered(
             if response.is_error:
                 response.read()
                 said = f"{shown} answered {response.status_code}: {_message_in(response)}"
-                raise (
-                    _RefusedError(said, response.status_code) if response.status_code in _OF_JOB else CommandError(said)
-                )
+                if response.status_code in _OF_JOB:
+                    raise _RefusedError(said, response.status_code)
+                raise CommandError(said)
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error
