@@ -15,6 +15,7 @@ from tests.support.answering import answering
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.tokens import make_token
 from zeus_plugins.cli import main
 from zeus_plugins.energy.linux import POWERCAP
 from zeus_plugins.environment import VARIABLES
@@ -109,10 +110,7 @@ def test_a_server_that_does_not_answer_is_a_problem_and_no_password_is_shown(ask
 
 
 def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
-    tokens = {"": ""}
-    for scope in ("read", "report"):
-        arguments = ("--name", "a", "--scope", scope, "--database-url", server.database_url)
-        tokens[scope] = bso_server("token", "create", *arguments).stdout.strip().splitlines()[-1]
+    tokens = {"": "", **{scope: make_token(server.database_url, scope) for scope in ("read", "report")}}
     for scope, level, says in [
         ("", "problem", "does not accept the token (401"),
         ("read", "problem", "has no scope report"),

@@ -21,6 +21,7 @@ from tests.support import service
 from tests.support.exports import Lines, decoded, encoded, renamed
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.tokens import make_token
 from tests.support.wire import begin, reached, report
 
 Output = tuple[int, str, str]
@@ -42,14 +43,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPr
     """A server that asks for a token, and a token of each of two scopes."""
     directory = tmp_path_factory.mktemp("guarded")
     server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
-    tokens = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for scope in ("admin", "read"):
-            printed = io.StringIO()
-            patch.setattr("sys.stdout", printed)
-            create = ["token", "create", "--name", scope, "--scope", scope, "--database-url", server.database_url]
-            assert main(create) == 0
-            tokens[scope] = printed.getvalue().strip()
+    tokens = {scope: make_token(server.database_url, scope) for scope in ("admin", "read")}
     server.start()
     yield server, tokens
     server.kill()
