@@ -23,7 +23,7 @@ from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
 from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
-from bso_server.api.parameters import ID
+from bso_server.api.parameters import ID, LARGEST
 from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.health import Health
@@ -56,7 +56,7 @@ logger = logging.getLogger("bso_server")
 _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LENGTH + len(_JSON))]
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
-_At = Annotated[int | None, QueryParameter(name="at", ge=1, le=2**31 - 1)]
+_At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
 _After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
 _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
 # Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
@@ -80,9 +80,7 @@ async def jobs(
     request: AnyRequest, source: Source, containing: _Containing = None, after: _After = None
 ) -> Response[bytes]:
     """Show the list of jobs."""
-    tag = _Tag(request)
-    found = await source.reader.read(source.pages.jobs, containing=containing or None, cursor=after, known=tag.known)
-    return tag.answer(found)
+    return await _Tag(request).shown(source, source.pages.jobs, containing=containing or None, cursor=after)
 
 
 @get("/", opt=needs(None), include_in_schema=False)
@@ -100,18 +98,15 @@ async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) 
     tag = _Tag(request, is_twin=name.endswith(_JSON) and not _has_slash(request))
     job_id = name.removesuffix(_JSON) if tag.is_twin else name
     if at is not None:
-        then = await source.reader.read(source.pages.moment, job_id, at, known=tag.known)
-        return tag.answer(then, depth=1)
-    found = await source.reader.read(source.pages.job, job_id, known=tag.known)
-    return tag.answer(found, depth=1)
+        return await tag.shown(source, source.pages.moment, job_id, at)
+    return await tag.shown(source, source.pages.job, job_id)
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
 async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
     """Show a trial; return it as JSON if `number` ends with ``.json``."""
-    tag, trial_number = _Tag(request), min(int(number.removesuffix(_JSON)), 2**31 - 1)
-    found = await source.reader.read(source.pages.trial, name, trial_number, known=tag.known)
-    return tag.answer(found, depth=3)
+    trial_number = min(int(number.removesuffix(_JSON)), LARGEST)
+    return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
 @get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
@@ -119,9 +114,8 @@ async def job_if(
     request: AnyRequest, name: _NAME, source: Source, eta: _Eta = None, beta: _Beta = None
 ) -> Response[bytes]:
     """Show a job under another η and β."""
-    tag, bound = _Tag(request), None if beta is None else float(beta or math.inf)
-    found = await source.reader.read(source.pages.what_if, name, eta, bound, known=tag.known)
-    return tag.answer(found, depth=2)
+    bound = None if beta is None else float(beta or math.inf)
+    return await _Tag(request).shown(source, source.pages.what_if, name, eta, bound)
 
 
 @get("/jobs/{name:str}/report.html", opt=PAGE)
@@ -177,7 +171,7 @@ async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
         session = await sessions.begin_session(str(form.get("token", "")).strip())
     except UnauthenticatedError:
         refused = "Not a valid token (tokens start with zbso_)."
-        page = html.login_page(_reader_of(request, 0), place, refused)
+        page = html.login_page(_reader_of(request), place, refused)
         return _page(request, page, HTTPStatus.UNAUTHORIZED)
     return _redirect(place, _cookie(request, session, SESSION_S))
 
@@ -195,9 +189,7 @@ def refused(
     answer = answer_of(request, error)
     if request.url.path.endswith(_JSON):
         return answer
-    body = answer.content
-    below = request.url.path.strip("/").count("/")
-    reader = _reader_of(request, max(below - 1, 0))
+    body, reader = answer.content, _reader_of(request)
     if isinstance(error, UnauthenticatedError):
         return _page(request, html.login_page(reader, _place_of(request)), HTTPStatus.UNAUTHORIZED)
     return _page(request, html.error_page(reader, body.status, body.title, body.message), HTTPStatus(body.status))
@@ -217,8 +209,14 @@ class _Tag:
         shown = request.headers.get("if-none-match", "")
         self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
 
-    def answer(self, found: Found[View], depth: int = 0) -> Response[bytes]:
-        """Return the page, `depth` folders below ``/ui/``, or its JSON twin; 304 if the reader has this version."""
+    async def shown(
+        self, source: JobPages, query: Callable[..., Found[View]], *args: object, **kwargs: object
+    ) -> Response[bytes]:
+        """Run one of the queries of `Pages`, and return its answer."""
+        return self.answer(await source.reader.read(query, *args, known=self.known, **kwargs))
+
+    def answer(self, found: Found[View]) -> Response[bytes]:
+        """Return the page or its JSON twin; 304 if the reader has this version."""
         version, view = found
         tag = f'{self._prefix}{version}"'
         if view is None:
@@ -227,7 +225,7 @@ class _Tag:
         if self.is_twin:
             content, media_type = view.model_dump_json().encode(), "application/json"
         else:
-            content, media_type = html.page(view, _reader_of(self._request, depth, tag)).encode(), "text/html"
+            content, media_type = html.page(view, _reader_of(self._request, tag)).encode(), "text/html"
         answer = _packed(self._request, content, media_type, "private, no-cache")
         answer.headers["ETag"] = tag
         return answer
@@ -246,11 +244,13 @@ def _theme_of(request: AnyRequest) -> str:
     return theme if theme in html.THEMES else ""
 
 
-def _reader_of(request: AnyRequest, depth: int, tag: str = "") -> html.Reader:
-    """Return the reader of a page that is `depth` folders below ``/ui/``."""
-    # Relative links on /ui without a final slash begin above it. A job may also have the id "ui": check the depth.
-    is_top = depth == 0 and request.url.path.rstrip("/").endswith("/ui")
-    root = ("./" if _has_slash(request) else "ui/") if is_top else "../" * (depth + _has_slash(request)) or "./"
+def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
+    """Return the reader of the requested page."""
+    page = request.url.path.partition("/ui")[2].strip("/")
+    # Relative links begin at the last slash, which on /ui itself may be missing.
+    root = "../" * (page.count("/") + _has_slash(request)) or "./"
+    if not page:
+        root = "./" if _has_slash(request) else "ui/"
     return html.Reader(
         root=root,
         now=datetime.now(UTC),
