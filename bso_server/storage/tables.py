@@ -1,6 +1,6 @@
-"""The tables. `jobs`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
+"""Tables: `jobs`, `trials`, `epochs`, `power_profiles`, `decisions` and `tokens` hold facts.
 
-`arms`, `policy_memories` and the columns marked as caches follow from them and save reading history.
+`arms`, `policy_memories` and the columns marked as caches follow from the facts and save reading history.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
 
+from pydantic import TypeAdapter
 from sqlalchemy import (
     Boolean,
     Column,
@@ -30,14 +31,15 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mysql
 from sqlalchemy.types import TypeEngine
 
-from zeus_plugins.protocol import EndReason, Origin, TrialState
+from bso_server.core.model import Arm
+from zeus_plugins.protocol import EndReason, Origin, PowerLimitSample, TrialState
 
 metadata = MetaData()
 
-# MySQL's TEXT ends at 64 KiB; the others have no limit.
+# MySQL limits TEXT to 64 KiB; the other databases have no limit.
 LongText = Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 
-# Ids differ by case and accent; MySQL's default collation would take "Job" and "job" for the same key.
+# Ids are case-sensitive, but MySQL's default collation treats "Job" and "job" as the same key.
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
 
 
@@ -50,23 +52,23 @@ def _from_sqlite(value: str | None) -> datetime | None:
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """An instant. Aware and in UTC on the Python side, whatever the database can keep."""
+    """Instant, aware and in UTC in Python; stored without a zone where the database has no type for zones."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[Any]:
-        """Microseconds everywhere: MySQL's DATETIME drops them unless told otherwise."""
+        """Return a type with microseconds, which MySQL's DATETIME has only on request."""
         if dialect.name in {"mysql", "mariadb"}:
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
         return dialect.type_descriptor(DateTime(timezone=dialect.name == "postgresql"))
 
     def bind_processor(self, dialect: Dialect) -> Callable[[datetime | None], Any] | None:
-        """As SQLAlchemy does it, and on SQLite the same text by a shorter way."""
+        """Return SQLAlchemy's processor; on SQLite, a faster one with the same result."""
         return _to_sqlite if dialect.name == "sqlite" else super().bind_processor(dialect)
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """Likewise."""
+        """Return SQLAlchemy's processor; on SQLite, a faster one with the same result."""
         return _from_sqlite if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
@@ -77,19 +79,39 @@ class UtcDateTime(TypeDecorator[datetime]):
         return in_utc if dialect.name == "postgresql" else in_utc.replace(tzinfo=None)
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:  # noqa: ARG002 - the signature is SQLAlchemy's
-        """Put the zone back."""
+        """Restore the zone."""
         if value is None:
             return None
         return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
 
 
+class Json(TypeDecorator[Any]):
+    """Value of a type that pydantic validates, stored as JSON text."""
+
+    impl = LongText
+    cache_ok = True
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str:  # noqa: ARG002 - the signature is SQLAlchemy's
+        """Return the value as JSON."""
+        return self._adapter.dump_json(value).decode()
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ARG002 - the signature is SQLAlchemy's
+        """Return the value of this JSON."""
+        return self._adapter.validate_json(value)
+
+
 def _member_of(members: type[StrEnum], length: int) -> Enum:
-    """A member of an enumeration, kept as its text."""
+    """Return the type of a column that stores members of an enumeration as text."""
     return Enum(members, native_enum=False, length=length, values_callable=lambda kind: [each.value for each in kind])
 
 
-# A trial's column and when it is written anew, beside its insertion: with each report, with each change of its state
-# (and then with what reports write, too), when its power limit is told; never where nothing is said.
+# When a column of a trial is updated: with each report, with each change of state (which writes the columns of reports
+# too), or when the training sends its power limit. Columns without such a mark are never updated.
 REPORT = {"written": "report"}
 STATE = {"written": "state"}
 POWER_LIMIT = {"written": "power limit"}
@@ -100,24 +122,24 @@ jobs = Table(
     Column("job_id", String(255), primary_key=True),
     Column("job_id_prefix", String(255), nullable=False, index=True),
     Column("policy", String(32), nullable=False),
-    # The registration as JSON: immutable, read as a whole, compared as a whole.
+    # Registration as JSON, which never changes.
     Column("spec", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # Random, so that a job that is deleted and registered anew is told apart; null for imported ones.
+    # Random id that distinguishes a job from a deleted one with the same job_id; null for imported jobs.
     Column("registration_id", String(32)),
-    # `protocol.Fingerprint` as JSON; null while no training has told.
+    # `protocol.Fingerprint` as JSON; null until a training has sent it.
     Column("fingerprint", Text),
-    # Id of the token that it belongs to; null where it was registered without one.
-    # Shared: other tokens may use it, too.
+    # Id of the token that owns the job; null if the job was registered without a token.
     Column("owner", String(16)),
+    # True if other tokens may use the job too.
     Column("shared", Boolean, nullable=False),
-    # While the job is imported: when its import last added something. It is no job until that is over and this null.
+    # During an import, the time of its last insertion. Queries ignore the job until the import sets this to null.
     Column("importing_at", UtcDateTime, index=True),
-    # Logical clock of the job: one tick per dispatch and per ending.
+    # Logical clock of the job: one tick for each dispatch and for each end of a trial.
     Column("event_count", Integer, nullable=False),
-    # State of the job's random generator as JSON; null before its first draw and for jobs without a seed.
+    # State of the random generator as JSON; null before the first draw and for jobs without a seed.
     Column("rng_state", Text),
-    # Batch sizes with which the bandit stage was entered, as JSON; null before that.
+    # Batch sizes at the start of the bandit stage, as JSON; null before that.
     Column("survivors", Text),
     # Caches.
     Column("trial_count", Integer, nullable=False),
@@ -125,12 +147,12 @@ jobs = Table(
     Column("min_cost_batch_size", Integer),
     Column("min_cost_trial_number", Integer),
     Column("bandit_entered_event", Integer),
-    # The arms hold the ends of trials up to this event; later ones are added by the next suggestion.
+    # The arms include the ends of trials up to this event; the next suggestion adds later ones.
     Column("folded_event", Integer, nullable=False),
     **_MYSQL,
 )
 
-# Each column is a field of `core.model.TrialRecord`, by its name.
+# Each column is a field of `core.model.TrialRecord` with the same name.
 trials = Table(
     "trials",
     metadata,
@@ -147,7 +169,7 @@ trials = Table(
     Column("reported_at", UtcDateTime, info=REPORT),
     Column("ended_at", UtcDateTime, info=STATE),
     Column("ended_event", Integer, info=STATE),
-    # Totals since the trial began, as of the last report. Null before the first.
+    # Totals from the start of the trial to its last report; null before the first report.
     Column("time_s", Double, info=REPORT),
     Column("energy_j", Double, info=REPORT),
     Column("energy_source", String(255), info=REPORT),
@@ -190,61 +212,59 @@ epochs = Table(
     **_MYSQL,
 )
 
-# What steps cost under each power limit, kept with the trial that measured something new at its batch size.
+# Costs of steps under each power limit, stored with the trial that measured them.
 power_profiles = Table(
     "power_profiles",
     metadata,
     Column("job_id", String(255), primary_key=True),
     Column("trial_number", Integer, primary_key=True, autoincrement=False),
-    # The trial's, so that the newest profile of a size is found by one index.
+    # Copied from the trial, so that one index finds the newest profile of a batch size.
     Column("batch_size", Integer, nullable=False),
-    # `PowerLimitSample`s as JSON, ascending by limit; the GPUs are the job's.
-    Column("samples", LongText, nullable=False),
+    # Ascending by limit.
+    Column("samples", Json(tuple[PowerLimitSample, ...]), nullable=False),
     Column("stored_at", UtcDateTime, nullable=False),
     ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
     Index("ix_power_profiles_job_id_batch_size", "job_id", "batch_size", "trial_number"),
     **_MYSQL,
 )
 
-# The numbers behind the choice of a trial's batch size: facts, for people.
+# Numbers behind the choice of a trial's batch size, which pages show and no decision uses.
 decisions = Table(
     "decisions",
     metadata,
     Column("job_id", String(255), primary_key=True),
     Column("trial_number", Integer, primary_key=True, autoincrement=False),
-    # `protocol.Decision` as JSON without the names of its fields, at most 4 KiB.
+    # `protocol.Decision` as JSON; lists of records without field names, so that it takes at most 4 KiB.
     Column("decision", Text, nullable=False),
     ForeignKeyConstraint(["job_id", "trial_number"], ["trials.job_id", "trials.trial_number"], ondelete="CASCADE"),
     **_MYSQL,
 )
 
-# A cache as a whole: one row per batch size of a job.
+# Cache with one row for each batch size of a job.
 arms = Table(
     "arms",
     metadata,
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
     Column("batch_size", Integer, primary_key=True, autoincrement=False),
-    # `core.model.Arm` as JSON; `refusals.refuse_long_window` bounds its window.
-    Column("arm", LongText, nullable=False),
+    # `refusals.refuse_long_window` limits the size of its window.
+    Column("arm", Json(Arm), nullable=False),
     **_MYSQL,
 )
 
-# A cache as a whole: what a job's policy remembers itself, `core.policy.Memory`. Only with policies that do, and not
-# before a decision that had an end of a trial to learn from.
+# Cache of `core.policy.Memory`: a job has a row once its policy, if that has a memory, has learned from a trial.
 policy_memories = Table(
     "policy_memories",
     metadata,
     Column("job_id", String(255), ForeignKey("jobs.job_id", ondelete="CASCADE"), primary_key=True),
-    # The policy's version that has made it: another one makes it anew.
+    # Version of the policy that computed the memory; other versions compute their own.
     Column("version", String(64), nullable=False),
-    # It holds the ends of trials up to this event.
+    # The memory includes the ends of trials up to this event.
     Column("folded_event", Integer, nullable=False),
-    # The policy's own JSON.
     Column("memory", LongText, nullable=False),
     **_MYSQL,
 )
 
-# Empty: a row is added and removed in one transaction, to see whether the database keeps anything.
+# Always empty: one transaction inserts and deletes a row, to check that the database accepts writes.
 write_probes = Table(
     "write_probes",
     metadata,
@@ -264,9 +284,9 @@ tokens = Table(
     Column("token_hash", String(64), nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
     Column("revoked_at", UtcDateTime),
-    # Whether the jobs that it registers are shared.
+    # True if other tokens may use the jobs that this token registers.
     Column("shares_jobs", Boolean, nullable=False),
-    # The secret before the last rotation, which is good until then.
+    # Time of the last rotation; the secret before it is valid until `previous_until`.
     Column("rotated_at", UtcDateTime),
     Column("previous_hash", String(64)),
     Column("previous_until", UtcDateTime),

@@ -20,7 +20,7 @@ from bso_server.errors import DatabaseUnavailableError
 from bso_server.service.reports import Outcome, ReportBatch
 from bso_server.storage.database import AsyncDatabase
 from bso_server.storage.deadlines import Deadline, begin_request, waiting
-from bso_server.storage.queries import epochs_of
+from bso_server.storage.queries import epochs_between
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
 from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, SQLITE_DRIVERS
@@ -100,7 +100,7 @@ async def sent_until_taken(request: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 async def epochs(server: JobService, trial: TrialDispatch) -> list[float]:
-    found = await server.store.read(epochs_of, trial.job_id, trial.trial_number)
+    found = await server.store.read(epochs_between, trial.job_id, trial.trial_number, trial.trial_number)
     return [epoch.epoch for epoch in found]
 
 
