@@ -1,7 +1,6 @@
-"""The database of a Zeus 0.16 batch size optimization server, which is read and never written.
+"""Reads the database of a Zeus 0.16 batch size optimization server, without writing to it.
 
-Its tables stand here as that server makes them, with the names of its columns. All jobs are read in one read-only
-transaction, so that a server that goes on meanwhile changes nothing in the middle of it.
+One read-only transaction reads all jobs, so that they are consistent even if Zeus's server is running.
 """
 
 from __future__ import annotations
@@ -13,17 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    Double,
-    MetaData,
-    RowMapping,
-    Table,
-    cast,
-    create_engine,
-    inspect,
-    select,
-)
+from sqlalchemy import Connection, Double, MetaData, RowMapping, Table, cast, create_engine, inspect, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.pool import NullPool
@@ -33,13 +22,12 @@ from bso_server.storage.database import open_database
 from bso_server.storage.deadlines import LONG_PATIENCE_S
 from bso_server.storage.faults import NoConnectionError, described
 
-# Seconds that a read waits for Zeus's server to end a transaction of its own, on SQLite.
+# Seconds that a read waits for a transaction of Zeus's server, on SQLite.
 _SQLITE_BUSY_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
 
-# The columns of each table as Zeus 0.16 makes them. Those of a job up to its seed are its specification, and have the
-# same names in `JobSpecFromClient`.
+# Columns of each table in Zeus 0.16. Those that specify a job have the same names in `JobSpecFromClient`.
 _SPECIFIED = """job_id job_id_prefix default_batch_size higher_is_better_metric eta_knob beta_knob target_metric
     max_epochs num_pruning_rounds window_size max_power number_of_gpus gpu_model mab_prior_mean mab_prior_precision
     mab_num_explorations mab_seed"""
@@ -52,23 +40,23 @@ _TABLES = {
 }
 _COLUMNS = {table: names.split() for table, names in _TABLES.items()}
 
-# What Zeus has measured or computed.
+# Columns that Zeus has measured or computed.
 _MEASURED = frozenset({"min_cost", "param_mean", "time", "energy"})
 
 
 @dataclass(frozen=True, slots=True)
 class ZeusJob:
-    """A job with all that its server keeps of it.
+    """Job with all its data.
 
     Attributes:
-        specification: The fields of a registration.
+        specification: Fields of its registration.
         rng_state: State of its random generator as JSON, or None.
-        min_cost_j: The lowest cost of a trial, joules, or None.
-        arms: Its rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is of
+        min_cost_j: Lowest cost of a trial, joules, or None.
+        arms: Rows of `GaussianTsArmState`, ascending by batch size; none before the bandit stage. The mean is that of
             rewards, −cost in joules.
-        trials: Its rows of `Trial`, in order of dispatch: instants without a zone, as the clock of Zeus's server showed
-            them, seconds and joules.
-        digits: The significant digits to which Zeus itself knows its measurements.
+        trials: Rows of `Trial`, in order of dispatch, in seconds and joules; times without a zone, by the clock of
+            Zeus's server.
+        digits: Significant digits with which Zeus reads its own measurements.
     """
 
     specification: dict[str, Any]
@@ -80,24 +68,24 @@ class ZeusJob:
 
     @property
     def job_id(self) -> str:
-        """Its id, up to 400 characters of any kind."""
+        """Id of the job, up to 400 arbitrary characters."""
         return str(self.specification["job_id"])
 
 
 async def read_jobs(database_url: str) -> list[ZeusJob]:
-    """All jobs of a Zeus server, ordered by id.
+    """Return all jobs of a Zeus server, ordered by id.
 
     Args:
-        database_url: SQLAlchemy URL of its database, as that server was given it: SQLite, PostgreSQL, MySQL or MariaDB.
+        database_url: SQLAlchemy URL of its database, as in its settings: SQLite, PostgreSQL, MySQL or MariaDB.
 
     Raises:
-        ZeusDatabaseError: It cannot be opened or read, or holds other tables than Zeus 0.16 makes.
-        ValueError: It is of another kind, or its driver is not installed.
+        ZeusDatabaseError: The database cannot be read, or its tables are not those of Zeus 0.16.
+        ValueError: Another kind of database, or its driver is not installed.
     """
     try:
         url = make_url(database_url)
     except ArgumentError:
-        # Not repeated: it may hold a password.
+        # Without the URL, which may contain a password.
         raise ZeusDatabaseError(
             "the URL of Zeus's database cannot be read; it is what its server has as ZEUS_BSO_DATABASE_URL, such as "
             "sqlite+aiosqlite:////var/lib/zeus.sqlite3 or postgresql+asyncpg://user:password@host/database"
@@ -131,7 +119,7 @@ async def _on_server(url: URL, work: Callable[[Connection], T]) -> T:
         connection.exec_driver_sql("SET TRANSACTION READ ONLY")
         return work(connection)
 
-    # Zeus's server may use another driver.
+    # Without the driver, because Zeus's server may use another one.
     own_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=False)
     database = open_database(own_url, patience_s=LONG_PATIENCE_S)
     try:
@@ -142,8 +130,8 @@ async def _on_server(url: URL, work: Callable[[Connection], T]) -> T:
 
 def _read(connection: Connection) -> list[ZeusJob]:
     tables = _tables(connection)
-    # In MySQL these columns are of single precision. Zeus reads six digits of them, as that database prints them, while
-    # a cast shows what is there. The specification is wanted as it was said: 0.9, and not 0.8999999761581421.
+    # MySQL stores these columns in single precision and prints six digits, which is what Zeus reads; a cast returns the
+    # stored value. The specification is read without a cast: 0.9, not 0.8999999761581421.
     digits = 6 if connection.dialect.name in ("mysql", "mariadb") else 15
     sizes = _by_job(_rows(connection, tables[_SIZE], "batch_size"))
     arms = _by_job(_rows(connection, tables[_ARM], "batch_size"))
@@ -177,11 +165,7 @@ def _by_job(rows: list[RowMapping]) -> dict[str, list[RowMapping]]:
 
 
 def _tables(connection: Connection) -> dict[str, Table]:
-    """Return Zeus's tables as the database has them.
-
-    Raises:
-        ZeusDatabaseError: Tables or columns are missing, or there are others.
-    """
+    """Return Zeus's tables; raise `ZeusDatabaseError` if tables or columns are missing, or there are other columns."""
     inspector = inspect(connection)
     there = [name for name in _COLUMNS if inspector.has_table(name)]
     if not there:

@@ -203,7 +203,7 @@ def set_revision(database_url: str, revision: str) -> list[str]:
     async def run() -> list[str]:
         opened = open_database(database_url)
         try:
-            return await opened.transact(replace)
+            return await opened.transact(replace, read_only=False, timeout_s=10.0)
         finally:
             await opened.close()
 

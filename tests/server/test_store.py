@@ -83,7 +83,7 @@ async def test_the_migrations_make_the_tables_that_the_code_expects(database_url
         return list(compare_metadata(MigrationContext.configure(connection), metadata))
 
     async with open_store(database_url) as store:
-        assert await store._database.transact(differences, read_only=True) == []
+        assert await store._database.transact(differences, read_only=True, timeout_s=10.0) == []
 
 
 async def test_an_empty_database_is_not_ready(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ async def test_sqlite_is_safe(sqlite_url: str) -> None:
 
     async with open_store(sqlite_url) as store:
         for read_only in (False, True):
-            found = await store._database.transact(settings, read_only=read_only)
+            found = await store._database.transact(settings, read_only=read_only, timeout_s=10.0)
             assert found == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 1_000}
 
 
@@ -404,7 +404,9 @@ async def test_a_locked_sqlite_file_is_tried_again(
     with caplog.at_level("INFO", "bso_server"):
         async with open_store(sqlite_url) as store:
             await store._database.transact(
-                lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close()
+                lambda connection: connection.exec_driver_sql("PRAGMA busy_timeout = 0").close(),
+                read_only=False,
+                timeout_s=10.0,
             )
             with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
