@@ -1,7 +1,7 @@
-"""Watching a server: metrics for Prometheus, ids of requests, logs and traces.
+"""Observation of a server: metrics for Prometheus, ids of requests, logs and traces.
 
-`create_app` imports what needs ``prometheus_client``, and not before it is needed: a server in a training's process
-never does, and whether several processes add up is read from the environment at that import.
+`prometheus` is imported only with metrics enabled: ``prometheus_client`` reads `DIRECTORY_VARIABLE` at its import, and
+a server in a training's process does not need it.
 """
 
 from __future__ import annotations
@@ -13,18 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""The environment variable by which ``prometheus_client`` finds it; it is read when that is imported."""
+"""Environment variable with the directory in which processes share their counts."""
 
 
 @contextmanager
 def counted_together(processes: int) -> Iterator[None]:
-    """Have the processes that are started meanwhile add up what they count, from nothing on.
-
-    A directory of an earlier start would bring along its counts, so that an inherited one is not used.
-
-    Raises:
-        OSError: There is no place for temporary files.
-    """
+    """Make the processes that the block starts share their counts; raise `OSError` without room for temporary files."""
+    # An inherited directory would contain the counts of an earlier start.
     os.environ.pop(DIRECTORY_VARIABLE, None)
     if processes == 1:
         yield

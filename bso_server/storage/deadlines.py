@@ -1,8 +1,9 @@
 """Deadlines of requests that wait for the database.
 
-There are three limits. The session's limits (`database.session_limits`) are the shortest: if a lock is not free in time,
-the database aborts the transaction, and the store retries it without the locks that it held. The limit of a transaction
-is measured here, because a broken network reports nothing. The limit of a request covers all of its transactions.
+There are three limits. Those of the session (`database.session_limits`) are the shortest: if a lock is not free in
+time, the database aborts the transaction, and the store retries it without the locks that it held. The limit of a
+transaction is measured here, because a broken network reports nothing. The limit of a request covers all of its
+transactions.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ class SqliteDatabase:
         waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
         timeout_s: float,
     ) -> T:
-        """See `Database.transact`; a running transaction cannot be cancelled and may be committed after its deadline."""
+        """See `Database.transact`; a running transaction cannot be cancelled and may be committed late."""
         threads = self._readers if read_only else self._writer
         loop = asyncio.get_running_loop()
         try:

@@ -273,7 +273,8 @@ class TestReading:
     @staticmethod
     async def values(metrics: DatabaseMetrics) -> Values:
         registry = CollectorRegistry()
-        registry.register(await metrics.collector())
+        await metrics.refresh()
+        registry.register(metrics)
         return values_in(generate_latest(registry).decode())
 
     async def test_not_more_often_than_asked_for(self) -> None:
