@@ -10,24 +10,21 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from sqlalchemy import text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import create_async_engine
 
 from bso_server.service.commands import BatchSizeService, Commands
-from bso_server.storage.database import open_database
-from bso_server.storage.store import Store
 from tests.chaos.jobs import jobs
 from tests.support import ROOT
+from tests.support.databases import end_sessions
 from tests.support.disks import fill
 from tests.support.servers import SERVER_START_S, ServerProcess
+from tests.support.service import open_store
 
 CLIENTS = 4
 PATIENCE_S = 120.0
@@ -36,13 +33,6 @@ WORKERS = ("--workers", "2")
 
 # Longer than any lease of a running trial: those of trainings that send no heartbeats last an hour.
 HOURS_LATER = timedelta(hours=2)
-
-# What finds the connections of a database's other users, and what ends one.
-_CONNECTIONS = {
-    "postgresql": "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()",
-    "mysql": "SELECT id FROM information_schema.processlist WHERE db = database() AND id <> connection_id()",
-}
-_END = {"postgresql": "SELECT pg_terminate_backend({})", "mysql": "KILL {}"}
 
 
 @dataclass(frozen=True)
@@ -175,31 +165,18 @@ class Scene:
         """Abandon all running trials, those of living clients too, as one more worker whose clock is ahead would."""
 
         async def reap() -> int:
-            store = Store(open_database(self._server.database_url, patience_s=60.0), patience_s=60.0)
-            try:
+            async with open_store(self._server.database_url) as store:
                 return await BatchSizeService(store, Commands(clock=lambda: datetime.now(UTC) + HOURS_LATER)).reap()
-            finally:
-                await store.close()
 
         self.struck["lease"] += asyncio.run(reap())
 
     def cut_connections(self) -> None:
         """End one or more of the server's connections to its database, from the database's side."""
 
-        async def cut() -> None:
-            engine = create_async_engine(self._server.database_url, isolation_level="AUTOCOMMIT")
-            try:
-                async with engine.connect() as connection:
-                    numbers = (await connection.execute(text(_CONNECTIONS[self._backend]))).scalars().all()
-                    for number in self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers))):
-                        # It may have ended meanwhile.
-                        with suppress(DBAPIError):
-                            await connection.execute(text(_END[self._backend].format(number)))
-                            self.struck["connection"] += 1
-            finally:
-                await engine.dispose()
+        def some(numbers: Sequence[int]) -> Sequence[int]:
+            return self._rng.sample(numbers, self._rng.randint(min(1, len(numbers)), len(numbers)))
 
-        asyncio.run(cut())
+        self.struck["connection"] += end_sessions(self._server.database_url, some)
 
     def _says_that_its_disk_is_full(self) -> bool:
         return "disk of its database is full" in self._server.log.read_text()

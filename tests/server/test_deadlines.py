@@ -23,7 +23,7 @@ from bso_server.storage.deadlines import Deadline, begin_request, waiting
 from bso_server.storage.queries import epochs_between
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
-from tests.support.databases import DATABASES, MYSQL, POSTGRESQL, SQLITE_DRIVERS
+from tests.support.databases import DATABASES, MYSQL, POSTGRESQL
 from tests.support.relay import relay_to
 from tests.support.service import HOUR_S, JobService, beat_of, open_store
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
@@ -34,8 +34,6 @@ LONG_S = 60.0
 SHORT_S = 2.0
 # More requests than there are connections.
 MANY = 15
-
-SLEEP = {"postgresql": "SELECT pg_sleep(600)", "mysql": "SELECT sleep(600)", "mariadb": "SELECT sleep(600)"}
 
 T = TypeVar("T")
 
@@ -78,6 +76,11 @@ def row_of(server: JobService, trial: TrialDispatch | None = None) -> str:
     return f"trials WHERE job_id = '{trial.job_id}' AND trial_number = {trial.trial_number}"
 
 
+def sleeps(transaction: Transaction) -> None:
+    prefix = "pg_" if transaction.connection.dialect.name == "postgresql" else ""
+    transaction.connection.exec_driver_sql(f"SELECT {prefix}sleep(600)").all()
+
+
 async def wait_until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(LONG_S):
         while not holds():
@@ -110,11 +113,9 @@ async def beat(server: JobService, trial: TrialDispatch) -> None:
 
 def checked_out(store: Store) -> int:
     """Connections in use."""
-    database: Any = store._database
-    assert isinstance(database, AsyncDatabase)
-    pool: Any = database._engine.pool
-    number: int = pool.checkedout()
-    return number
+    assert isinstance(store._database, AsyncDatabase)
+    pool: Any = store._database._engine.pool
+    return int(pool.checkedout())
 
 
 @with_row_locks
@@ -310,24 +311,14 @@ class TestSessions:
                 assert await store.read(limits) == await store.write(limits) == usual
 
     async def test_end_a_statement_that_takes_too_long(self, database_url: str) -> None:
-        sleep = SLEEP[make_url(database_url).get_backend_name()]
-
-        def work(transaction: Transaction) -> None:
-            transaction.connection.exec_driver_sql(sleep).all()
-
         async with open_store(database_url, patience_s=SHORT_S) as store:
-            await asyncio.gather(*(unavailable(store.write(work)) for _ in range(MANY)))
+            await asyncio.gather(*(unavailable(store.write(sleeps)) for _ in range(MANY)))
             await wait_until(lambda: checked_out(store) == 0)
             await sent_until_taken(lambda: store.write(Transaction.all_tokens))
 
     async def test_that_are_given_up_by_their_request_are_given_back(self, database_url: str) -> None:
-        sleep = SLEEP[make_url(database_url).get_backend_name()]
-
-        def work(transaction: Transaction) -> None:
-            transaction.connection.exec_driver_sql(sleep).all()
-
         async with open_store(database_url, patience_s=LONG_S) as store:
-            requests = [asyncio.create_task(store.write(work)) for _ in range(MANY)]
+            requests = [asyncio.create_task(store.write(sleeps)) for _ in range(MANY)]
             await wait_until(lambda: checked_out(store) > 1)
             for request in requests:
                 request.cancel()
@@ -353,11 +344,6 @@ class TestSessions:
             assert tries > 1
 
 
-@pytest.fixture(params=SQLITE_DRIVERS)
-def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
-
-
 async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:
         server = await job_on(store)
@@ -366,9 +352,11 @@ async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_p
             shell.execute("BEGIN IMMEDIATE")
             # None waits until those before it are over.
             await asyncio.gather(
-                *(unavailable(server.report(trial, cost_j=100)) for _ in range(5)),
-                *(unavailable(beat(server, trial)) for _ in range(5)),
-                *(unavailable(server.suggest()) for _ in range(5)),
+                *(
+                    unavailable(request)
+                    for _ in range(5)
+                    for request in (server.report(trial, cost_j=100), beat(server, trial), server.suggest())
+                )
             )
             assert await server.states() == [TrialState.RUNNING]
             shell.execute("ROLLBACK")
@@ -380,7 +368,7 @@ async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_p
 async def test_work_that_takes_too_long_is_given_up(database_url: str) -> None:
     async with open_store(database_url, patience_s=LONG_S) as store:
         with pytest.raises(DatabaseUnavailableError) as caught:
-            await store._attempt(lambda _: None, timeout_s=0.0)
+            await store._attempt(lambda _: None, read_only=False, timeout_s=0.0)
         assert "no answer within" in caught.value.detail
         await store.write(Transaction.all_tokens)
 
