@@ -40,12 +40,9 @@ SpanOf: TypeAlias = Callable[
 
 
 class RequestWatch:
-    """ASGI application around another one, which sets ``path_template`` in the scope to the template of the route.
+    """ASGI application that gives each request of `app` an id, reports it to `request_done`, and traces it.
 
-    Args:
-        app: The application.
-        request_done: Notified of each completed request, or None.
-        span_of: Traces requests, or None.
+    `app` sets ``path_template`` in the scope to the template of the route.
     """
 
     def __init__(
@@ -94,11 +91,7 @@ def _id_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 class Watch:
-    """Observation of one server. It imports only the libraries that it needs.
-
-    Args:
-        counts: True to collect metrics.
-        traces: True to trace requests.
+    """Observation of one server: metrics if it `counts`, and traces if it `traces`, with only the imports they need.
 
     Raises:
         ValueError: OpenTelemetry is needed and not installed.
@@ -132,12 +125,7 @@ class Watch:
     def exposition(
         self, read_totals: Callable[[], Awaitable[Mapping[str, JobTotals]]], named: str | None
     ) -> Callable[[], Awaitable[bytes]] | None:
-        """Return `metrics.prometheus.exposition` for this server, or None without metrics.
-
-        Args:
-            read_totals: Reads the totals of all jobs, by job id.
-            named: Pattern of the ids of jobs whose metrics name them, or None.
-        """
+        """Return `prometheus.exposition` for this server, or None without metrics; see `DatabaseMetrics`."""
         if self._instruments is None:
             return None
         from bso_server.metrics.prometheus import DatabaseMetrics, exposition

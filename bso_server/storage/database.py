@@ -75,9 +75,9 @@ class Database(Protocol):
         """Execute `work` in a transaction; commit when it returns, roll back when it raises.
 
         Args:
-            work: Reads and writes through the connection.
-            read_only: `work` only reads; it blocks no writer and sees one snapshot.
-            waits: `work` may wait for locks. Work that does not wait never queues behind work that does.
+            work: The statements.
+            read_only: `work` only reads, blocks no writer, and sees one snapshot.
+            waits: `work` may wait for locks. Other work never queues behind it.
             timeout_s: Seconds until the transaction is given up and its connection closed.
 
         Raises:

@@ -133,12 +133,7 @@ class SqliteFile:
         event.listen(self.engine, "close", _roll_back)
 
     def connect(self) -> Connection:
-        """Open a connection.
-
-        Raises:
-            DBAPIError: The file cannot be opened, or is not a database.
-            UnwritableError: It is not the file that was opened before.
-        """
+        """Open a connection; raise `DBAPIError` or, if the file is not the one opened before, `UnwritableError`."""
         return self.engine.connect()
 
     def transact(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
@@ -225,11 +220,8 @@ class SyncStore:
     thread. Neither can wait for the other, so that the interrupted transaction is rolled back and repeated afterwards.
 
     Lines that a server logs at INFO are logged only if the user has set a level for its logger. While another process
-    has the file locked, the thread handles no signals for up to the busy timeout of the file.
-
-    Args:
-        file: The file.
-        lock: Reentrant lock, held during each attempt at a transaction.
+    has the file locked, the thread handles no signals for up to the busy timeout of the file. The reentrant `lock` is
+    held during each attempt at a transaction.
     """
 
     def __init__(self, file: SqliteFile, lock: AbstractContextManager[object]) -> None:

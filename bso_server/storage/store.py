@@ -1,24 +1,18 @@
 """The store: the one place where transactions begin, share a commit, are retried, and commit.
 
-The cost of a write is its commit: the database answers only when the transaction is on disk, which takes milliseconds,
-while the statements of a report take microseconds. SQLite admits one writer at a time, so that separate commits would
-queue for the disk; PostgreSQL and MariaDB would sync their logs once per report.
-
-`GroupCommit` therefore lets requests share a commit. Requests that arrive during a transaction wait, and the next
-transaction takes all of them. Groups are never delayed: a request that arrives at an idle server starts at once, and
-under load the groups grow because more requests arrive during each commit. On SQLite, every write is committed in
-groups. On other databases, only the items of a `Batch` (reports) are, because only they can be handled without waiting
-for locks.
+A commit waits milliseconds for the disk, while the statements of a report take microseconds, and SQLite admits one
+writer at a time. `GroupCommit` therefore lets requests share a commit: requests that arrive during a transaction wait,
+and the next transaction takes all of them. Groups are never delayed; under load they grow because more requests arrive
+during each commit. On SQLite, every write is committed in groups. On other databases, only the items of a `Batch`
+(reports) are, because only they can be handled without waiting for locks.
 
 A request must not suffer from the others of its group:
 
 - A refused request gets its own error; the other requests of its group are committed.
-- A transaction that fails as a whole changes nothing, and its requests are then handled one by one: the request that
-  causes the failure gets the error, the others get answers.
-- If the database is unavailable, all requests of the group get that error at once. A group on a SQLite file that was
-  moved away may be committed, and is not retried either.
-- A group waits for no lock. An item whose rows another transaction has locked is left out of the group and committed
-  separately, where it may wait; later items of its row follow it.
+- If a transaction fails as a whole, its requests are handled one by one, so that only the request at fault gets the
+  error. But if the database is unavailable, or a SQLite file was moved away and the group may be committed, all get it.
+- A group waits for no lock. An item whose rows another transaction has locked is committed separately, where it may
+  wait; later items of its row follow it.
 - A group that has taken too long starts no further request, and long work (`Store.patient`) is in no group.
 - The request of a client that disconnects is committed with its group. A request whose deadline has passed while it
   waited gets that error and is not executed.
@@ -149,15 +143,11 @@ def _in_one_transaction(group: Sequence[_Entry], waits: bool, transaction: Trans
 
 
 class GroupCommit:
-    """Commits requests in groups, one group at a time, and items that must wait for locks separately.
-
-    Items that must wait queue by their batch's `queue_of`; each queue is committed group by group, with waiting. As
-    long as an item waits, later items of the same row queue behind it.
+    """Commits requests in groups, one group at a time, and items that must wait for locks in queues beside them.
 
     Args:
-        commit: Runs a group in one transaction; called with the group's work, whether it may wait for locks, and the
-            listener of the transaction.
-        listener: Notified of transactions that requests share. A request with its own transaction notifies it itself.
+        commit: Commits a group's work in one transaction, which may wait for locks if its second argument is True.
+        listener: Notified of each transaction.
         patience_s: Seconds after which a waiting request gets `DatabaseUnavailableError`.
     """
 

@@ -12,26 +12,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    Insert,
-    Row,
-    RowMapping,
-    Select,
-    Table,
-    Update,
-    and_,
-    bindparam,
-    delete,
-    func,
-    insert,
-    literal,
-    or_,
-    select,
-    union_all,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.sql.base import Executable
 
@@ -83,67 +64,71 @@ IS_THERE = jobs.c.importing_at.is_(None)
 """Condition that excludes jobs whose import has not ended."""
 
 
-def _states(states: Collection[TrialState]) -> list[ColumnElement[TrialState]]:
+def _states(states: Collection[TrialState]) -> list[sa.ColumnElement[TrialState]]:
     # One parameter per state, because SQLAlchemy renders the parameters of a list again at each execution.
-    return [literal(state, trials.c.state.type) for state in sorted(states)]
+    return [sa.literal(state, trials.c.state.type) for state in sorted(states)]
 
 
 # Statements of requests are built once: building one takes longer than SQLite needs to execute it.
 _is_alive = trials.c.state.in_(_states(ALIVE))
-_is_expired = or_(trials.c.lease_expires_at < bindparam("now"), trials.c.lease_expires_at > bindparam("latest"))
-_trials_of_job = select(trials).where(trials.c.job_id == bindparam("job_id"))
-_ended_after = _trials_of_job.where(trials.c.ended_event > bindparam("event"))
+_is_expired = sa.or_(
+    trials.c.lease_expires_at < sa.bindparam("now"), trials.c.lease_expires_at > sa.bindparam("latest")
+)
+_trials_of_job = sa.select(trials).where(trials.c.job_id == sa.bindparam("job_id"))
+_ended_after = _trials_of_job.where(trials.c.ended_event > sa.bindparam("event"))
 _explorations = _trials_of_job.where(trials.c.origin == Origin.EXPLORATION, trials.c.state.not_in(_states(UNCOUNTED)))
 # A union, because not every database would use the index of each part if the conditions were joined by OR.
-_OPEN_TRIALS = union_all(_trials_of_job.where(_is_alive), _ended_after)
-_OPEN_TRIALS_AND_EXPLORATIONS = union_all(_trials_of_job.where(_is_alive), _ended_after, _explorations)
+_OPEN_TRIALS = sa.union_all(_trials_of_job.where(_is_alive), _ended_after)
+_OPEN_TRIALS_AND_EXPLORATIONS = sa.union_all(_trials_of_job.where(_is_alive), _ended_after, _explorations)
 _EXPIRED_TRIALS = _trials_of_job.where(_is_alive, _is_expired).with_for_update()
 _EXPIRED_TRIALS_OF_NOBODY = _trials_of_job.where(_is_alive, _is_expired).with_for_update(skip_locked=True)
-_TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == bindparam("idempotency_key"))
+_TRIAL_WITH_KEY = _trials_of_job.where(trials.c.idempotency_key == sa.bindparam("idempotency_key"))
 _STATES_OF_SIZE = (
-    select(trials.c.state, func.count())
-    .where(trials.c.job_id == bindparam("job_id"), trials.c.batch_size == bindparam("batch_size"))
+    sa.select(trials.c.state, sa.func.count())
+    .where(trials.c.job_id == sa.bindparam("job_id"), trials.c.batch_size == sa.bindparam("batch_size"))
     .group_by(trials.c.state)
 )
-_JOB = select(jobs).where(jobs.c.job_id == bindparam("job_id"), IS_THERE)
+_JOB = sa.select(jobs).where(jobs.c.job_id == sa.bindparam("job_id"), IS_THERE)
 _LOCKED_JOB, _LOCKED_JOB_OR_NONE = _JOB.with_for_update(), _JOB.with_for_update(skip_locked=True)
-_ARMS = select(arms).where(arms.c.job_id == bindparam("job_id")).order_by(arms.c.batch_size)
-_MEMORY = select(policy_memories).where(policy_memories.c.job_id == bindparam("job_id"))
-_TOKEN = select(tokens).where(tokens.c.token_id == bindparam("token_id"))
+_ARMS = sa.select(arms).where(arms.c.job_id == sa.bindparam("job_id")).order_by(arms.c.batch_size)
+_MEMORY = sa.select(policy_memories).where(policy_memories.c.job_id == sa.bindparam("job_id"))
+_TOKEN = sa.select(tokens).where(tokens.c.token_id == sa.bindparam("token_id"))
 _NEWEST_POWER_PROFILE = (
-    select(power_profiles)
-    .where(power_profiles.c.job_id == bindparam("job_id"), power_profiles.c.batch_size == bindparam("batch_size"))
+    sa.select(power_profiles)
+    .where(power_profiles.c.job_id == sa.bindparam("job_id"), power_profiles.c.batch_size == sa.bindparam("batch_size"))
     .order_by(power_profiles.c.trial_number.desc())
     .limit(1)
 )
-_INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = insert(trials), insert(epochs), insert(decisions)
+_INSERT_TRIALS, _INSERT_EPOCHS, _INSERT_DECISIONS = sa.insert(trials), sa.insert(epochs), sa.insert(decisions)
 
 
 @lru_cache(maxsize=64)
-def _locked_trials_of(size: int, *, skip: bool) -> Select[Any]:
+def _locked_trials_of(size: int, *, skip: bool) -> sa.Select[Any]:
     """Return the query for `size` trials with their jobs; parameters ``job_id_0``, ``trial_number_0`` and so on."""
     # For ``(job_id, trial_number) IN (…)`` SQLite would read the whole table.
     keys = [
-        and_(trials.c.job_id == bindparam(f"job_id_{n}"), trials.c.trial_number == bindparam(f"trial_number_{n}"))
+        sa.and_(
+            trials.c.job_id == sa.bindparam(f"job_id_{n}"), trials.c.trial_number == sa.bindparam(f"trial_number_{n}")
+        )
         for n in range(size)
     ]
-    query: Select[Any] = select(trials, jobs).join_from(trials, jobs).where(or_(*keys), IS_THERE)
+    query: sa.Select[Any] = sa.select(trials, jobs).join_from(trials, jobs).where(sa.or_(*keys), IS_THERE)
     query = query.order_by(trials.c.job_id, trials.c.trial_number)
     return query.with_for_update(of=trials, skip_locked=skip)
 
 
 @lru_cache(maxsize=64)
-def _update_of(table: Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], Update]:
+def _update_of(table: sa.Table, names: tuple[str, ...]) -> tuple[tuple[str, ...], sa.Update]:
     """Return the names of the parameters of an update of one row, and the update; `names` includes the key."""
     key = table.primary_key.columns.keys()
-    changed: dict[str, Any] = {name: bindparam(name) for name in names if name not in key}
-    statement = update(table).where(*_has_key(table)).values(changed)
+    changed: dict[str, Any] = {name: sa.bindparam(name) for name in names if name not in key}
+    statement = sa.update(table).where(*_has_key(table)).values(changed)
     return tuple(f"key_{name}" if name in key else name for name in names), statement
 
 
-def _has_key(table: Table) -> Iterator[ColumnElement[bool]]:
+def _has_key(table: sa.Table) -> Iterator[sa.ColumnElement[bool]]:
     # SQLAlchemy refuses parameters with the names of updated columns, hence the prefix.
-    return (column == bindparam(f"key_{column.name}") for column in table.primary_key)
+    return (column == sa.bindparam(f"key_{column.name}") for column in table.primary_key)
 
 
 class RowLocked(Enum):
@@ -162,7 +147,7 @@ class Transaction:
     or abandoning locks the job, then only its expired trials.
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: sa.Connection) -> None:
         self.connection = connection
         self._log: list[tuple[object, ...]] = []
         self._occurrences: list[Occurrence] = []
@@ -194,11 +179,11 @@ class Transaction:
         finally:
             self.connection.exec_driver_sql("RELEASE SAVEPOINT work")
 
-    def rows(self, statement: Executable, **parameters: object) -> Sequence[RowMapping]:
+    def rows(self, statement: Executable, **parameters: object) -> Sequence[sa.RowMapping]:
         """Return the rows of a query as mappings by column name."""
         return self.connection.execute(statement, parameters).mappings().all()
 
-    def tuples(self, statement: Executable, **parameters: object) -> Sequence[Row[Any]]:
+    def tuples(self, statement: Executable, **parameters: object) -> Sequence[sa.Row[Any]]:
         """Return the rows of a query as tuples."""
         return self.connection.execute(statement, parameters).all()
 
@@ -272,7 +257,7 @@ class Transaction:
 
     def jobs_with_expired_trials(self, now: datetime, latest: datetime) -> list[str]:
         """Return the ids of jobs with trials as in `locked_expired_trials`, in order."""
-        statement = select(trials.c.job_id).distinct().where(_is_alive, _is_expired).order_by(trials.c.job_id)
+        statement = sa.select(trials.c.job_id).distinct().where(_is_alive, _is_expired).order_by(trials.c.job_id)
         return [job_id for (job_id,) in self.tuples(statement, now=now, latest=latest)]
 
     def trial_with_key(self, job_id: str, idempotency_key: str) -> TrialRecord | None:
@@ -298,11 +283,11 @@ class Transaction:
         """Replace the policy's memory of a locked job."""
         row = memory_row(stored, policy)
         if not self._update(policy_memories, [row]):
-            self.connection.execute(insert(policy_memories), row)
+            self.connection.execute(sa.insert(policy_memories), row)
 
     def forget_memory(self, job_id: str) -> None:
         """Delete the policy's memory of a locked job; the next decision computes it again."""
-        self.connection.execute(delete(policy_memories).where(policy_memories.c.job_id == job_id))
+        self.connection.execute(sa.delete(policy_memories).where(policy_memories.c.job_id == job_id))
 
     def insert_job(
         self,
@@ -331,10 +316,10 @@ class Transaction:
             "importing_at": importing_at,
         }
         try:
-            self.connection.execute(insert(jobs).values(row))
+            self.connection.execute(sa.insert(jobs).values(row))
         except IntegrityError as error:
             raise JobExistsError(registration.job_id) from error
-        self.connection.execute(insert(arms), _arm_rows(registration.job_id, map(Arm, registration.batch_sizes)))
+        self.connection.execute(sa.insert(arms), _arm_rows(registration.job_id, map(Arm, registration.batch_sizes)))
 
     def update_jobs(self, changed: Iterable[StoredJob]) -> None:
         """Save the changeable columns of locked jobs."""
@@ -342,7 +327,7 @@ class Transaction:
 
     def share_job(self, job_id: str, *, shared: bool) -> None:
         """Set whether tokens other than its owner may use a locked job."""
-        self.connection.execute(update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
+        self.connection.execute(sa.update(jobs).where(jobs.c.job_id == job_id).values(shared=shared))
 
     def update_arms(self, job_id: str, changed: Iterable[Arm]) -> None:
         """Save arms of a locked job."""
@@ -350,7 +335,7 @@ class Transaction:
 
     def delete_job(self, job_id: str) -> bool:
         """Delete a job with all its trials; return False if it did not exist."""
-        return bool(self.connection.execute(delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
+        return bool(self.connection.execute(sa.delete(jobs).where(jobs.c.job_id == job_id, IS_THERE)).rowcount)
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Insert trials."""
@@ -380,12 +365,12 @@ class Transaction:
     def power_profile(self, key: TrialKey) -> StoredPowerProfile | None:
         """Return the profile of a trial, or None."""
         table = power_profiles.c
-        found = self.rows(select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
+        found = self.rows(sa.select(power_profiles).where(table.job_id == key[0], table.trial_number == key[1]))
         return StoredPowerProfile(**found[0]) if found else None
 
     def insert_power_profiles(self, added: Iterable[StoredPowerProfile]) -> None:
         """Insert the profiles of trials that have none."""
-        self._insert(insert(power_profiles), [record_row(profile) for profile in added])
+        self._insert(sa.insert(power_profiles), [record_row(profile) for profile in added])
 
     def update_power_profile(self, changed: StoredPowerProfile) -> None:
         """Replace the profile of a locked trial."""
@@ -395,7 +380,7 @@ class Transaction:
         """Delete up to `limit` profiles stored before `instant`, but not the newest of a size; return their number."""
         newer = power_profiles.alias("newer")
         has_newer = (
-            select(newer.c.trial_number)
+            sa.select(newer.c.trial_number)
             .where(
                 newer.c.job_id == power_profiles.c.job_id,
                 newer.c.batch_size == power_profiles.c.batch_size,
@@ -412,12 +397,12 @@ class Transaction:
     def write_probe(self, probe_id: str) -> None:
         """Insert and delete a row of several pages, which fails if the database is read-only or full."""
         ballast = secrets.token_hex(_PROBE_BYTES // 2)
-        self.connection.execute(insert(write_probes).values(probe_id=probe_id, ballast=ballast))
-        self.connection.execute(delete(write_probes).where(write_probes.c.probe_id == probe_id))
+        self.connection.execute(sa.insert(write_probes).values(probe_id=probe_id, ballast=ballast))
+        self.connection.execute(sa.delete(write_probes).where(write_probes.c.probe_id == probe_id))
 
     def insert_token(self, token: TokenRecord) -> None:
         """Insert a token."""
-        self.connection.execute(insert(tokens).values(token_row(token)))
+        self.connection.execute(sa.insert(tokens).values(token_row(token)))
 
     def token(self, token_id: str) -> TokenRecord | None:
         """Return the token, even if it was revoked, or None."""
@@ -425,11 +410,11 @@ class Transaction:
 
     def all_tokens(self) -> list[TokenRecord]:
         """Return every token, oldest first."""
-        return list(map(token_from, self.rows(select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))))
+        return list(map(token_from, self.rows(sa.select(tokens).order_by(tokens.c.created_at, tokens.c.token_id))))
 
     def any_token(self, *, valid: bool = False) -> bool:
         """Return whether a token exists; with `valid`, one that was not revoked."""
-        statement = select(tokens.c.token_id).limit(1)
+        statement = sa.select(tokens.c.token_id).limit(1)
         if valid:
             statement = statement.where(tokens.c.revoked_at.is_(None))
         return self.connection.execute(statement).first() is not None
@@ -444,12 +429,14 @@ class Transaction:
 
     def jobs_per_owner(self) -> dict[str, int]:
         """Return the number of jobs by token id, for tokens that have jobs."""
-        statement = select(jobs.c.owner, func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
+        statement = (
+            sa.select(jobs.c.owner, sa.func.count()).where(jobs.c.owner.is_not(None), IS_THERE).group_by(jobs.c.owner)
+        )
         return dict(map(tuple, self.tuples(statement)))
 
     def alive_trials_of(self, owner: str) -> int:
         """Return the number of the token's trials that are alive."""
-        statement = select(func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
+        statement = sa.select(sa.func.count()).where(trials.c.owner == owner, trials.c.state.in_(ALIVE))
         return self.connection.execute(statement).scalar_one()
 
     def hand_over_jobs(self, owner: str, successor: str, *, limit: int) -> list[tuple[Any, ...]]:
@@ -460,8 +447,8 @@ class Transaction:
         """Transfer up to `limit` of a token's trials to another token; return their keys."""
         return self._hand_over(trials, owner, successor, limit)
 
-    def _hand_over(self, table: Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
-        rows = self.rows(select(*table.primary_key).where(table.c.owner == owner).limit(limit))
+    def _hand_over(self, table: sa.Table, owner: str, successor: str, limit: int) -> list[tuple[Any, ...]]:
+        rows = self.rows(sa.select(*table.primary_key).where(table.c.owner == owner).limit(limit))
         keys = sorted(tuple(row.values()) for row in rows)
         # By key and in order, because MySQL would lock every row that it compares with a condition on the owner.
         names = table.primary_key.columns.keys()
@@ -469,31 +456,33 @@ class Transaction:
         return keys
 
     def _delete_some(
-        self, table: Table, dated: ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
+        self, table: sa.Table, dated: sa.ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
     ) -> int:
-        statement = select(*table.primary_key).where(dated < instant, *conditions)
+        statement = sa.select(*table.primary_key).where(dated < instant, *conditions)
         return self._delete(table, self.rows(statement.order_by(dated).limit(limit)))
 
-    def delete_some_of(self, table: Table, job_id: str, *, limit: int) -> int:
+    def delete_some_of(self, table: sa.Table, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` rows of a job from a table; return their number."""
-        return self._delete(table, self.rows(select(*table.primary_key).where(table.c.job_id == job_id).limit(limit)))
+        return self._delete(
+            table, self.rows(sa.select(*table.primary_key).where(table.c.job_id == job_id).limit(limit))
+        )
 
-    def _delete(self, table: Table, rows: Sequence[RowMapping]) -> int:
+    def _delete(self, table: sa.Table, rows: Sequence[sa.RowMapping]) -> int:
         if rows:
             # By key, because on MySQL a condition on the time would lock rows that others are inserting.
             values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
-            self.connection.execute(delete(table).where(*_has_key(table)), values)
+            self.connection.execute(sa.delete(table).where(*_has_key(table)), values)
         return len(rows)
 
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.
         return sorted(map(trial_from, self.rows(statement, **parameters)), key=attrgetter("trial_number"))
 
-    def _insert(self, statement: Insert, rows: Sequence[Mapping[str, Any]]) -> None:
+    def _insert(self, statement: sa.Insert, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             self.connection.execute(statement, rows)
 
-    def _update(self, table: Table, rows: Sequence[Mapping[str, Any]]) -> int:
+    def _update(self, table: sa.Table, rows: Sequence[Mapping[str, Any]]) -> int:
         """Update rows, given with their keys and the same columns in the same order.
 
         Return how many exist; with several rows, most drivers do not know.

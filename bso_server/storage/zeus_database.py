@@ -73,10 +73,7 @@ class ZeusJob:
 
 
 async def read_jobs(database_url: str) -> list[ZeusJob]:
-    """Return all jobs of a Zeus server, ordered by id.
-
-    Args:
-        database_url: SQLAlchemy URL of its database, as in its settings: SQLite, PostgreSQL, MySQL or MariaDB.
+    """Return all jobs of a Zeus server, ordered by id; `database_url` is the URL in its settings.
 
     Raises:
         ZeusDatabaseError: The database cannot be read, or its tables are not those of Zeus 0.16.

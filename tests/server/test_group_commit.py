@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -182,6 +182,11 @@ class Numbers:
         self.store = store
         self.gate = threading.Event()
         self.transactions: list[list[int]] = []
+        self.outcomes: list[Outcome] = []
+
+    def hear(self, occurrence: Occurrence) -> None:
+        if isinstance(occurrence, TransactionDone) and occurrence.writes:
+            self.outcomes.append(occurrence.outcome)
 
     def writing(self, number: int, error: BaseException | None = None) -> Work[int]:
         def work(transaction: Transaction) -> int:
@@ -221,11 +226,10 @@ class Numbers:
 
 
 @asynccontextmanager
-async def numbers_in(
-    folder: Path, *, driver: str = "sqlite", patience_s: float = 60.0, told: Callable[[Occurrence], None] | None = None
-) -> AsyncIterator[Numbers]:
+async def numbers_in(folder: Path, *, driver: str = "sqlite", patience_s: float = 60.0) -> AsyncIterator[Numbers]:
     database = open_database(f"{driver}:///{folder / 'numbers.sqlite3'}", patience_s=patience_s)
-    numbers = Numbers(Store(database, patience_s=patience_s, listener=told or (lambda _: None)))
+    numbers = Numbers(Store(database, patience_s=patience_s))
+    numbers.store.listener = numbers.hear
 
     def prepare(transaction: Transaction) -> None:
         transaction.connection.execute(text("CREATE TABLE numbers (n INTEGER PRIMARY KEY)"))
@@ -253,16 +257,13 @@ def _patient_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 class TestWritersOfASqliteFile:
     @pytest.mark.parametrize("driver", SQLITE_DRIVERS)
-    async def test_what_comes_together_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
+    async def test_what_comes_together_and_what_waits_shares_a_transaction(self, tmp_path: Path, driver: str) -> None:
         async with numbers_in(tmp_path, driver=driver) as numbers:
             assert await asyncio.gather(*(numbers.store.write(numbers.writing(n)) for n in (1, 2, 3))) == [-1, -2, -3]
             assert numbers.transactions == [[1, 2, 3]]
-            assert await numbers.kept() == [1, 2, 3]
-
-    async def test_what_waits_shares_a_transaction(self, tmp_path: Path) -> None:
-        async with numbers_in(tmp_path) as numbers:
-            assert await numbers.behind_another(*map(numbers.writing, (1, 2, 3))) == [-1, -2, -3]
-            assert numbers.transactions == [[], [1, 2, 3]]
+            assert await numbers.behind_another(*map(numbers.writing, (4, 5, 6))) == [-4, -5, -6]
+            assert numbers.transactions == [[1, 2, 3], [], [4, 5, 6]]
+            assert await numbers.kept() == [1, 2, 3, 4, 5, 6]
 
     async def test_work_that_is_refused_leaves_nothing_behind_and_the_others_go_on(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -327,25 +328,21 @@ class TestWritersOfASqliteFile:
             assert await numbers.kept() == [1, 2]
 
     async def test_a_transaction_is_told_of_once_whoever_shares_it(self, tmp_path: Path) -> None:
-        told: list[Occurrence] = []
-        async with numbers_in(tmp_path, told=told.append) as numbers:
+        async with numbers_in(tmp_path) as numbers:
             await numbers.behind_another(*map(numbers.writing, (1, 2, 3)))
             with pytest.raises(UnknownJobError):
                 await numbers.store.write(numbers.writing(4, UnknownJobError("mnist")))
-        outcomes = [each.outcome for each in told if isinstance(each, TransactionDone) and each.writes]
         # One prepares, one is busy, and one is shared.
-        assert outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
+        assert numbers.outcomes == [Outcome.COMMITTED, Outcome.COMMITTED, Outcome.COMMITTED, Outcome.REFUSED]
 
     async def test_work_that_times_out_is_told_of(self, tmp_path: Path) -> None:
-        told: list[Occurrence] = []
-        async with numbers_in(tmp_path, patience_s=1.0, told=told.append) as numbers:
+        async with numbers_in(tmp_path, patience_s=1.0) as numbers:
             busy = await numbers.make_busy()
             with pytest.raises(DatabaseUnavailableError):
                 await busy
             numbers.gate.set()
             await numbers.store.write(numbers.writing(1))
-        outcomes = [each.outcome for each in told if isinstance(each, TransactionDone)]
-        assert outcomes == [Outcome.COMMITTED, Outcome.UNAVAILABLE, Outcome.COMMITTED]
+        assert numbers.outcomes == [Outcome.COMMITTED, Outcome.UNAVAILABLE, Outcome.COMMITTED]
 
 
 class _Panic(BaseException):

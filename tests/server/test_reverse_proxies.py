@@ -17,7 +17,7 @@ from tests.support import ROOT
 from tests.support.dashboard_pages import Page
 from tests.support.exports import encoded, export_over, import_over, renamed
 from tests.support.jobs import job
-from tests.support.servers import ServerProcess, free_port, wait_until_up
+from tests.support.servers import ServerProcess, free_port, serving, wait_until_up
 from tests.support.tokens import bearer, make_token
 from zeus_plugins import BatchSizeOptimizer, JobSpec
 from zeus_plugins.energy import Measurement, ReplayMonitor
@@ -178,9 +178,7 @@ def test_tokens_tell_to_which_of_several_servers_a_training_goes(
 ) -> None:
     certify(tmp_path, monkeypatch)
     (tmp_path / "other").mkdir()
-    other = ServerProcess(f"sqlite:///{tmp_path / 'other' / 'bso.sqlite3'}", tmp_path / "other" / "server.log")
-    other.start()
-    try:
+    with serving(f"sqlite:///{tmp_path / 'other' / 'bso.sqlite3'}", tmp_path / "other") as other:
         tokens = [make_token(each.database_url, "report") for each in (server, other)]
         port = free_port()
         site = replaced(
@@ -203,5 +201,3 @@ def test_tokens_tell_to_which_of_several_servers_a_training_goes(
                 assert [one["job_id"] for one in jobs["jobs"]] == [job_id]
                 assert httpx.get(f"{url}/{prefix}/api/jobs", headers=bearer(token)).json() == jobs
                 assert httpx.get(f"{url}/{prefix}/ui/", auth=("anybody", token)).status_code == 200
-    finally:
-        other.kill()
