@@ -28,7 +28,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Sequence
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,11 @@ class _Entry:
     item: Any
     batch: Batch[Any, Any] | None
     future: asyncio.Future[Any]
-    heard: list[Occurrence] = field(default_factory=list)
+    context: Context = field(default_factory=copy_context)
+
+    def notify(self, listener: Listener, occurrence: Occurrence) -> None:
+        """Notify a listener in the context of the request."""
+        self.context.run(listener, occurrence)
 
     @property
     def is_over(self) -> bool:
@@ -187,11 +191,6 @@ class GroupCommit:
                 return await entry.future
             finally:
                 limit.cancel()
-                self._tell_of(entry)
-
-    def _tell_of(self, entry: _Entry) -> None:
-        while entry.heard:
-            self._listener(entry.heard.pop(0))
 
     async def _work(self) -> None:
         while self._waiting:
@@ -226,9 +225,10 @@ class GroupCommit:
         group = [each for each in group if not each.is_over]
         if not group:
             return
-        # A transaction that only one request uses belongs to the trace of that request.
-        is_own = len(group) == 1 and group[0].batch is None
-        listener = group[0].heard.append if is_own else self._listener
+        listener = self._listener
+        if len(group) == 1 and group[0].batch is None:
+            # A transaction that only one request uses belongs to the trace of that request.
+            listener = partial(group[0].notify, listener)
         try:
             outcomes = await self._commit(partial(_in_one_transaction, group, waits), waits, listener)
         except DatabaseUnavailableError as error:
@@ -241,9 +241,6 @@ class GroupCommit:
                     await self._take([each], waits=waits)
                 return
             outcomes = [error]
-        finally:
-            if is_own and group[0].future.done():
-                self._tell_of(group[0])
         held: list[_Entry] = []
         later: list[_Entry] = []
         for entry, outcome in zip(group, outcomes, strict=True):

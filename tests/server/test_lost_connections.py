@@ -273,7 +273,7 @@ def test_a_request_waits_for_a_database_that_comes_back(http: httpx.Client, rela
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["away", "silent"])
-def test_a_database_that_stays_away_or_falls_silent_is_told_and_survived(
+def test_a_database_that_stays_away_is_told_and_survived(
     http: httpx.Client, relay: Relay, relayed_server: ServerProcess, silent: bool
 ) -> None:
     job_id = "silent" if silent else "away"
