@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bso_server.core.occurrences import Outcome, ReportsCommitted, TransactionDone
-from bso_server.metrics import DIRECTORY_VARIABLE
-from bso_server.metrics.watch import Watch
+from bso_server.metrics.watch import DIRECTORY_VARIABLE, Watch
 
 WAYS = {
     "alone": "ids and metrics of a server in one process",

@@ -209,15 +209,11 @@ async def _come_back_later(_scope: Any, _receive: Any, send: Callable[[dict[str,
     status = HTTPStatus.SERVICE_UNAVAILABLE
     message = "the server has no room for another connection at present: send the request again"
     body = ErrorBody(title=status.phrase, status=status, detail=message, message=message).model_dump_json().encode()
-    headers = {"content-type": "application/problem+json", "content-length": str(len(body)), "retry-after": "5"}
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                *((name.encode(), value.encode()) for name, value in headers.items()),
-                (b"connection", b"close"),
-            ],
-        }
-    )
+    headers = [
+        (b"content-type", b"application/problem+json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"retry-after", b"5"),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -30,8 +30,6 @@ except ModuleNotFoundError as error:
         "pip install 'zeus-plugins[otel]', or take the setting away"
     ) from error
 
-_CARRIERS = {b"traceparent": "traceparent", b"tracestate": "tracestate"}
-
 _NS = 1_000_000_000
 
 # The server's process ends within nine seconds, in which it must also close its database.
@@ -52,8 +50,7 @@ class Tracing:
     @contextmanager
     def span_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Iterator[Callable[[str, str | None, int], None]]:
         """Trace a request as a part of the trace in its ``traceparent`` header."""
-        carrier = {_CARRIERS[name]: value.decode("latin-1") for name, value in headers if name in _CARRIERS}
-        parent = self._propagator.extract(carrier)
+        parent = self._propagator.extract({name.decode("latin-1"): value.decode("latin-1") for name, value in headers})
         # The status of the response marks errors; the text of an exception may name jobs.
         with self._tracer.start_as_current_span(
             "request", parent, trace.SpanKind.SERVER, record_exception=False, set_status_on_exception=False

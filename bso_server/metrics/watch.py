@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import os
 import random
 import re
+import shutil
+import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -19,6 +22,9 @@ from bso_server.service.health import JobTotals
 if TYPE_CHECKING:
     from bso_server.metrics.prometheus import DatabaseMetrics, Instruments
     from bso_server.metrics.tracing import Tracing
+
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Environment variable with the directory in which processes share their counts; read when `prometheus` is imported."""
 
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -150,6 +156,22 @@ class Watch:
             await self._database.close()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+
+
+@contextmanager
+def counted_together(processes: int) -> Iterator[None]:
+    """Make the processes that the block starts share their counts; raise `OSError` without room for temporary files."""
+    # An inherited directory would contain the counts of an earlier start.
+    os.environ.pop(DIRECTORY_VARIABLE, None)
+    if processes == 1:
+        yield
+        return
+    directory = tempfile.mkdtemp(prefix=f"zeus-bso-metrics-{os.getpid()}-")
+    os.environ[DIRECTORY_VARIABLE] = directory
+    try:
+        yield
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def require_tracing() -> None:

@@ -29,8 +29,10 @@ _SQLITE_UNWRITABLE = {
     sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_NOTADB: _DAMAGED,
 }
-_POSTGRES_UNWRITABLE = {"25006": _READ_ONLY, "53100": _FULL, "58030": _FAILING}
-_MYSQL_UNWRITABLE = {
+_UNWRITABLE: dict[object, str] = {
+    "25006": _READ_ONLY,  # PostgreSQL's; the numbers are MySQL's
+    "53100": _FULL,
+    "58030": _FAILING,
     3: _FAILING,  # error writing a file
     1021: _FULL,
     1026: _FAILING,  # error writing the file of a table
@@ -42,13 +44,11 @@ _MYSQL_UNWRITABLE = {
 }
 
 # Codes of databases that have aborted a transaction which may succeed when it is retried.
-_POSTGRES_BROKEN_OFF = {
+_BROKEN_OFF = {
     "40001",  # serialization failure
     "40P01",  # deadlock
     "55P03",  # lock not available: within lock_timeout
     "57014",  # query canceled: by statement_timeout
-}
-_MYSQL_BROKEN_OFF = {
     1053,  # shutting down
     1205,  # lock wait timeout
     1213,  # deadlock
@@ -97,10 +97,7 @@ def as_unwritable(error: DBAPIError) -> UnwritableError | None:
     if isinstance(cause, sqlite3.Error):
         fault = _SQLITE_UNWRITABLE.get(getattr(cause, "sqlite_errorcode", 0) & 0xFF)
     else:
-        code = _code_of(error)
-        fault = _POSTGRES_UNWRITABLE.get(getattr(cause, "sqlstate", None) or "") or (
-            _MYSQL_UNWRITABLE.get(code) if isinstance(code, int) else None
-        )
+        fault = next((_UNWRITABLE[code] for code in _codes_of(error) if code in _UNWRITABLE), None)
     return None if fault is None else UnwritableError(fault, cause)
 
 
@@ -131,7 +128,10 @@ def failure_of(error: BaseException) -> Failure | None:
         return Failure.COLLIDED
     if isinstance(error, DatabaseUnavailableError):
         return Failure.LOST if error.fault is None else None
-    return Failure.BROKEN_OFF if isinstance(error, DBAPIError) and _is_broken_off(error) else None
+    if not isinstance(error, DBAPIError):
+        return None
+    is_broken_off = any(code in _BROKEN_OFF or "database is locked" in str(code) for code in _codes_of(error))
+    return Failure.BROKEN_OFF if is_broken_off else None
 
 
 # Longest wait in seconds after the first failure, the number of attempts during which it grows, and the number of
@@ -200,14 +200,6 @@ class Retries:
             logger.info("lost the connection to the database, and found it again at attempt %d", self.attempts + 1)
 
 
-def _is_broken_off(error: DBAPIError) -> bool:
-    code = _code_of(error)
-    return (
-        getattr(error.orig, "sqlstate", None) in _POSTGRES_BROKEN_OFF
-        or code in _MYSQL_BROKEN_OFF
-        or (isinstance(code, str) and "database is locked" in code)
-    )
-
-
-def _code_of(error: DBAPIError) -> object:
-    return error.orig.args[0] if error.orig is not None and error.orig.args else None
+def _codes_of(error: DBAPIError) -> list[object]:
+    """Return the SQLSTATE and the number of a driver's error, as far as it has them; on SQLite, its text."""
+    return [] if error.orig is None else [getattr(error.orig, "sqlstate", None), *error.orig.args[:1]]

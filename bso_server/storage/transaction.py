@@ -355,7 +355,8 @@ class Transaction:
 
     def delete_epochs_before(self, instant: datetime, *, limit: int) -> int:
         """Delete up to `limit` reports received before `instant`, oldest first; return their number."""
-        return self._delete_some(epochs, epochs.c.reported_at, instant, limit=limit)
+        reported_at = epochs.c.reported_at
+        return self._delete(epochs, reported_at < instant, order=reported_at, limit=limit)
 
     def newest_power_profile(self, job_id: str, batch_size: int) -> StoredPowerProfile | None:
         """Return the profile of the latest trial of this size that has one, or None."""
@@ -388,7 +389,8 @@ class Transaction:
             )
             .exists()
         )
-        return self._delete_some(power_profiles, power_profiles.c.stored_at, instant, has_newer, limit=limit)
+        stored_at = power_profiles.c.stored_at
+        return self._delete(power_profiles, stored_at < instant, has_newer, order=stored_at, limit=limit)
 
     def insert_decisions(self, added: Iterable[StoredDecision]) -> None:
         """Insert decisions."""
@@ -455,24 +457,17 @@ class Transaction:
         self._update(table, [{**dict(zip(names, key, strict=True)), "owner": successor} for key in keys])
         return keys
 
-    def _delete_some(
-        self, table: sa.Table, dated: sa.ColumnElement[datetime], instant: datetime, *conditions: Any, limit: int
-    ) -> int:
-        statement = sa.select(*table.primary_key).where(dated < instant, *conditions)
-        return self._delete(table, self.rows(statement.order_by(dated).limit(limit)))
-
     def delete_some_of(self, table: sa.Table, job_id: str, *, limit: int) -> int:
         """Delete up to `limit` rows of a job from a table; return their number."""
-        return self._delete(
-            table, self.rows(sa.select(*table.primary_key).where(table.c.job_id == job_id).limit(limit))
-        )
+        return self._delete(table, table.c.job_id == job_id, limit=limit)
 
-    def _delete(self, table: sa.Table, rows: Sequence[sa.RowMapping]) -> int:
-        if rows:
+    def _delete(self, table: sa.Table, *conditions: Any, order: sa.ColumnElement[Any] | None = None, limit: int) -> int:
+        keys = self.rows(sa.select(*table.primary_key).where(*conditions).order_by(order).limit(limit))
+        if keys:
             # By key, because on MySQL a condition on the time would lock rows that others are inserting.
-            values = [{f"key_{name}": value for name, value in row.items()} for row in rows]
+            values = [{f"key_{name}": value for name, value in key.items()} for key in keys]
             self.connection.execute(sa.delete(table).where(*_has_key(table)), values)
-        return len(rows)
+        return len(keys)
 
     def _trials(self, statement: Executable, **parameters: object) -> list[TrialRecord]:
         # Sorted here, because for ORDER BY SQLite would read all trials of the job.

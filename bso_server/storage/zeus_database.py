@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Connection, Double, MetaData, RowMapping, Table, cast, create_engine, inspect, select
 from sqlalchemy.engine import URL, make_url
@@ -24,8 +24,6 @@ from bso_server.storage.faults import NoConnectionError, described
 
 # Seconds that a read waits for a transaction of Zeus's server, on SQLite.
 _SQLITE_BUSY_TIMEOUT_S = 5.0
-
-T = TypeVar("T")
 
 # Columns of each table in Zeus 0.16. Those that specify a job have the same names in `JobSpecFromClient`.
 _SPECIFIED = """job_id job_id_prefix default_batch_size higher_is_better_metric eta_knob beta_knob target_metric
@@ -89,14 +87,14 @@ async def read_jobs(database_url: str) -> list[ZeusJob]:
         ) from None
     try:
         if url.get_backend_name() == "sqlite":
-            return await asyncio.to_thread(_on_sqlite, url, _read)
-        return await _on_server(url, _read)
+            return await asyncio.to_thread(_read_file, url)
+        return await _read_server(url)
     except (NoConnectionError, DBAPIError, sqlite3.Error) as error:
         cause = error if isinstance(error, NoConnectionError) else NoConnectionError(error)
         raise ZeusDatabaseError(f"Zeus's database {described(url)} cannot be read: {cause}") from error
 
 
-def _on_sqlite(url: URL, work: Callable[[Connection], T]) -> T:
+def _read_file(url: URL) -> list[ZeusJob]:
     path = Path(url.database or "")
     if not path.is_file():
         raise ZeusDatabaseError(f"there is no SQLite file {str(path)!r}: name the one that Zeus's server works on")
@@ -108,19 +106,19 @@ def _on_sqlite(url: URL, work: Callable[[Connection], T]) -> T:
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
     with engine.connect() as connection:
         connection.exec_driver_sql("BEGIN")
-        return work(connection)
+        return _read(connection)
 
 
-async def _on_server(url: URL, work: Callable[[Connection], T]) -> T:
-    def only_reading(connection: Connection) -> T:
+async def _read_server(url: URL) -> list[ZeusJob]:
+    def read(connection: Connection) -> list[ZeusJob]:
         connection.exec_driver_sql("SET TRANSACTION READ ONLY")
-        return work(connection)
+        return _read(connection)
 
     # Without the driver, because Zeus's server may use another one.
     own_url = url.set(drivername=url.get_backend_name()).render_as_string(hide_password=False)
     database = open_database(own_url, patience_s=LONG_PATIENCE_S)
     try:
-        return await database.transact(only_reading, read_only=True, timeout_s=LONG_PATIENCE_S)
+        return await database.transact(read, read_only=True, timeout_s=LONG_PATIENCE_S)
     finally:
         await database.close()
 

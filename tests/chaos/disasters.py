@@ -37,13 +37,7 @@ HOURS_LATER = timedelta(hours=2)
 
 @dataclass(frozen=True)
 class RunningClient:
-    """A client process.
-
-    Attributes:
-        process: The process.
-        log: Where it writes what was acknowledged.
-        errors: Where its last words stand if it ends of itself.
-    """
+    """A client process, the log of what was acknowledged, and what it says if it ends of itself."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -56,17 +50,9 @@ class RunningClient:
 
 
 class Scene:
-    """A server with two workers, and the clients that it serves.
+    """A server with two workers, and its clients; `logs` are theirs, and `struck` counts the victims of disasters.
 
-    Args:
-        database_url: A database with the server's schema.
-        directory: For logs.
-        rng: Chooses victims, and seeds the clients.
-        disk: The small disk that holds the database, if it may fill up.
-
-    Attributes:
-        logs: What the clients were told.
-        struck: How often each disaster found a victim.
+    The database, which may be on a small `disk`, has the server's schema; `rng` chooses victims, and seeds the clients.
     """
 
     def __init__(self, database_url: str, directory: Path, rng: random.Random, disk: Path | None = None) -> None:

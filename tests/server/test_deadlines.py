@@ -25,7 +25,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
 from tests.support.databases import DATABASES, MYSQL, POSTGRESQL
 from tests.support.relay import relay_to
-from tests.support.service import HOUR_S, JobService, beat_of, open_store
+from tests.support.service import HOUR_S, JobService, beat_of, open_store, trial_id
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
 
 # More than anything takes that is not held up, on a machine with much else to do.
@@ -111,6 +111,20 @@ async def beat(server: JobService, trial: TrialDispatch) -> None:
     await server.service.transact(server.service.commands.heartbeat, beat_of(trial))
 
 
+async def outcomes_without_waiting(server: JobService, *reports: tuple[TrialDispatch, int, float]) -> list[Outcome]:
+    """The outcomes of a group of reports: of these trials, at these epochs, with these metrics."""
+    results = [
+        TrainingResult(**trial_id(trial).model_dump(), time=epoch, energy=epoch, metric=metric, current_epoch=epoch)
+        for trial, epoch, metric in reports
+    ]
+
+    def take(transaction: Transaction) -> list[Outcome]:
+        group = [(result, UNRESTRICTED) for result in results]
+        return ReportBatch(transaction, group, server.service.commands.moment(), waits=False).take()
+
+    return await server.store.write_at_once(take)
+
+
 def checked_out(store: Store) -> int:
     """Connections in use."""
     assert isinstance(store._database, AsyncDatabase)
@@ -184,17 +198,9 @@ class TestRowsThatStayLocked:
         async with open_store(database_url, patience_s=LONG_S) as store:
             server = await job_on(store)
             trial = await server.suggest()
-            key = trial.model_dump(include={"job_id", "batch_size", "trial_number"})
-            reports = [
-                (TrainingResult(**key, time=epoch, energy=epoch, metric=metric, current_epoch=epoch), UNRESTRICTED)
-                for epoch, metric in ((1, 0.95), (2, 0.5))
-            ]
-
-            def outcomes(transaction: Transaction) -> list[Outcome]:
-                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
-
             async with locked(database_url, row_of(server)):
-                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 2
+                outcomes = await outcomes_without_waiting(server, (trial, 1, 0.95), (trial, 2, 0.5))
+                assert outcomes == [RowLocked.ROW_LOCKED] * 2
             assert await epochs(server, trial) == []
 
     async def test_of_several_trials_end_none_while_their_job_is_locked(self, database_url: str) -> None:
@@ -202,27 +208,9 @@ class TestRowsThatStayLocked:
         async with open_store(database_url) as store:
             server = await job_on(store)
             trials = [await server.suggest() for _ in range(3)]
-            reports = [
-                (
-                    TrainingResult(
-                        job_id=trial.job_id,
-                        batch_size=trial.batch_size,
-                        trial_number=trial.trial_number,
-                        time=1,
-                        energy=1,
-                        metric=0.95,
-                        current_epoch=1,
-                    ),
-                    UNRESTRICTED,
-                )
-                for trial in trials
-            ]
-
-            def outcomes(transaction: Transaction) -> list[Outcome]:
-                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
-
             async with locked(database_url, row_of(server)):
-                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 3
+                outcomes = await outcomes_without_waiting(server, *((trial, 1, 0.95) for trial in trials))
+                assert outcomes == [RowLocked.ROW_LOCKED] * 3
             assert await server.states() == [TrialState.RUNNING] * 3
 
     async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:

@@ -129,7 +129,7 @@ async def test_a_file_that_is_put_back_is_worked_on_again(sqlite_url: str, tmp_p
     file = tmp_path / "bso.sqlite3"
     async with job_service(sqlite_url) as server:
         trial = await server.suggest()
-        file.rename(tmp_path / "moved")
+        TAKEN_AWAY["moved"](file)
         await refused(server, trial, 1)
         (tmp_path / "moved").rename(file)
         await server.report(trial, cost_j=100.0, epoch=1)
