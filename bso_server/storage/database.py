@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from sqlalchemy import Connection, Engine, event
 from sqlalchemy.engine import URL, make_url
@@ -58,37 +58,6 @@ _END_S = 5.0
 _IDLE_S = 10.0
 
 T = TypeVar("T")
-
-
-class Database(Protocol):
-    """A database.
-
-    Attributes:
-        url: URL of the database.
-    """
-
-    url: URL
-
-    async def transact(
-        self, work: Callable[[Connection], T], *, read_only: bool, waits: bool = True, timeout_s: float
-    ) -> T:
-        """Execute `work` in a transaction; commit when it returns, roll back when it raises.
-
-        Args:
-            work: The statements.
-            read_only: `work` only reads, blocks no writer, and sees one snapshot.
-            waits: `work` may wait for locks. Other work never queues behind it.
-            timeout_s: Seconds until the transaction is given up and its connection closed.
-
-        Raises:
-            NoConnectionError: The database cannot be reached, the connection was lost, or the time is over.
-            UnwritableError: The file of the database was moved away; `work` may have been committed.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Close every connection."""
-        ...
 
 
 def session_limits(backend: str, patience_s: float, *, is_local: bool = False) -> str:
@@ -149,7 +118,18 @@ class AsyncDatabase:
     async def transact(
         self, work: Callable[[Connection], T], *, read_only: bool, waits: bool = True, timeout_s: float
     ) -> T:
-        """See `Database.transact`."""
+        """Execute `work` in a transaction; commit when it returns, roll back when it raises.
+
+        Args:
+            work: The statements.
+            read_only: `work` only reads, blocks no writer, and sees one snapshot.
+            waits: `work` may wait for locks. Other work never queues behind it.
+            timeout_s: Seconds until the transaction is given up and its connection closed.
+
+        Raises:
+            NoConnectionError: The database cannot be reached, the connection was lost, or the time is over.
+            UnwritableError: The file of the database was moved away; `work` may have been committed.
+        """
         queues = not read_only and (waits or self._is_sqlite)
         transaction = asyncio.create_task(self._transact(work, read_only=read_only, queues=queues, limit_s=timeout_s))
         try:
@@ -215,6 +195,9 @@ class AsyncDatabase:
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_S):
                 await self._engine.dispose()
+
+
+Database: TypeAlias = AsyncDatabase | SqliteDatabase
 
 
 def _limit_sessions(engine: Engine, patience_s: float) -> None:

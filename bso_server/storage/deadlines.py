@@ -9,6 +9,8 @@ transactions.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 PATIENCE_S = 3.0
@@ -42,22 +44,16 @@ def begin_request() -> None:
     _waited_s.set([0.0])
 
 
-class waiting:  # noqa: N801 - used like a function; a generator would take twice as long for each report
-    """Context of a wait for the database, with its deadline.
+@contextmanager
+def waiting(patience_s: float, *, alone: bool = False) -> Iterator[Deadline]:
+    """Yield the deadline of a wait for the database.
 
     The limit is `patience_s` seconds, minus the time that this request has already waited for the database, unless
     `alone`. Other time does not count, such as that in which the client sends a body.
     """
-
-    __slots__ = ("_begun", "_patience_s", "_waited_s")
-
-    def __init__(self, patience_s: float, *, alone: bool = False) -> None:
-        self._patience_s = patience_s
-        self._waited_s, self._begun = None if alone else _waited_s.get(), time.monotonic()
-
-    def __enter__(self) -> Deadline:
-        return Deadline(self._patience_s - (self._waited_s[0] if self._waited_s else 0.0))
-
-    def __exit__(self, *_: object) -> None:
-        if self._waited_s:
-            self._waited_s[0] += time.monotonic() - self._begun
+    waited_s, begun = None if alone else _waited_s.get(), time.monotonic()
+    try:
+        yield Deadline(patience_s - (waited_s[0] if waited_s else 0.0))
+    finally:
+        if waited_s:
+            waited_s[0] += time.monotonic() - begun

@@ -137,7 +137,7 @@ class SqliteFile:
         return self.engine.connect()
 
     def transact(self, connection: Connection, work: Callable[[Connection], T], *, read_only: bool = False) -> T:
-        """See `Database.transact`."""
+        """See `AsyncDatabase.transact`."""
         driver: Any = connection.connection.driver_connection
         try:
             # SQLAlchemy's own transactions are slower, and lose an exception that a signal raises at their end.
@@ -180,7 +180,7 @@ class SqliteDatabase:
         waits: bool = True,  # noqa: ARG002 - all writers queue for the file's one lock
         timeout_s: float,
     ) -> T:
-        """See `Database.transact`; a running transaction cannot be cancelled and may be committed late."""
+        """See `AsyncDatabase.transact`; a running transaction cannot be cancelled and may be committed late."""
         threads = self._readers if read_only else self._writer
         loop = asyncio.get_running_loop()
         try:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import Any
@@ -27,14 +26,6 @@ LongText = sa.Text().with_variant(mysql.MEDIUMTEXT(), "mysql", "mariadb")
 _MYSQL: dict[str, Any] = {"mysql_charset": "utf8mb4", "mysql_collate": "utf8mb4_bin", "mysql_engine": "InnoDB"}
 
 
-def _to_sqlite(value: datetime | None) -> str | None:
-    return None if value is None else value.astimezone(UTC).replace(tzinfo=None).isoformat(" ", "microseconds")
-
-
-def _from_sqlite(value: str | None) -> datetime | None:
-    return None if value is None else datetime.fromisoformat(value).replace(tzinfo=UTC)
-
-
 class UtcDateTime(sa.TypeDecorator[datetime]):
     """Instant, aware and in UTC in Python; stored without a zone where the database has no type for zones."""
 
@@ -46,14 +37,6 @@ class UtcDateTime(sa.TypeDecorator[datetime]):
         if dialect.name in {"mysql", "mariadb"}:
             return dialect.type_descriptor(mysql.DATETIME(fsp=6))
         return dialect.type_descriptor(sa.DateTime(timezone=dialect.name == "postgresql"))
-
-    def bind_processor(self, dialect: sa.Dialect) -> Callable[[datetime | None], Any] | None:
-        """Return SQLAlchemy's processor; on SQLite, a faster one with the same result."""
-        return _to_sqlite if dialect.name == "sqlite" else super().bind_processor(dialect)
-
-    def result_processor(self, dialect: sa.Dialect, coltype: object) -> Callable[[Any], datetime | None] | None:
-        """Return SQLAlchemy's processor; on SQLite, a faster one with the same result."""
-        return _from_sqlite if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
 
     def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> datetime | None:
         """Convert to UTC; drop the zone where the database has no type for it."""

@@ -36,7 +36,6 @@ _TABLES = {
     _ARM: "job_id batch_size param_mean param_precision reward_precision num_observations",
     _TRIAL: "job_id batch_size trial_number start_timestamp type status end_timestamp time energy converged",
 }
-_COLUMNS = {table: names.split() for table, names in _TABLES.items()}
 
 # Columns that Zeus has measured or computed.
 _MEASURED = frozenset({"min_cost", "param_mean", "time", "energy"})
@@ -162,7 +161,7 @@ def _by_job(rows: list[RowMapping]) -> dict[str, list[RowMapping]]:
 def _tables(connection: Connection) -> dict[str, Table]:
     """Return Zeus's tables; raise `ZeusDatabaseError` if tables or columns are missing, or there are other columns."""
     inspector = inspect(connection)
-    there = [name for name in _COLUMNS if inspector.has_table(name)]
+    there = [name for name in _TABLES if inspector.has_table(name)]
     if not there:
         hint = ""
         if inspector.has_table("jobs") and inspector.has_table("policy_memories"):
@@ -170,14 +169,14 @@ def _tables(connection: Connection) -> dict[str, Table]:
         raise ZeusDatabaseError(f"the database has no table of Zeus's batch size optimization server{hint}")
     metadata = MetaData()
     metadata.reflect(connection, only=there)
-    for name, wanted in _COLUMNS.items():
-        columns = metadata.tables[name].c.keys() if name in there else []
-        if set(columns) != set(wanted):
+    for name, names in _TABLES.items():
+        wanted, found = set(names.split()), set(metadata.tables[name].c.keys() if name in there else ())
+        if found != wanted:
             differs = [
-                *(f"no {name}.{column}" for column in sorted(set(wanted) - set(columns))),
-                *(f"{name}.{column} beside" for column in sorted(set(columns) - set(wanted))),
+                *(f"no {name}.{column}" for column in sorted(wanted - found)),
+                *(f"{name}.{column} beside" for column in sorted(found - wanted)),
             ]
             raise ZeusDatabaseError(
                 f"the tables are of another version of Zeus than 0.16, the one that can be read: {', '.join(differs)}"
             )
-    return {name: metadata.tables[name] for name in _COLUMNS}
+    return {name: metadata.tables[name] for name in _TABLES}
