@@ -38,7 +38,7 @@ from bso_server.service.views import (
 )
 from bso_server.storage import queries
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import TRIAL, StoredJob, StoredPowerProfile, last_report, record_row
+from bso_server.storage.rows import StoredJob, StoredPowerProfile, last_report, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -294,7 +294,7 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
 
 def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:
     """Return one trial of a job."""
-    shown = TRIAL.of(trial)
+    shown = trial_row(trial)
     return TrialView(**shown, cost_j=cost_of(job, trial) if trial.report_count else None, epochs=shown["epoch"])
 
 

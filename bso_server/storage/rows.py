@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from functools import lru_cache
@@ -155,37 +155,27 @@ def job_row(stored: StoredJob) -> dict[str, Any]:
 
 
 # Totals of a trial before its first report are 0 in the record, so that sums need no special case, and null in the row.
-_EPOCHS = ("epoch", "first_epoch", "first_cost_j")
-_TOTALS = ("time_s", "energy_j", *_EPOCHS)
+_EPOCHS = {"epoch", "first_epoch", "first_cost_j"}
+_TOTALS = {"time_s", "energy_j", *_EPOCHS}
 
 
-class TrialColumns:
-    """At least two columns of `trials`, prepared once because each report reads their values from a record."""
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self.names = tuple(names)
-        self._values = attrgetter(*self.names)
-        self._no_totals = {name: None for name in _TOTALS if name in self.names}
-        self._no_epochs = {name: None for name in _EPOCHS if name in self.names}
-
-    def of(self, trial: TrialRecord) -> dict[str, Any]:
-        """Return the values of a trial by column; totals are null without reports, and epochs in trials of Zeus."""
-        row = dict(zip(self.names, self._values(trial), strict=True))
-        if not trial.epoch:
-            row |= self._no_epochs if trial.report_count else self._no_totals
-        return row
+def _written_with(*occasions: str) -> tuple[str, ...]:
+    return tuple(c.name for c in trials.c if c.primary_key or c.info.get("written") in occasions)
 
 
-def _written_with(*occasions: str) -> TrialColumns:
-    return TrialColumns(
-        column.name for column in trials.c if column.primary_key or column.info.get("written") in occasions
-    )
-
-
-TRIAL = TrialColumns(trials.c.keys())
+# Columns of `trials`: all, and those that each occasion updates, with the key.
+TRIAL = tuple(trials.c.keys())
 TRIAL_AT_REPORT = _written_with("report")
 TRIAL_AT_TRANSITION = _written_with("report", "state")
 TRIAL_AT_POWER_LIMIT = _written_with("power limit")
+
+
+def trial_row(trial: TrialRecord, columns: tuple[str, ...] = TRIAL) -> dict[str, Any]:
+    """Return columns of a trial; totals are null without reports, and epochs in trials of Zeus."""
+    row = {name: getattr(trial, name) for name in columns}
+    if not trial.epoch:
+        row |= dict.fromkeys(row.keys() & (_EPOCHS if trial.report_count else _TOTALS))
+    return row
 
 
 def trial_from(values: Row) -> TrialRecord:

@@ -22,14 +22,12 @@ from bso_server.core.occurrences import Listener, Occurrence, nobody
 from bso_server.core.policy import Policy, bandit_entered_from_the_start
 from bso_server.storage.faults import JobExistsError
 from bso_server.storage.rows import (
-    TRIAL,
     TRIAL_AT_TRANSITION,
     StoredDecision,
     StoredEpoch,
     StoredJob,
     StoredMemory,
     StoredPowerProfile,
-    TrialColumns,
     decision_row,
     job_from,
     job_row,
@@ -39,6 +37,7 @@ from bso_server.storage.rows import (
     token_from,
     token_row,
     trial_from,
+    trial_row,
 )
 from bso_server.storage.tables import (
     arms,
@@ -339,15 +338,15 @@ class Transaction:
 
     def insert_trials(self, added: Sequence[TrialRecord]) -> None:
         """Insert trials."""
-        self._insert(_INSERT_TRIALS, [TRIAL.of(trial) for trial in added])
+        self._insert(_INSERT_TRIALS, [trial_row(trial) for trial in added])
 
-    def update_trials(self, changed: Sequence[TrialRecord], columns: TrialColumns = TRIAL_AT_TRANSITION) -> None:
+    def update_trials(self, changed: Sequence[TrialRecord], columns: tuple[str, ...] = TRIAL_AT_TRANSITION) -> None:
         """Save these columns of locked trials; by default every column that may change.
 
         `TRIAL_AT_REPORT` leaves out indexed columns, which a report on a running trial does not change: databases would
         write their indexes again.
         """
-        self._update(trials, [columns.of(trial) for trial in changed])
+        self._update(trials, [trial_row(trial, columns) for trial in changed])
 
     def insert_epochs(self, added: Sequence[StoredEpoch]) -> None:
         """Insert reports."""

@@ -25,7 +25,7 @@ from bso_server.storage.store import Store
 from bso_server.storage.transaction import RowLocked, Transaction
 from tests.support.databases import DATABASES, MYSQL, POSTGRESQL
 from tests.support.relay import relay_to
-from tests.support.service import HOUR_S, JobService, beat_of, open_store, trial_id
+from tests.support.service import HOUR_S, JobService, beat_of, job_service, open_store, trial_id
 from zeus_plugins.protocol import TrainingResult, TrialDispatch, TrialState
 
 # More than anything takes that is not held up, on a machine with much else to do.
@@ -47,11 +47,6 @@ async def jobs_on(store: Store, number: int) -> list[JobService]:
         server.service = servers[0].service
         await server.service.register(server.job)
     return servers
-
-
-async def job_on(store: Store) -> JobService:
-    """The service with a job of its own."""
-    return (await jobs_on(store, 1))[0]
 
 
 @asynccontextmanager
@@ -169,8 +164,7 @@ class TestRowsThatStayLocked:
             await asyncio.gather(*requests)
 
     async def test_hold_up_no_other_trial_of_their_job(self, database_url: str) -> None:
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server, first)):
                 waiting_report = asyncio.create_task(server.report(first, cost_j=100))
@@ -195,8 +189,7 @@ class TestRowsThatStayLocked:
 
     async def test_leave_the_order_of_a_group_in_which_a_report_needs_its_job(self, database_url: str) -> None:
         """The first report would end the trial, and so waits for the job; the second one must not pass it."""
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             trial = await server.suggest()
             async with locked(database_url, row_of(server)):
                 outcomes = await outcomes_without_waiting(server, (trial, 1, 0.95), (trial, 2, 0.5))
@@ -205,8 +198,7 @@ class TestRowsThatStayLocked:
 
     async def test_of_several_trials_end_none_while_their_job_is_locked(self, database_url: str) -> None:
         """A job that is written without its lock would lose what others did to it, such as the numbers of trials."""
-        async with open_store(database_url) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             trials = [await server.suggest() for _ in range(3)]
             async with locked(database_url, row_of(server)):
                 outcomes = await outcomes_without_waiting(server, *((trial, 1, 0.95) for trial in trials))
@@ -215,8 +207,7 @@ class TestRowsThatStayLocked:
 
     async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:
         """PostgreSQL locks the job after the trial, which has been locked by then; other databases both at once."""
-        async with open_store(database_url, patience_s=LONG_S) as store:
-            server = await job_on(store)
+        async with job_service(database_url) as server:
             first, second = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server)):
                 end = asyncio.create_task(server.reach(first))
@@ -229,7 +220,7 @@ class TestRowsThatStayLocked:
 
     async def test_are_told_of_when_they_take_too_long(self, database_url: str) -> None:
         async with open_store(database_url, patience_s=SHORT_S) as store:
-            server = await job_on(store)
+            (server,) = await jobs_on(store, 1)
             trial, other = await server.suggest(), await server.suggest()
             async with locked(database_url, row_of(server), row_of(server, trial)):
                 await asyncio.gather(
@@ -273,7 +264,7 @@ class TestASilentNetwork:
     async def test_is_told_of_and_survived(self, database_url: str) -> None:
         with relay_to(database_url) as relay:
             async with open_store(relay.url_of(database_url), patience_s=SHORT_S) as store:
-                server = await job_on(store)
+                (server,) = await jobs_on(store, 1)
                 trial = await server.suggest()
                 # As many connections as there may be.
                 await asyncio.gather(*(store.read(Transaction.all_tokens) for _ in range(MANY)))
@@ -362,7 +353,7 @@ class TestSessions:
 
 async def test_a_sqlite_file_that_stays_locked_is_told_of(sqlite_url: str, tmp_path: Path) -> None:
     async with open_store(sqlite_url, patience_s=SHORT_S) as store:
-        server = await job_on(store)
+        (server,) = await jobs_on(store, 1)
         trial = await server.suggest()
         with closing(sqlite3.connect(tmp_path / "bso.sqlite3", isolation_level=None)) as shell:
             shell.execute("BEGIN IMMEDIATE")
