@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -86,25 +86,16 @@ class Limits:
             )
 
 
-if TYPE_CHECKING:
-    # uvicorn's two protocols have no common base class.
-    class _Protocol(asyncio.Protocol):
-        app: Any
-        connections: set[Any]
-        cycle: Any
-        loop: asyncio.AbstractEventLoop
-        timeout_keep_alive: float
-        transport: asyncio.Transport
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-        def on_response_complete(self) -> None: ...
-
-else:
-    _Protocol = object
-
-
-class Bounded(_Protocol):
+class Bounded(asyncio.Protocol):
     """Additions to either of uvicorn's protocols, on httptools or on h11."""
+
+    # Attributes of uvicorn's two protocols, which have no common base class.
+    app: Any
+    connections: set[Any]
+    cycle: Any
+    loop: asyncio.AbstractEventLoop
+    timeout_keep_alive: float
+    transport: asyncio.Transport
 
     def __init__(self, *args: Any, limits: Limits | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,7 +140,7 @@ class Bounded(_Protocol):
         """Reset the deadline; uvicorn calls this at the end of a response."""
         self._since = self.loop.time()
         self._has_begun = False
-        super().on_response_complete()
+        super().on_response_complete()  # type: ignore[misc]  # of uvicorn's protocol
 
     @property
     def _is_between_requests(self) -> bool:
