@@ -44,11 +44,13 @@ class Settings(BaseSettings):
         log_level: Lowest level that is logged.
         log_format: Format of log lines, text or JSON.
         echo_sql: True to log every SQL statement.
-        crash_retries: Crashes after which the server gives up a batch size without a complete run.
+        crash_retries: Crashes after which the server excludes a batch size that has never completed a run.
         reap_interval_s: Seconds between two searches for expired trials.
         heartbeat_interval_s: Seconds between two heartbeats of a training.
-        heartbeat_lease_s: Lease in seconds of a training with heartbeats; longer than the interval.
-        silent_lease_s: Lease in seconds of a training without heartbeats; at least five times its longest epoch.
+        heartbeat_lease_s: Seconds without a heartbeat after which a training with heartbeats counts as abandoned; more
+            than the interval.
+        silent_lease_s: Seconds without a report after which a training without heartbeats counts as abandoned; at least
+            five times its longest epoch.
         suspended_lease_s: Seconds in which a preempted training must resume.
         insecure: True to serve every client without a token (``serve --insecure``).
         allowed_hosts: Host names that requests may use, separated by commas; ``*.example`` matches all names below
