@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bso_server.core.occurrences import Outcome, ReportsCommitted, TransactionDone
-from bso_server.metrics.watch import DIRECTORY_VARIABLE, Watch
+from bso_server.metrics import DIRECTORY_VARIABLE
+from bso_server.metrics.watch import Watch
 
 WAYS = {
     "alone": "ids and metrics of a server in one process",

@@ -40,7 +40,7 @@ from bso_server.core.occurrences import (
     TrialStarted,
 )
 from bso_server.errors import BsoError
-from bso_server.metrics.watch import DIRECTORY_VARIABLE
+from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.service.health import JobTotals
 from bso_server.service.reading import version_view
 from zeus_plugins.protocol import FINAL, OWN_POLICIES, Origin, Stage, TrialState

@@ -16,15 +16,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bso_server.core.occurrences import Listener, Occurrence
+from bso_server.metrics import DIRECTORY_VARIABLE
 from bso_server.metrics.logs import REQUEST_ID
 from bso_server.service.health import JobTotals
 
 if TYPE_CHECKING:
     from bso_server.metrics.prometheus import DatabaseMetrics, Instruments
     from bso_server.metrics.tracing import Tracing
-
-DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable with the directory in which processes share their counts; read when `prometheus` is imported."""
 
 Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 
