@@ -43,8 +43,7 @@ class Variable:
         return (os.environ if environ is None else environ).get(self.name)
 
     def number(self, environ: Mapping[str, str] | None = None, *, is_positive: bool = False) -> float | None:
-        """Return the value as a number (`is_positive`: finite, above 0) or None; raise `ZeusBSOConfigError` otherwise.
-        """
+        """Return the value as a number (`is_positive`: finite and above 0), or None; raise `ZeusBSOConfigError`."""
         text = self.text(environ)
         if text is None or (not text and self.may_be_empty):
             return None
@@ -137,8 +136,7 @@ LOCAL_WORLD_SIZE = Variable("LOCAL_WORLD_SIZE", "the number of processes on the 
 
 
 def access_token(environ: Mapping[str, str] | None = None) -> str | None:
-    """Return the server's access token, or None; raise `ZeusBSOConfigError` if two are set or the file is unreadable.
-    """
+    """Return the server's access token or None; raise `ZeusBSOConfigError` if it is set twice or cannot be read."""
     value, path = TOKEN.text(environ), TOKEN_FILE.text(environ)
     if not path:
         return value

@@ -51,8 +51,7 @@ def state_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def make_private(directory: Path) -> None:
-    """Create a directory that only this user can enter; raise `PermissionError` if an existing one is another user's.
-    """
+    """Create a directory that only this user can enter; raise `PermissionError` if it is another user's."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         directory.mkdir(mode=0o700)

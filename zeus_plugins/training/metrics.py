@@ -51,8 +51,7 @@ class EvaluationMetric:
             self._log = dict(logs)
 
     def value(self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1) -> float | None:
-        """Return the metric of an evaluation after `step` steps, or None if that of another of `data_sets` may yet have
-        it.
+        """Return the metric of an evaluation after `step` steps; None if another of the `data_sets` may have it.
 
         Raises:
             ZeusBSOConfigError: No evaluation of this step has it.
