@@ -54,7 +54,7 @@ class BatchSizeOptimizer:
     exception, the end of the interpreter, the end of the optimizer's life) the size is tried again.
 
     In distributed training only rank 0 uses the optimizer, and broadcasts the batch size and `training_finished` to the
-    other ranks, where each method raises.
+    other ranks, where each method raises `ZeusBSOBadOperationError`.
 
     Args:
         monitor: Measures energy and time; Zeus's `ZeusMonitor` is accepted. None: the best monitor that this machine
@@ -65,9 +65,8 @@ class BatchSizeOptimizer:
         rank: Rank of this process in distributed training.
         token: The server's access token. None: the environment variable ``ZEUS_BSO_TOKEN``.
         client: Replaces `server_url` and `token`; stays open when the optimizer is closed.
-        on_unreachable: What `get_batch_size` does if it cannot reach the server: ``"default"`` returns the job's
-            default size, and the trial is recorded later; ``"raise"`` raises. An outage after that never ends a
-            training.
+        on_unreachable: If `get_batch_size` cannot reach the server, ``"default"`` returns the job's default size, and
+            the trial is recorded later; ``"raise"`` raises. An outage after that never ends a training.
 
     Raises:
         ZeusBSOConfigError: An argument or ``ZEUS_JOB_ID`` cannot work, or there is no server URL and the server is not
@@ -138,7 +137,6 @@ class BatchSizeOptimizer:
             The GLOBAL batch size: samples per optimizer step over all devices.
 
         Raises:
-            ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOConfigError: The server refuses the job or the token.
             ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
                 `on_unreachable` is ``"raise"``.
@@ -155,22 +153,17 @@ class BatchSizeOptimizer:
         """Begin to measure; call it once, right before the first epoch.
 
         Raises:
-            ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOOperationOrderError: `get_batch_size` has not been called, or this method has.
         """
         self._session.begin_measurement()
 
     def on_evaluate(self, metric: float) -> None:
-        """Report the validation metric; each call counts one epoch.
+        """Report the validation metric after an epoch; each call counts one epoch.
 
         While the server is away, its last rule decides whether the training continues.
 
-        Args:
-            metric: The validation metric after this epoch.
-
         Raises:
             ZeusBSOTrainFailError: The trial is over without having reached the target metric.
-            ZeusBSOBadOperationError: This is not rank 0.
             ZeusBSOOperationOrderError: `on_train_begin` has not been called, or the training is finished.
         """
         verdict = self._session.report_evaluation(metric)

@@ -18,13 +18,11 @@ def termination() -> SystemExit | None:
 
 
 def raise_at_sigterm() -> Callable[[], None]:
-    """Make SIGTERM raise `SystemExit` in the main thread, with a shell's exit status for a terminated process.
+    """Make SIGTERM raise `SystemExit` in the main thread, and return a function that restores the default.
 
     Without this, SIGTERM ends the process at once, and its trial blocks others until the lease expires. Do nothing
-    outside the main thread, or if the script or the framework has a handler of its own.
-
-    Returns:
-        Function that restores the default; safe to call more than once and from any thread.
+    outside the main thread, or if the script or the framework has a handler of its own. The returned function may be
+    called more than once and from any thread.
     """
     _raised.clear()  # a new training begins, so the last exception was caught
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:

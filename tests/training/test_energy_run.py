@@ -43,7 +43,7 @@ def test_epochs_add_up() -> None:
         "zeus/energy_j": 150.0,
     }
     run.close()
-    assert (run.time_s, run.energy_j) == (5.0, 150.0)
+    assert run.totals == {"time_s": 5.0, "energy_j": 150.0}
     assert run.state() == {"time_s": 5.0, "energy_j": 150.0}
 
 
@@ -61,10 +61,10 @@ def test_a_training_goes_on_from_a_checkpoint(is_restored: bool) -> None:
     if is_restored:
         run.restore(state)
     run.begin(FakeTrainer(), listed((4.0, 40.0)), None if is_restored else state)
-    assert (run.time_s, run.energy_j) == (2.0, 100.0)
+    assert run.totals == {"time_s": 2.0, "energy_j": 100.0}
     metrics = run.end_epoch()
     assert metrics is not None
-    assert (metrics["zeus/epoch_time_s"], metrics["zeus/time_s"], run.energy_j) == (5.0, 7.0, 150.0)
+    assert (metrics["zeus/epoch_time_s"], metrics["zeus/time_s"], run.totals["energy_j"]) == (5.0, 7.0, 150.0)
 
 
 def test_beginning_again_changes_nothing_until_the_end() -> None:
@@ -72,24 +72,24 @@ def test_beginning_again_changes_nothing_until_the_end() -> None:
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0)))
     run.begin(FakeTrainer(), listed(), {"time_s": 9.0, "energy_j": 9.0})
     run.end_epoch()
-    assert (run.time_s, run.energy_j) == (2.0, 100.0)
+    assert run.totals == {"time_s": 2.0, "energy_j": 100.0}
     run.close()
     run.close()
     run.restore({})
     run.begin(FakeTrainer(), listed((1.0, 1.0)))
     run.end_epoch()
-    assert (run.time_s, run.energy_j) == (1.0, 1.0)
+    assert run.totals == {"time_s": 1.0, "energy_j": 1.0}
 
 
 def test_other_processes_than_the_first_measure_nothing() -> None:
     run = EnergyRun()
     run.begin(SecondRank(), listed())
     assert run.end_epoch() is None
-    assert (run.is_measuring, run.time_s, run.state()) == (False, 0.0, {})
+    assert (run.is_measuring, run.totals, run.state()) == (False, {}, {})
 
 
 def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
-    def train(port: FakeTrainer) -> tuple[float, float]:
+    def train(port: FakeTrainer) -> dict[str, float]:
         port.machine = f"node {port.rank}"
         run = EnergyRun()
         run.begin(port, listed((2.0, 100.0), (3.0, 50.0)))
@@ -99,9 +99,9 @@ def test_several_machines_are_together_when_an_epoch_begins_and_ends() -> None:
         assert port.meetings == 4
         run.close()
         assert not run.is_measuring
-        return run.time_s, run.energy_j
+        return run.totals
 
-    assert on_each_rank(2, train) == [(2.0, 200.0), (0.0, 0.0)]
+    assert on_each_rank(2, train) == [{"time_s": 2.0, "energy_j": 200.0}, {}]
 
 
 # --- monitors that fail in the middle ---------------------------------------------------------------------------------

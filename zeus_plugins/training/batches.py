@@ -61,11 +61,7 @@ def split_batch(
 
 
 def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
-    """Return batch sizes in the proportion of `sizes`, the largest being `largest`.
-
-    Raises:
-        ZeusBSOConfigError: A size would not be whole.
-    """
+    """Return batch sizes in the proportion of `sizes`, the largest being `largest`; raise if one is not whole."""
     before = max(sizes)
     if any(size * largest % before for size in sizes):
         raise ZeusBSOConfigError(
@@ -76,11 +72,7 @@ def scaled_together(sizes: Sequence[int], largest: int) -> list[int]:
 
 
 def resize_loader(loader: Any, batch_size: int, patches: Patches) -> None:
-    """Make a loader deliver `batch_size` samples per batch from its next iteration on.
-
-    Raises:
-        ZeusBSOConfigError: The loader declares no batch size.
-    """
+    """Make a loader deliver another batch size from its next iteration on; raise if it declares none."""
     delivered = delivered_batch_size(loader)
     if delivered == batch_size:
         return
@@ -106,10 +98,8 @@ def resize_process_loader(loader: Any, batch_size: int, processes: int, patches:
     """Make the loader of one of several processes, as accelerate prepares it, deliver `batch_size` to that process.
 
     Accelerate nests samplers, each of which keeps a batch size. If accelerate splits batches over the processes, that
-    size is the sum over all `processes` that get different data.
-
-    Raises:
-        ZeusBSOConfigError: The loader has no batch size to set.
+    size is the sum over all `processes` that get different data. Raise `ZeusBSOConfigError` for a loader without a
+    batch size.
     """
     batchers = _batchers(loader)
     # A sampler without a size may have read it from the trainer's arguments; its batches are counted.
@@ -185,10 +175,9 @@ class SampleCount:
             _extend_iteration(sampler, lambda batches: self._counted(batches, len), patches)
 
     def check(self) -> None:
-        """Compare the epoch's batches so far with the expected size; if sizes differ, compare their mean.
+        """Raise `ZeusBSOConfigError` if the epoch's batches so far do not have the expected size.
 
-        Raises:
-            ZeusBSOConfigError: They differ, their mean by more than `TOLERANCE`.
+        If their sizes differ, their mean may deviate by `TOLERANCE`.
         """
         sizes = self._sizes
         if 0 < len(sizes) < _FIRST:
@@ -270,11 +259,7 @@ class StepCount:
             self.close()
 
     def check(self) -> None:
-        """Compare the batches between the steps seen so far with the accumulation.
-
-        Raises:
-            ZeusBSOConfigError: They differ each time.
-        """
+        """Raise `ZeusBSOConfigError` if all gaps between the steps seen so far differ from the accumulation."""
         between = [gap for gap in self._gaps[None] if gap > 0]
         # The first gap may be longer: mixed precision skips steps until it has found its scale.
         if not self.is_counting or len(between) < 2 or self._accumulation in between:

@@ -28,7 +28,7 @@ _HALF_AN_ID = MAX_ID_LENGTH // 2
 
 @dataclass(frozen=True, kw_only=True)
 class JobWish:
-    """A job as its user describes it: the whole job, or a target.
+    """A job as its user describes it: the whole `job`, or a `target`; otherwise it raises `ZeusBSOConfigError`.
 
     Attributes:
         job: The whole job.
@@ -36,9 +36,6 @@ class JobWish:
         target: Value of the metric at which the training is done.
         job_id: The job's id.
         higher_is_better_metric: Whether the metric rises as the model improves.
-
-    Raises:
-        ZeusBSOConfigError: There is neither a job nor a target, or a field is given twice.
     """
 
     job: JobSpec | None = None
@@ -67,10 +64,9 @@ class TrainingFacts:
         script: Name of the script.
         model: Name of the model's class.
         samples: Length of the training data; None for a stream.
-        step_size: Samples per optimizer step over all devices and accumulated batches in the script, or None if
-            unknown.
+        step_size: The script's samples per optimizer step, over all devices and accumulated batches; None if unknown.
         devices: Number of devices that train on different data.
-        unit: Common divisor of all global batch sizes: devices × accumulated batches.
+        unit: Divisor of all global batch sizes: devices × accumulated batches.
         max_epochs: Epochs after which the trainer ends; None for no limit.
         least_size: Smallest global batch size that completes an epoch.
     """
@@ -135,8 +131,7 @@ class JobPlan:
 def planned(wish: JobWish, facts: TrainingFacts | None = None) -> JobPlan:
     """Return the plan for a user's wish; unless the wish is a whole job, `facts` are needed.
 
-    Raises:
-        ZeusBSOConfigError: The facts do not suffice, or the script's own batch size cannot work.
+    Raise `ZeusBSOConfigError` if the facts do not suffice, or if the script's own batch size cannot work.
     """
     if wish.job is not None:
         is_said = "higher_is_better_metric" in wish.job.model_fields_set

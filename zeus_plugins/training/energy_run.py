@@ -11,28 +11,21 @@ from zeus_plugins.training.port import cluster_monitor, node_monitor
 
 
 class EnergyRun:
-    """Time and energy of the present or latest training; other processes than the first only help to measure."""
+    """Time and energy of the present or latest training; other processes than the first only help to measure.
+
+    Attributes:
+        totals: Seconds (time_s) and joules (energy_j) of all epochs that have ended; empty before the first.
+    """
 
     def __init__(self) -> None:
-        # time_s and energy_j of all epochs that have ended; empty before the first.
-        self._totals: dict[str, float] = {}
+        self.totals: dict[str, float] = {}
         self._meter: EpochMeter | None = None
         self._cluster: ClusterMonitor | None = None
         self._is_open = False
 
-    @property
-    def time_s(self) -> float:
-        """Seconds of all epochs that have ended."""
-        return self._totals.get("time_s", 0.0)
-
-    @property
-    def energy_j(self) -> float:
-        """Joules of the same epochs."""
-        return self._totals.get("energy_j", 0.0)
-
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue at the next `begin` from the totals of a checkpoint (`state`); empty: from zero."""
-        self._totals = dict(state)
+        self.totals = dict(state)
 
     def begin(
         self,
@@ -57,11 +50,11 @@ class EnergyRun:
         if ranks.rank == 0:
             meter = EpochMeter(
                 self._cluster or node_monitor(place, monitor),
-                self._totals if state is None else state,
+                self.totals if state is None else state,
                 breakdown=Breakdown(place.gpus) if monitor is None else None,
             )
             meter.begin()
-            self._meter, self._totals = meter, meter.totals
+            self._meter, self.totals = meter, meter.totals
 
     def end_epoch(self) -> dict[str, float] | None:
         """End an epoch, and return the metrics of `EpochMeter.end_epoch`; None except on the first process."""
@@ -70,12 +63,12 @@ class EnergyRun:
         if self._meter is None:
             return None
         metrics = self._meter.end_epoch()
-        self._totals = self._meter.totals
+        self.totals = self._meter.totals
         return metrics
 
     def state(self) -> dict[str, float]:
         """Return the totals for a checkpoint, with the cost of an open epoch."""
-        return dict(self._totals) if self._meter is None else self._meter.state()
+        return dict(self.totals) if self._meter is None else self._meter.state()
 
     @property
     def is_measuring(self) -> bool:
@@ -103,9 +96,9 @@ class EnergyTotals:
     @property
     def time_s(self) -> float:
         """Seconds of all epochs of the present or latest training; 0 except on the first process."""
-        return self._run.time_s
+        return self._run.totals.get("time_s", 0.0)
 
     @property
     def energy_j(self) -> float:
         """Joules of the same epochs."""
-        return self._run.energy_j
+        return self._run.totals.get("energy_j", 0.0)

@@ -48,8 +48,7 @@ class LrScaling(StrEnum):
 def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int) -> float:
     """Return the factor on a learning rate that was chosen for the default (global) batch size.
 
-    Raises:
-        ZeusBSOConfigError: There is no such rule, or a batch size is below 1.
+    Raise `ZeusBSOConfigError` for an unknown rule or a batch size below 1.
     """
     try:
         rule = LrScaling(scaling)
@@ -71,15 +70,10 @@ def lr_factor(scaling: LrScaling | str, batch_size: int, default_batch_size: int
 def scale_learning_rate(optimizers: Iterable[Optimizer], schedulers: Iterable[LRScheduler], factor: float) -> None:
     """Bring optimizers and schedulers to the state they would have if built with `factor` times the rates.
 
-    Scaled are the optimizers' current rates, and the bounds and bases of schedulers; a parameter group, scheduler or
-    tensor that is reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs
-    refer to them.
-
-    Args:
-        optimizers: All optimizers of the training.
-        schedulers: All their schedulers, before their first step. Schedulers inside `SequentialLR` and
-            `ChainedScheduler` are found without being listed.
-        factor: k, as from `lr_factor`; otherwise than finite and above 0 it raises `ZeusBSOConfigError`.
+    Scaled are the optimizers' current rates, and the bounds and bases of schedulers, which must not have stepped yet;
+    schedulers inside `SequentialLR` and `ChainedScheduler` are found. A parameter group, scheduler or tensor that is
+    reached twice is scaled once. Tensors change in place, because compiled steps and captured graphs refer to them.
+    Raise `ZeusBSOConfigError` for a factor that is not finite or not above 0.
     """
     if not (math.isfinite(factor) and factor > 0):
         raise ZeusBSOConfigError(f"the learning rate cannot be scaled by {factor!r}: give a finite number above 0")

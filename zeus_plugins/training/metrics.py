@@ -26,10 +26,7 @@ _SINGLE_DIGITS = 9
 
 
 class EvaluationMetric:
-    """The monitored metric, in the results of evaluations and the logs that belong to them.
-
-    The name `monitor` may lack the prefix ``eval_``.
-    """
+    """The monitored metric, in evaluations and their logs; `monitor` may lack the prefix ``eval_``."""
 
     def __init__(self, monitor: str) -> None:
         self._monitor = monitor
@@ -53,8 +50,7 @@ class EvaluationMetric:
     def value(self, metrics: Mapping[str, float], *, step: int, data_sets: int = 1) -> float | None:
         """Return the metric of an evaluation after `step` steps; None if another of the `data_sets` may have it.
 
-        Raises:
-            ZeusBSOConfigError: No evaluation of this step has it.
+        Raise `ZeusBSOConfigError` if no evaluation of this step has it.
         """
         known = {**self._log, **metrics}
         self._log = {}

@@ -31,11 +31,7 @@ _logger = logging.getLogger("zeus_plugins")
 
 @dataclass(frozen=True)
 class PowerOptions:
-    """The arguments of a power-limit callback.
-
-    Raises:
-        ZeusBSOConfigError: An argument cannot work.
-    """
+    """The arguments of a power-limit callback; raises `ZeusBSOConfigError` if one cannot work."""
 
     selector: OptimumSelector
     warmup_steps: int
@@ -60,10 +56,6 @@ class PowerOptions:
             )
         if self.limits_w is not None and not self.limits_w:
             raise ZeusBSOConfigError("limits_w is empty: list the power limits to measure, or leave it out")
-
-    def find(self, gpus: Sequence[int | str]) -> Sequence[PowerLimitDevice]:
-        """Return the devices whose limits are set: the user's, or these GPUs."""
-        return find_devices(gpus, command=self.command) if self.devices is None else self.devices
 
     def known(self, batch_size: int | None, known: PowerProfile | None) -> PowerLimitProfile | None:
         """Return earlier measurements at this batch size from the server (`known`) or from the profile's file."""
@@ -143,9 +135,6 @@ class PowerRun:
             log: Logs metrics; called on the first of all processes.
             on_done: Called once all limits are measured, so that later steps cost nothing.
             synchronize: Waits for the work queued on the training's GPUs.
-
-        Raises:
-            ZeusBSOConfigError: The GPUs cannot be measured together.
         """
         self.close()
         known = None
@@ -153,8 +142,12 @@ class PowerRun:
             batch_size, known = keeper.trial.batch_size, keeper.trial.power_profile
         options, place = self._options, placed(ranks)
         controls = place.is_first  # the first process of each machine sets limits and measures
+
+        def devices() -> Sequence[PowerLimitDevice]:
+            return find_devices(place.gpus, command=options.command) if options.devices is None else options.devices
+
         self._profiler = PowerLimitProfiler(
-            (lambda: options.find(place.gpus)) if controls else None,
+            devices if controls else None,
             options.selector,
             warmup_steps=options.warmup_steps,
             profile_steps=options.profile_steps,

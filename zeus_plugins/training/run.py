@@ -57,11 +57,7 @@ _MASK = "**********"
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions:
-    """The arguments of a batch-size callback that do not describe its job, in all frameworks.
-
-    Raises:
-        ZeusBSOConfigError: An argument cannot work.
-    """
+    """The arguments of a batch-size callback that do not describe its job; raises `ZeusBSOConfigError`."""
 
     server_url: str | None = None
     token: str | None = field(default=None, repr=False)
@@ -180,10 +176,7 @@ class RunRecord:
 class TrialRun:
     """One training of the job, and its trial. Can be pickled before it begins.
 
-    Args:
-        wish: The recurring job, or the user's description of it. Its batch sizes are global.
-        options: The other arguments of the callback.
-        connect: Makes a client, given the options' `server_url` and `token`.
+    `connect` makes a client, given the options' `server_url` and `token`.
 
     Attributes:
         patches: Changes to the trainer, which `finish` undoes.
@@ -215,12 +208,7 @@ class TrialRun:
         return 1.0 if self._record is None else self._record.lr_factor
 
     def begin(self, port: TrainerPort) -> None:
-        """Ask for a batch size, and set it in the trainer.
-
-        Raises:
-            ZeusBSOConfigError: The job, the trainer or the data cannot work; the server refuses the job or the token.
-            ZeusBSORuntimeError: As in `TrialSession.ask`.
-        """
+        """Ask for a batch size, and set it in the trainer; errors as in `TrialSession.ask`."""
         plan = self._plan_of(port)
         self._splits(port, plan.job.batch_sizes)  # before a trial is spent on a size that cannot be
 
@@ -246,13 +234,9 @@ class TrialRun:
     def resume(self, port: TrainerPort, saved: Callable[[], Mapping[str, Any] | None]) -> None:
         """Continue the trial of a checkpoint at its batch size; without one, leave the training alone.
 
-        Args:
-            port: The trainer.
-            saved: Reads the result of `state`, on rank 0; None or empty for a checkpoint without a trial.
-
-        Raises:
-            ZeusBSOConfigError: These devices cannot train at the trial's size; the trial can still continue elsewhere.
-            ZeusBSORuntimeError: As in `TrialSession.resume`.
+        `saved` reads the result of `state`, on rank 0; None or empty for a checkpoint without a trial. Errors as in
+        `TrialSession.resume`, and `ZeusBSOConfigError` if these devices cannot train at the trial's size; then the
+        trial can still continue elsewhere.
         """
 
         def resumable() -> Mapping[str, Any] | None:
@@ -294,13 +278,11 @@ class TrialRun:
         }
 
     def finish(self, error: BaseException | None = None, *, early_end: str | None = None) -> None:
-        """Undo all changes, and end a trial without a verdict. The second call does nothing.
+        """Undo all changes, and end a trial without a verdict; the second call does nothing.
 
-        Meant for exit paths: makes no collective call, and never raises, so that it does not mask `error`.
-
-        Args:
-            error: The exception that ended the training, if any.
-            early_end: The trainer's own rule that ended it before its last epoch, if known.
+        Meant for exit paths: makes no collective call, and never raises, so that it does not mask the `error` that
+        ended the training. Without one, `early_end` is the trainer's rule that ended it before its last epoch, if
+        known.
         """
         active, self.active = self.active, None
         try:
@@ -466,9 +448,6 @@ class ActiveRun:
             metric: Returns the metric, or None if there is nothing to report yet. Called on rank 0; every rank raises
                 its error.
             epochs: Epochs of this trial trained so far. Fractions are rounded up once whole epochs were reported.
-
-        Raises:
-            ZeusBSOConfigError: The counted batches contradict the batch size.
         """
         if not self.is_reporting:
             return
@@ -514,9 +493,20 @@ class ActiveRun:
 
     def close(self, error: BaseException | None, early_end: str | None) -> None:
         """End a trial without a verdict, and close what was opened: see `TrialRun.finish`."""
-        with self._opened as stack:
-            stack.callback(self._end, error, early_end)
-            stack.callback(self.steps.close)
+        record, session = self.record, self._session
+        with self._opened:
+            self.steps.close()
+            if session is not None:
+                session.end(error, early_end=early_end)
+                record.trial = session.trial
+                if record.takes_reports:
+                    if error is None:
+                        self._announcer.ended(record.trial, session.job_view, early_end)
+                    else:
+                        self._announcer.broken_off(record.trial, error)
+            elif record.takes_reports and error is not None:
+                with self._connect() as client:
+                    end_trial_from_another_rank(client, record.trial, error, self._sender)
 
     def _decided_with(self, decide: Callable[[TrialSession], T]) -> T:
         """Let rank 0 decide, with its session."""
@@ -525,22 +515,6 @@ class ActiveRun:
     def _synchronize(self) -> None:
         if self._cluster is not None:
             self._cluster.synchronize()
-
-    def _end(self, error: BaseException | None, early_end: str | None) -> None:
-        record, session = self.record, self._session
-        if session is None:
-            if record.takes_reports and error is not None:
-                with self._connect() as client:
-                    end_trial_from_another_rank(client, record.trial, error, self._sender)
-            return
-        session.end(error, early_end=early_end)
-        record.trial = session.trial
-        if not record.takes_reports:
-            return
-        if error is None:
-            self._announcer.ended(record.trial, session.job_view, early_end)
-        else:
-            self._announcer.broken_off(record.trial, error)
 
 
 def _decided(port: TrainerPort, decide: Callable[[], T]) -> T:

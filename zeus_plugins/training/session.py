@@ -63,7 +63,8 @@ class TrialSession:
     """One trial, from the request for a batch size to the end.
 
     Call `ask` (or `resume`, in a resumed training), `begin_measurement`, `report_evaluation` after each evaluation
-    until its verdict says stop, and `end`. Before `ask`, the session can be pickled for spawned worker processes.
+    until its verdict says stop, and `end`; calls in another order raise `ZeusBSOOperationOrderError`. Before `ask`, the
+    session can be pickled for spawned worker processes.
 
     Args:
         job: The recurring job, or a plan for it. Its `job_id` precedes the environment variable ``ZEUS_JOB_ID``;
@@ -114,11 +115,7 @@ class TrialSession:
 
     @property
     def trial(self) -> TrialInfo:
-        """The present state of the trial, immutable.
-
-        Raises:
-            ZeusBSOOperationOrderError: There is no trial yet.
-        """
+        """The present state of the trial, immutable."""
         if self._trial is None:
             raise ZeusBSOOperationOrderError("there is no trial yet: ask for a batch size first")
         if self._reporter is None:
@@ -148,18 +145,15 @@ class TrialSession:
         return self.finished and self.trial.verdict is not None and not self.trial.verdict.converged
 
     def ask(self, check: Callable[[JobSpec], None] | None = None) -> int:
-        """Register the job on this hardware and start a trial; after an error, a repeated call is for the same trial.
+        """Register the job on this hardware, start a trial, and return its GLOBAL batch size.
 
-        First deliver the results that earlier trainings have left for this server.
+        First deliver the results that earlier trainings have left for this server. After an error, a repeated call is
+        for the same trial.
 
         Args:
             check: Raises if this training cannot do the registered job, which may differ from the guessed one.
 
-        Returns:
-            The GLOBAL batch size of the trial: samples per optimizer step over all devices.
-
         Raises:
-            ZeusBSOOperationOrderError: There is a trial already, or the session has ended.
             ZeusBSOConfigError: The server refuses the job or the token; or the user is strict, and earlier trainings of
                 the job had another fingerprint.
             ZeusBSORuntimeError: The server refuses for another reason; or it is unreachable or fails, and
@@ -200,21 +194,14 @@ class TrialSession:
         return trial.batch_size
 
     def resume(self, state: Mapping[str, Any]) -> bool:
-        """Continue the trial of a checkpoint, if the server still takes reports on it, and fence off its earlier run.
+        """Continue the trial of a checkpoint (`state_dict`), and return whether the server still takes reports on it.
 
-        If the trial has ended on the server or is unknown there, its batch size remains in force, but nothing is
-        measured or reported: the rest of a training says nothing about a whole one. If the server is away or refuses
-        the token, the trial continues as if it took reports. Epochs that were reported after the checkpoint was written
-        are trained and paid again, and count.
-
-        Args:
-            state: Result of `state_dict`, with a trial.
-
-        Returns:
-            True if the trial continues; otherwise a warning gives the reason.
+        From then on, the server refuses reports of the trial's earlier run. If the trial has ended on the server or is
+        unknown there, its batch size remains in force, but nothing is measured or reported: the rest of a training says
+        nothing about a whole one. If the server is away or refuses the token, the trial continues as if it took
+        reports. Epochs that were reported after the checkpoint was written are trained and paid again, and count.
 
         Raises:
-            ZeusBSOOperationOrderError: This session has a trial already, or has ended.
             ZeusBSOConfigError: `state` describes no trial.
             ZeusBSORuntimeError: The server is unreachable or fails, and `on_unreachable` is ``"raise"``; or another
                 service answers in its place.
@@ -251,12 +238,8 @@ class TrialSession:
     def begin_measurement(self, optimizer: str | None = None) -> None:
         """Open the measurement window; call it where the training begins.
 
-        Args:
-            optimizer: Class of the optimizer, for a fingerprint that lacks it: some frameworks know it only now.
-
-        Raises:
-            ZeusBSOConfigError: Earlier trainings of the job used another optimizer, and the user is strict.
-            ZeusBSOOperationOrderError: There is no trial, it is over, or the window is open already.
+        Some frameworks know the class of the `optimizer` only now: it completes the job's fingerprint. If earlier
+        trainings used another one and the user is strict, raise `ZeusBSOConfigError`.
         """
         reporter = self._require_live_trial()
         if optimizer is not None and self.trial.has_extended_server and not reporter.is_away:
@@ -277,15 +260,8 @@ class TrialSession:
 
         Args:
             metric: The validation metric. A number in single precision counts as written: 0.9, not 0.89999998.
-            epoch: Epochs trained so far, above 0, fractional within an epoch. None: one more than at the previous
-                evaluation.
-
-        Returns:
-            Whether to stop, and whether the target was reached.
-
-        Raises:
-            ZeusBSOOperationOrderError: The measurement has not begun, or the trial is over.
-            ZeusBSOBadOperationError: `epoch` is not a finite number above 0.
+            epoch: Epochs trained so far, above 0 (else `ZeusBSOBadOperationError`), fractional within an epoch. None:
+                one more than at the previous evaluation.
         """
         reporter = self._require_live_trial()
         if not self._measuring and self.trial.unmeasured is None:
@@ -335,12 +311,8 @@ class TrialSession:
         """End the session, and on the server a trial without a final verdict; the open window counts.
 
         Meant for exit paths: it may be called at any time and more than once. If the server fails, it logs a warning,
-        so that it does not mask `error`.
-
-        Args:
-            error: The exception that ended the training: `outcomes.outcome_of` gives the trial's outcome. None: a rule
-                of the training ended it before the verdict, which counts as failed.
-            early_end: That rule in words, if known.
+        so that it does not mask the `error` that ended the training (for the outcome, see `outcomes.outcome_of`).
+        Without one, a rule of the training ended it before the verdict (`early_end`, if known), which counts as failed.
         """
         if self._ended:
             return
