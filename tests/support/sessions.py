@@ -31,8 +31,10 @@ def session_of(
     return TrialSession(job, server.client(), monitor or monitor_of(), on_unreachable=on_unreachable)
 
 
-def running_session(server: ContractDouble, *windows: tuple[float, float]) -> TrialSession:
-    session = session_of(server, monitor_of(*windows))
+def running_session(
+    server: ContractDouble, *windows: tuple[float, float], monitor: EnergyMonitor | None = None
+) -> TrialSession:
+    session = session_of(server, monitor or monitor_of(*windows))
     session.ask()
     session.begin_measurement()
     return session

@@ -19,29 +19,12 @@ def listed(*measured: tuple[float, float]) -> ReplayMonitor:
     return ReplayMonitor([Measurement(time_s, energy_j, "replay") for time_s, energy_j in measured], GPUS)
 
 
-class SecondRank(FakeTrainer):
-    """Another process than the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank = self.local_rank = 1
-
-
 def test_epochs_add_up() -> None:
     run = EnergyRun()
     run.begin(FakeTrainer(), listed((2.0, 100.0), (3.0, 50.0), (9.0, 9.0)))
-    assert run.end_epoch() == {
-        "zeus/epoch_time_s": 2.0,
-        "zeus/epoch_energy_j": 100.0,
-        "zeus/time_s": 2.0,
-        "zeus/energy_j": 100.0,
-    }
-    assert run.end_epoch() == {
-        "zeus/epoch_time_s": 3.0,
-        "zeus/epoch_energy_j": 50.0,
-        "zeus/time_s": 5.0,
-        "zeus/energy_j": 150.0,
-    }
+    for epoch_s, epoch_j, time_s, energy_j in [(2.0, 100.0, 2.0, 100.0), (3.0, 50.0, 5.0, 150.0)]:
+        epoch = {"zeus/epoch_time_s": epoch_s, "zeus/epoch_energy_j": epoch_j}
+        assert run.end_epoch() == epoch | {"zeus/time_s": time_s, "zeus/energy_j": energy_j}
     run.close()
     assert run.totals == {"time_s": 5.0, "energy_j": 150.0}
     assert run.state() == {"time_s": 5.0, "energy_j": 150.0}
@@ -83,7 +66,7 @@ def test_beginning_again_changes_nothing_until_the_end() -> None:
 
 def test_other_processes_than_the_first_measure_nothing() -> None:
     run = EnergyRun()
-    run.begin(SecondRank(), listed())
+    run.begin(FakeTrainer(rank=1), listed())
     assert run.end_epoch() is None
     assert (run.is_measuring, run.totals, run.state()) == (False, {}, {})
 
@@ -112,6 +95,11 @@ def driver() -> FakeNvml:
     return FakeNvml([FakeGpu(), FakeGpu(uuid="GPU-1")])
 
 
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
 def spend(driver: FakeNvml, clock: Clock, time_s: float, power_w: float) -> None:
     """Let time pass in which each GPU that is there draws so much."""
     clock.now_s += time_s
@@ -127,9 +115,8 @@ def metered(driver: FakeNvml, clock: Clock) -> EpochMeter:
 
 
 def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
-    driver: FakeNvml, caplog: pytest.LogCaptureFixture
+    driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clock = Clock()
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
     meter = metered(driver, clock)
     spend(driver, clock, 10.0, 150.0)
@@ -162,16 +149,16 @@ def test_a_gpu_that_is_lost_ends_no_training_and_its_power_is_taken_as_before(
     ]
 
 
-def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml) -> None:
-    clock = Clock()
+def test_a_gpu_that_is_lost_in_the_first_epoch_counts_with_its_maximum_power(driver: FakeNvml, clock: Clock) -> None:
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = None
     spend(driver, clock, 2.0, 100.0)
     assert meter.state() == {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 2.0, "epoch_energy_j": 2 * 1400.0}
 
 
-def test_an_energy_of_which_nothing_is_known_is_told(driver: FakeNvml, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+def test_an_energy_of_which_nothing_is_known_is_told(
+    driver: FakeNvml, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, logger="zeus_plugins.energy")
     meter = metered(driver, clock)
     driver.machine[0].counter_mj = driver.machine[0].max_power_mw = None

@@ -96,6 +96,8 @@ def test_a_data_loader_measures_each_machine_once_without_a_word_of_its_launcher
     command = ["tests.support.dataloader_ranks", str(tmp_path)]
     status = run_ranks(*command, modules=LIGHTNING, output=tmp_path / "output")
     assert status == [0, 0], (tmp_path / "output").read_text()
+    result = json.loads((tmp_path / "rec01+try01+bs2.train.json").read_text())
+    assert (result["reached"], result["end_epoch"]) == (True, 2)
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first["limits_w"] == [150.0, 175.0, 200.0]
     assert second["limits_w"] == [200.0]  # it controls nothing
