@@ -64,10 +64,10 @@ class PowerOptions:
         path = self._path(batch_size)
         return None if path is None else PowerLimitProfile.load_if_kept(path)
 
-    def save(self, profile: PowerLimitProfile | None) -> None:
-        """Write a profile to its file, if there is one; warn if that fails."""
-        path = None if profile is None else self._path(profile.batch_size)
-        if path is not None and profile is not None:
+    def save(self, profile: PowerLimitProfile) -> None:
+        """Write a profile to its file, if the options name one; warn if that fails."""
+        path = self._path(profile.batch_size)
+        if path is not None:
             profile.save_or_warn(path)
 
     def _path(self, batch_size: int | None) -> Path | None:
@@ -226,11 +226,17 @@ class PowerRun:
 
     def _keep(self, search: _Search) -> None:
         """Keep the measurements in the file and on the server."""
-        if not search.is_zero:
+        profile, chosen_w = search.profiler.profile, search.profiler.chosen_limit_w
+        if not search.is_zero or profile is None:
             return
-        self._options.save(self.profile)
-        choice = None if search.keeper is None else _choice_of(search.profiler)
-        if search.keeper is not None and choice is not None:
+        self._options.save(profile)
+        if search.keeper is None or not profile.samples:
+            return
+        try:
+            choice = PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=chosen_w)
+        except ValidationError as error:
+            _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
+        else:
             search.keeper.keep_power_limits(choice)
 
 
@@ -282,15 +288,3 @@ class PowerLimitFindings:
 def batch_size_callback(callbacks: Iterable[Any]) -> BatchSizeArguments | None:
     """Return the callback that has a trial in this training, or None."""
     return next((each for each in callbacks if isinstance(each, BatchSizeArguments) and each.has_trial), None)
-
-
-def _choice_of(profiler: PowerLimitProfiler) -> PowerLimitChoice | None:
-    """Return a profiler's results for the server, or None without results."""
-    profile = profiler.profile
-    if profile is None or not profile.samples:
-        return None
-    try:
-        return PowerLimitChoice(gpus=profile.gpus, samples=profile.samples, chosen_limit_w=profiler.chosen_limit_w)
-    except ValidationError as error:
-        _logger.warning("the server cannot keep the power limits: %s", error.errors()[0]["msg"])
-        return None

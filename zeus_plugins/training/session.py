@@ -381,7 +381,7 @@ class TrialSession:
         self.plan = replace(self.plan, fingerprint=fingerprint)
         try:
             known = self._client.register(registration.model_copy(update={"fingerprint": fingerprint}))
-        except ZeusBSOError as error:  # the job can do without
+        except ZeusBSOError as error:  # the fingerprint then lacks the optimizer
             _logger.debug("the server was not told the optimizer: %s", error)
         else:
             self._compare_fingerprints(known)
