@@ -223,7 +223,7 @@ def trained(steps: str, accumulation: int) -> StepCount:
         ("-x-x", 2, False),
         ("-x-xx", 2, False),
         ("---x", 1, True),
-        ("---xx", 4, True),  # the remainder at the end of an epoch is none of the steps that count
+        ("---xx", 4, False),  # the second step is of the remainder at the end of an epoch
     ],
 )
 def test_steps_as_often_as_was_set_are_counted_no_longer_than_needed(
