@@ -31,22 +31,15 @@ def places(machines: str, *, gpus_per_rank: Sequence[Sequence[str]]) -> list[Pla
     return on_each_rank(len(machines), place)
 
 
-def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes() -> None:
-    assert places("XXYY", gpus_per_rank=[[uuid] for uuid in UUIDS[:4]]) == [
-        Placement(is_first=True, machines=2, gpus=UUIDS[:2]),
-        Placement(is_first=False, machines=2, gpus=UUIDS[:2]),
-        Placement(is_first=True, machines=2, gpus=UUIDS[2:4]),
-        Placement(is_first=False, machines=2, gpus=UUIDS[2:4]),
-    ]
-
-
-def test_ranks_that_are_dealt_out_in_turns_are_sorted_by_machine() -> None:
-    found = places("XYXY", gpus_per_rank=[[uuid] for uuid in UUIDS[:4]])
-    assert [(each.is_first, each.gpus) for each in found if isinstance(each, Placement)] == [
-        (True, (UUIDS[0], UUIDS[2])),
-        (True, (UUIDS[1], UUIDS[3])),
-        (False, (UUIDS[0], UUIDS[2])),
-        (False, (UUIDS[1], UUIDS[3])),
+@pytest.mark.parametrize(
+    ("machines", "firsts", "gpus"), [("XXYY", [0, 2], [(0, 1), (2, 3)]), ("XYXY", [0, 1], [(0, 2), (1, 3)])]
+)
+def test_the_first_of_each_machine_measures_the_gpus_of_all_its_processes(
+    machines: str, firsts: list[int], gpus: list[tuple[int, ...]]
+) -> None:
+    gpus_of = {machine: tuple(UUIDS[gpu] for gpu in own) for machine, own in zip("XY", gpus, strict=True)}
+    assert places(machines, gpus_per_rank=[[uuid] for uuid in UUIDS[:4]]) == [
+        Placement(is_first=rank in firsts, machines=2, gpus=gpus_of[machine]) for rank, machine in enumerate(machines)
     ]
 
 
