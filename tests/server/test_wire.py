@@ -349,7 +349,7 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")
     assert_refused(response, 405, None)
-    assert response.headers["Allow"] == "POST"
+    assert response.headers["Allow"] == "POST, OPTIONS"
 
 
 def test_the_schema_is_served_and_knows_the_routes(http: httpx.Client) -> None:
