@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from litestar import Request
 from litestar.exceptions import HTTPException
-from litestar.handlers.base import BaseRouteHandler
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
@@ -68,9 +67,9 @@ def needs(scope: Scope | None) -> dict[str, Any]:
     return {"needs": scope}
 
 
-def needed_scope(handler: BaseRouteHandler) -> Scope | None:
+def needed_scope(handler: HTTPRouteHandler) -> Scope | None:
     """Return the scope that a route requires, or None if every client may call it."""
-    reads = isinstance(handler, HTTPRouteHandler) and handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
+    reads = handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
     needed: Scope | None = handler.opt.get("needs", Scope.READ if reads else Scope.ADMIN)
     return needed
 
@@ -89,7 +88,8 @@ class AccessControl(ASGIMiddleware):
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
         """Check the request; raises like `Authenticator.identify` and the checks of `service.tokens`."""
-        handler = scope["route_handler"]
+        # The application has routes of no other kind.
+        handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
         if needed is not None or "form" in handler.opt:
             headers = dict(scope["headers"])

@@ -76,14 +76,11 @@ def percent(share: float) -> str:
 def ago(then: datetime, now: datetime) -> str:
     """Format the age of an instant, such as ``3 min ago``."""
     seconds = (now - then).total_seconds()
-    if seconds < 5:
-        return "just now" if seconds > -5 else f"in{SPACE}{_largest(-seconds)}"
-    return f"{_largest(seconds)}{SPACE}ago"
-
-
-def _largest(seconds: float) -> str:
-    size, name = next(((size, name) for size, name in _DURATIONS if seconds >= size), _DURATIONS[-1])
-    return f"{int(seconds // size)}{SPACE}{name}"
+    if abs(seconds) < 5:
+        return "just now"
+    size, name = next(each for each in _DURATIONS if abs(seconds) >= each[0])
+    age = f"{int(abs(seconds) // size)}{SPACE}{name}"
+    return f"{age}{SPACE}ago" if seconds > 0 else f"in{SPACE}{age}"
 
 
 def count(amount: float, noun: str, digits: int = 15) -> str:

@@ -187,11 +187,17 @@ async def on_app(
 
 
 class TestWaiting:
-    @pytest.mark.parametrize("piece", [b"", b"x"], ids=["in silence", "byte by byte"])
-    async def test_half_a_head_is_given_up(self, protocol: type[Bounded], piece: bytes) -> None:
+    @pytest.mark.parametrize(
+        ("half", "piece", "status"),
+        [(HALF_A_HEAD, b"", b"408"), (HALF_A_HEAD, b"x", b"408"), (HALF_A_BODY % b"now", b"x", b"200")],
+        ids=["head in silence", "head byte by byte", "body byte by byte, after the answer is given"],
+    )
+    async def test_the_rest_of_a_request_is_not_waited_for(
+        self, protocol: type[Bounded], half: bytes, piece: bytes, status: bytes
+    ) -> None:
         async with on_app(protocol) as (server, _):
-            client = await server.connect(HALF_A_HEAD)
-            assert (await client.all_while_sending(piece)).startswith(b"HTTP/1.1 408 ")
+            client = await server.connect(half)
+            assert (await client.all_while_sending(piece)).startswith(b"HTTP/1.1 %s " % status)
             await until(lambda: server.connections == 0)
 
     async def test_a_client_that_says_nothing_is_told_nothing(self, protocol: type[Bounded]) -> None:
@@ -205,12 +211,6 @@ class TestWaiting:
             assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             client.send(HALF_A_HEAD)
             assert (await client.all()).startswith(b"HTTP/1.1 408 ")
-
-    async def test_the_rest_of_a_body_is_not_waited_for_when_the_answer_is_given(self, protocol: type[Bounded]) -> None:
-        async with on_app(protocol) as (server, _):
-            client = await server.connect(HALF_A_BODY % b"now")
-            assert (await client.all_while_sending(b"x")).startswith(b"HTTP/1.1 200 ")
-            await until(lambda: server.connections == 0)
 
     async def test_an_answer_that_nobody_reads_is_given_up(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, _):

@@ -12,12 +12,12 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import httpx
 import pytest
 from litestar import Litestar, get, post
-from litestar.routes import ASGIRoute, HTTPRoute
+from litestar.routes import HTTPRoute
 from sqlalchemy import Engine, event
 
 from bso_server.api.auth import PAGE, AccessControl, needed_scope, needs
@@ -31,12 +31,10 @@ from tests.support.jobs import job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, bso_server
 from tests.support.tokens import RESULT, Http, Tokens, bearer, make_token
-from tests.support.wire import assert_refused
+from tests.support.wire import assert_refused, begin
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import TrialId
 
-T = TypeVar("T")
 ADDRESSES = [f"127.0.0.{number}" for number in range(1, 20)]
 LOCAL, FOREIGN = "127.0.0.1", "203.0.113.9"
 UNKNOWN = f"zbso_00000000_{'x' * 43}"
@@ -129,9 +127,6 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
     app = create_app(Settings(database_url=f"sqlite:///{tmp_path / 'bso.sqlite3'}"))
     needed: dict[str | None, set[str]] = {None: set(), "report": set(), "read": set(), "admin": set()}
     for route in app.routes:
-        if isinstance(route, ASGIRoute):
-            needed[needed_scope(route.route_handler)].add(f"any {route.path}")
-            continue
         assert isinstance(route, HTTPRoute)
         for handler in route.route_handlers:
             for method in handler.http_methods - {"OPTIONS"}:
@@ -279,7 +274,8 @@ class TestFirstTokens:
 
     def test_the_first_token_closes_the_server_for_good(self, server: ServerProcess) -> None:
         assert "no tokens yet" in server.log.read_text()
-        trial = {name: value for name, value in begin_openly(server.url).items() if name in TrialId.model_fields}
+        with httpx.Client(base_url=server.url) as http:
+            trial = begin(http, http.post("/jobs", json=job()).json()["job_id"])
         token = make_token(server.database_url, "report")
 
         # The trial was dispatched to nobody: every token that may report may go on with it.
@@ -341,12 +337,6 @@ class TestFirstTokens:
         for secret in (token[14:], UNKNOWN[14:], base64.b64encode(f"me:{token}".encode()).decode()):
             assert secret not in log
         assert all("refused with 401" in line for line in log.splitlines() if "authorization" in line.lower())
-
-
-def begin_openly(url: str) -> dict[str, Any]:
-    job_id = httpx.post(f"{url}/jobs", json=job()).json()["job_id"]
-    trial: dict[str, Any] = httpx.get(f"{url}/jobs/batch_size", params={"job_id": job_id}).json()
-    return trial
 
 
 @asynccontextmanager
