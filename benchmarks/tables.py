@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.policies.cases import ROWS
@@ -305,34 +304,37 @@ def _gpu_status(results: ProofResults) -> str:
 
 
 def _summary(results: ProofResults) -> str:
-    """For the README: means over the tasks with their extremes, and the fleet's figures where there are some."""
+    """Return the README's table: shares of the summed energies, with the extremes of the kinds of trainings."""
     enough = [task for task in results["tasks"].values() if task["longest_job"] >= _ENOUGH_RECURRENCES]
     tasks = enough or list(results["tasks"].values())
     recurrences = sum(task["recurrences"] for task in tasks)
-    which = f" that recurred {_ENOUGH_RECURRENCES} times or more" if enough else ""
+    per_job = "–".join(map(str, sorted({round(task["recurrences"] / task["jobs"]) for task in tasks})))
     command, device = "make proof", f"{results['machine'].get('cores', '?')} CPU cores"
     if results["device"] == GPU:
         command, device = "python -m benchmarks.recurrences run --device gpu", "; ".join(results["trained_on"])
-    where = f"(`{command}`; {device}, {results['begun_at'][:10]}; energy is {energy_of(results)})"
-    lines = [["measured: [docs/proof.md](docs/proof.md)", "against always the default size, tries paid", ""]]
+    load = "load median {median:.1f}, highest {highest:.0f}".format(**results["load"])
+    where = f"(`{command}`; {device}, {load}, {results['begun_at'][:10]}; energy is {energy_of(results)})"
+    lines = [
+        ["measured: [docs/proof.md](docs/proof.md)", "energy saved in total, against always the default", "by kind"]
+    ]
     for policy in (GP_VOI, ZEUS):
-        found = [task["contenders"][policy] for task in tasks if policy in task["contenders"]]
-        if found:
-            what = f"{len(found)} kinds of real trainings{which}, {recurrences} recurrences {where}"
-            saved = _spread([each["saved"]["energy_j"][0] for each in found])
-            later = _spread([each["later"][0] for each in found])
-            extent = what if policy == GP_VOI else "the same"
-            lines.append([f"`{policy}`, {extent}", f"energy saved: {saved}", f"later half: {later}"])
-    if fleet := results.get("fleet"):
-        extent = f"{fleet['jobs']} jobs of a year, {fleet['recurrences']} recurrences, simulated"
-        saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
-        lines.append([f"{extent} (`python -m benchmarks.year`)", f"energy saved: {saved}", ""])
+        compared = [task["contenders"] for task in tasks if {policy, DEFAULT} <= task["contenders"].keys()]
+        if compared:
+            default_j = sum(each[DEFAULT]["energy_j"] for each in compared)
+            total = _percent(1 - sum(each[policy]["energy_j"] for each in compared) / default_j)
+            kinds = [each[policy]["saved"]["energy_j"][0] for each in compared]
+            what = (
+                f"{len(compared)} kinds of real trainings, {per_job} recurrences per job, {recurrences} in all {where}"
+            )
+            extent = f"{what} {where}" if policy == GP_VOI else "the same"
+            by_kind = f"{_percent(min(kinds))} to {_percent(max(kinds))}"
+            lines.append([f"`{policy}`, {extent}", f"{total} of {_three_digits(default_j / 1000)} kJ", by_kind])
+    fleet = results["fleet"]
+    per_job = f"{fleet['recurrences'] / fleet['jobs']:.0f}"
+    extent = f"{fleet['jobs']} jobs of a year, {per_job} recurrences per job on average, simulated"
+    saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
+    lines.append([f"{extent} (`python -m benchmarks.year`)", saved, ""])
     return markdown_table(lines)
-
-
-def _spread(shares: Sequence[float]) -> str:
-    """The mean, and the least and the most of the tasks."""
-    return f"{_percent(mean(shares))} ({_percent(min(shares))} to {_percent(max(shares))} by kind)"
 
 
 # The fleet's year

@@ -16,7 +16,7 @@ from benchmarks.processes import BenchmarkError
 from benchmarks.recurrences.harness import State, measure, read_records, write_whole
 from benchmarks.recurrences.plan import ON_GPU, QUICK, Extent, steps
 from benchmarks.recurrences.tasks import CPU, GPU, TASKS, tasks_for
-from benchmarks.reports import fleet_summary, machine, proof_results
+from benchmarks.reports import RESULTS, fleet_summary, machine, proof_results
 from benchmarks.tables import proof_tables, write_tables
 from zeus_plugins.errors import ZeusBSOError
 
@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     collect.add_argument("--state", type=Path, nargs="+", default=[_STATE], metavar="DIR", help="one or several")
     collect.add_argument("--results", type=Path, metavar="FILE", help="write the figures as JSON")
     collect.add_argument("--from", dest="source", type=Path, metavar="FILE", help="take the figures of an earlier JSON")
-    collect.add_argument("--fleet", type=Path, metavar="FILE", help="figures of benchmarks.year, for the summary")
     collect.add_argument("--write", type=Path, nargs="+", default=[], metavar="FILE", help="documents with marks")
     collect.add_argument("--images", type=Path, metavar="DIR", help="folder in which to write the pictures, as SVG")
     collect.set_defaults(run=_collect)
@@ -135,8 +134,7 @@ def _collect(options: argparse.Namespace) -> int:
     else:
         told = json.loads((options.state[0] / _MACHINE).read_text("utf-8"))
         results = proof_results(read_records(options.state), told)
-    if options.fleet is not None:
-        results["fleet"] = fleet_summary(json.loads(options.fleet.read_text("utf-8")))
+    results["fleet"] = fleet_summary(json.loads((RESULTS / "year.json").read_text("utf-8")))
     if options.results is not None:
         options.results.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", "utf-8")
     tables = proof_tables(results)
