@@ -329,11 +329,10 @@ def _summary(results: ProofResults) -> str:
             extent = f"{what} {where}" if policy == GP_VOI else "the same"
             by_kind = f"{_percent(min(kinds))} to {_percent(max(kinds))}"
             lines.append([f"`{policy}`, {extent}", f"{total} of {_three_digits(default_j / 1000)} kJ", by_kind])
-    fleet = results["fleet"]
-    per_job = f"{fleet['recurrences'] / fleet['jobs']:.0f}"
-    extent = f"{fleet['jobs']} jobs of a year, {per_job} recurrences per job on average, simulated"
-    saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
-    lines.append([f"{extent} (`python -m benchmarks.year`)", saved, ""])
+    if fleet := results.get("fleet"):
+        per_job = f"{fleet['recurrences'] / fleet['jobs']:.0f} recurrences per job on average"
+        saved = ", ".join(f"`{policy}` {_percent(fleet['policies'][policy], digits=1)}" for policy in (GP_VOI, ZEUS))
+        lines.append([f"{fleet['jobs']} jobs of a year, {per_job}, simulated (`python -m benchmarks.year`)", saved, ""])
     return markdown_table(lines)
 
 
