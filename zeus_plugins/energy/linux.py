@@ -29,7 +29,7 @@ def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
     """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
     if request.trains_on_gpu:
         return None
-    return request.choice(partial(RaplMonitor, root=root))
+    return request.choice(lambda max_power_w: RaplMonitor(root=root, max_power_w=max_power_w))
 
 
 class RaplMonitor(CounterMonitor):
@@ -44,7 +44,6 @@ class RaplMonitor(CounterMonitor):
     off by at most one unit of the counter, 61 µJ on most machines.
 
     Args:
-        root: Directory of the power zones.
         max_power_w: Summed maximum power in watts. None: the sum of the long-term power limits, which Intel's packages
             state and AMD's do not.
 
@@ -155,7 +154,7 @@ def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
     """Choose a monitor of this Jetson module, whether its GPU or CPU trains; see `Probe`."""
     if not _open_rails(root):
         return None
-    return request.choice(partial(JetsonMonitor, root=root))
+    return request.choice(lambda max_power_w: JetsonMonitor(root=root, max_power_w=max_power_w))
 
 
 class JetsonMonitor(IntegratedPowerMonitor):
@@ -164,9 +163,7 @@ class JetsonMonitor(IntegratedPowerMonitor):
     The energy of GPU, CPU and memory, and of everything that runs on the module, counts.
 
     Args:
-        root: Directory of the sensors.
         max_power_w: Maximum power of the module in watts, which no sensor gives.
-        model: File with the module's name.
 
     Raises:
         EnergyUnavailableError: On first use: no such sensor. From `gpus`: `max_power_w` is None.

@@ -129,12 +129,8 @@ class EpochMeter:
 class Breakdown:
     """The energy of one machine by component; components that cannot be measured are left out.
 
-    It is not part of any cost. CPU and memory include everything that runs on the machine.
-
-    Args:
-        device_indices: See `zeus_plugins.energy.auto`; empty for a training without GPUs.
-        nvml: A replacement for the installed `pynvml`.
-        powercap: Directory of the counters of CPU and memory.
+    It is not part of any cost. CPU and memory include everything that runs on the machine. `device_indices` are those
+    of `zeus_plugins.energy.auto`.
     """
 
     def __init__(

@@ -190,25 +190,25 @@ class MonitorRequest:
         """True if the training names its GPUs or a probe has found them."""
         return self.gpu_is_seen or bool(self.device_indices)
 
-    def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
-        """Choose the monitor `make()`, or `make(max_power_w=…)` if its devices give no maximum power.
+    def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
+        """Choose the monitor that `make` returns for a stated maximum power in watts, or None if its devices give it.
 
         Raises:
             EnergyUnavailableError: The devices cannot be measured.
         """
         try:
-            make().gpus()
+            make(None).gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
             warning = (
                 f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
                 " the watts of its data sheet (TDP)."
             )
-            return Choice(make(max_power_w=power_w), warning=warning)
-        return Choice(make())
+            return Choice(make(power_w), warning=warning)
+        return Choice(make(None))
 
     def counted_or_integrated(
-        self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
+        self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
     ) -> Choice:
         """Choose the monitor over energy counters or, with a warning, the monitor over power readings.
 

@@ -53,7 +53,8 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     try:
         open_gpus(nvml, indices)
         return request.counted_or_integrated(
-            partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
+            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
         )
     except NoGpuError:
         raise
@@ -171,7 +172,6 @@ class NvmlMonitor(CounterMonitor):
     Args:
         device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
         max_power_w: Their summed maximum power in watts, if the driver gives no power limit, as on many laptops.
-        nvml: A replacement for the installed `pynvml`.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU that cannot be opened or has no counter

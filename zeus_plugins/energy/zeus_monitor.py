@@ -38,7 +38,6 @@ class ZeusMonitorAdapter:
     Args:
         monitor: Measures.
         gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs.
-        nvml: A replacement for the installed `pynvml`.
     """
 
     def __init__(self, monitor: WindowMonitor, gpus: GpuConfig | None = None, *, nvml: Nvml | None = None) -> None:

@@ -138,14 +138,7 @@ def find_devices(
 
 @dataclass(eq=False)
 class NvmlDevice:
-    """A `PowerLimitDevice` over NVML.
-
-    Args:
-        uuid: The GPU's UUID by the driver.
-        index: The GPU's number for ``nvidia-smi -i``.
-        name: The name for messages.
-        nvml: A replacement for the installed `pynvml`.
-    """
+    """A `PowerLimitDevice` over NVML; `index` is the GPU's number for ``nvidia-smi -i``, `name` is for messages."""
 
     outlives_process: ClassVar[bool] = True
     uuid: str

@@ -492,9 +492,7 @@ class TrialSession:
             takes_heartbeats=trial.has_extended_server,
             resumes=resumes,
         )
-        if trouble is not None:  # Before its thread meets the same trouble.
-            reporter.note_as_warned(trouble)
-        reporter.start()
+        reporter.start(trouble)
 
     def _deliver_earlier(self) -> None:
         """Deliver what earlier trainings have left for this server, as far as it takes it."""
