@@ -22,7 +22,7 @@ from bso_server.errors import UnknownJobError
 from bso_server.service.loading import known_job
 from bso_server.service.views import EpochExport, PowerProfileExport
 from bso_server.storage import queries
-from bso_server.storage.rows import TRIAL, StoredDecision, StoredEpoch, StoredPowerProfile, epoch_row
+from bso_server.storage.rows import StoredDecision, StoredEpoch, StoredPowerProfile, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -209,10 +209,10 @@ def _lines(rows: _Rows) -> bytes:
     decision_of = {each.trial_number: each.decision for each in rows.decisions}
     epochs_of: dict[int, list[dict[str, Any]]] = {}
     for epoch in rows.epochs:
-        epochs_of.setdefault(epoch.trial_number, []).append(epoch_row(epoch))
+        epochs_of.setdefault(epoch.trial_number, []).append(record_row(epoch))
     return b"".join(
         _line_of_trial(
-            TRIAL.of(trial),
+            trial_row(trial),
             epochs_of.get(trial.trial_number, ()),
             profile_of.get(trial.trial_number),
             decision_of.get(trial.trial_number),

@@ -22,7 +22,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import JobSpecFromClient, Origin, TrialId, TrialState
+from zeus_plugins.protocol import Origin, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
 # --- starting without the server --------------------------------------------------------------------------------------
@@ -107,13 +107,6 @@ def test_the_next_training_delivers_what_the_last_one_left(
     states = [trial.state for trial in client.show_job(job.job_id or "").trials]
     assert states == [TrialState.COMPLETED, TrialState.RUNNING]
     second.end()
-
-
-def test_a_server_that_refuses_the_job_is_an_error_before_the_training(client: BsoClient) -> None:
-    job = named_job()
-    client.register(JobSpecFromClient.of(job, seconds_and_joules(1.0, 1.0).gpus()))
-    with pytest.raises(ZeusBSOConfigError, match="max_epochs is 4, not 5"):
-        session_of(client, job.model_copy(update={"max_epochs": 5})).ask()
 
 
 def test_on_unreachable_must_be_known() -> None:

@@ -54,6 +54,10 @@ class TrialReporter:
         rule: The stop rule that came with the trial.
         takes_heartbeats: False for a Zeus server.
         resumes: Whether the trial is still to be taken over from an earlier run of the training.
+
+    Attributes:
+        job: The trial's job, on its hardware.
+        rule: The latest stop rule from the server.
     """
 
     def __init__(
@@ -67,6 +71,8 @@ class TrialReporter:
         resumes: bool = False,
     ) -> None:
         self.sender = sender
+        self.job = sender.registration
+        self.rule = rule
         self._client = client
         self._outbox = outbox
         self._takes_heartbeats = takes_heartbeats
@@ -76,7 +82,6 @@ class TrialReporter:
         self._box = OutboxFile(sender, resumes=resumes)
         # Guards the box and the fields below.
         self._lock = self._box.lock
-        self._rule = rule
         # The server does not want the trial: nothing more is sent.
         self._is_refused = False
         # The verdict that stops the trial, if a late delivery brought it.
@@ -85,11 +90,6 @@ class TrialReporter:
         self._power_limits: PowerLimitChoice | None = None
         self._thread: threading.Thread | None = None
         self._thread_closes_box = False
-
-    @property
-    def job(self) -> CreatedJob:
-        """The trial's job, on its hardware."""
-        return self.sender.registration
 
     @property
     def trial(self) -> TrialId | None:
@@ -102,12 +102,6 @@ class TrialReporter:
         """True if the server lacks results or the take-over of the trial, or refuses the trial."""
         with self._lock:
             return self._is_refused or not self._box.is_delivered
-
-    @property
-    def rule(self) -> StopRule:
-        """The latest stop rule from the server."""
-        with self._lock:
-            return self._rule
 
     def start(self, trouble: ZeusBSOError | None = None) -> None:
         """Start to send heartbeats if the server takes them; the caller has already warned of `trouble`."""
@@ -135,8 +129,7 @@ class TrialReporter:
                 self._keep(evaluation)
                 raise
             else:
-                with self._lock:
-                    self._rule = verdict.stop_rule or self._rule
+                self.rule = verdict.stop_rule or self.rule
                 return verdict
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
@@ -298,7 +291,7 @@ class TrialReporter:
                     _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
 
     def _take_late_verdict(self, verdict: ReportResponse) -> None:
-        self._rule = verdict.stop_rule or self._rule
+        self.rule = verdict.stop_rule or self.rule
         if verdict.stop_train:
             self._last_verdict = verdict
 

@@ -39,9 +39,8 @@ class RaplMonitor(CounterMonitor):
     ``uncore`` are parts of a package, ``psys`` is the whole machine, and ``intel-rapl-mmio`` repeats the packages, so
     these are left out.
 
-    The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. While a window is open, a thread reads them every
-    10 s, so that no wrap is missed as long as a package draws less than its range / 10 s (6.5 kW for 65 kJ). A wrap is
-    off by at most one unit of the counter, 61 µJ on most machines.
+    The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. A thread reads them every 10 s while a window is
+    open, so that no wrap is missed below range / 10 s (6.5 kW for 65 kJ).
 
     Args:
         max_power_w: Summed maximum power in watts. None: the sum of the long-term power limits, which Intel's packages

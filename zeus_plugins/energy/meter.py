@@ -220,10 +220,8 @@ class Breakdown:
 def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
     """Return the ``money`` and the ``co2_g`` (grams) of an energy, as far as the environment states their rates.
 
-    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process.
-
-    Raises:
-        ZeusBSOConfigError: A variable is no number above 0.
+    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process. Raise
+    `ZeusBSOConfigError` if one is no number above 0.
     """
     rates = {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}
     stated = {name: variable.number(environ, is_positive=True) for name, variable in rates.items()}

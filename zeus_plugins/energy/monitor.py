@@ -47,14 +47,7 @@ class NoGpuError(EnergyUnavailableError):
 
 
 class UnmeasuredGpuError(EnergyUnavailableError):
-    """The training uses GPUs that cannot be measured; the attributes hold the facts that their driver gives.
-
-    Attributes:
-        number: Number of GPUs.
-        model: Their model, or None if unknown.
-        max_power_w: Their summed maximum power in watts, or None if unknown.
-        basis: Origin of `max_power_w`, as in `EstimateMonitor`.
-    """
+    """The training uses GPUs that cannot be measured; the attributes describe them for an `EstimateMonitor`."""
 
     def __init__(
         self,
@@ -168,13 +161,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class MonitorRequest:
-    """The facts about a training that the choice of its monitor depends on.
-
-    Attributes:
-        device_indices: See `zeus_plugins.energy.auto`.
-        estimated_power_w: See `zeus_plugins.energy.auto`.
-        gpu_is_seen: An earlier probe found GPUs that train and cannot be measured.
-    """
+    """The arguments of `zeus_plugins.energy.auto`, and `gpu_is_seen` if a probe found GPUs that it cannot measure."""
 
     device_indices: Sequence[int | str] | None = None
     estimated_power_w: float | None = None
@@ -191,11 +178,7 @@ class MonitorRequest:
         return self.gpu_is_seen or bool(self.device_indices)
 
     def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
-        """Choose the monitor that `make` returns for a stated maximum power in watts, or None if its devices give it.
-
-        Raises:
-            EnergyUnavailableError: The devices cannot be measured.
-        """
+        """Choose `make(None)`, or `make(power_w)` with stated watts if its devices give no maximum power."""
         try:
             make(None).gpus()
         except NoPowerLimitError as unavailable:
@@ -210,11 +193,7 @@ class MonitorRequest:
     def counted_or_integrated(
         self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
     ) -> Choice:
-        """Choose the monitor over energy counters or, with a warning, the monitor over power readings.
-
-        Raises:
-            UnmeasuredGpuError: The devices have neither.
-        """
+        """Choose the monitor over counters or, with a warning, over power readings, or raise `UnmeasuredGpuError`."""
         try:
             return self.choice(counted)
         except EnergyUnavailableError as unavailable:
