@@ -37,7 +37,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4"
 async def import_job(request: CallerRequest, service: Service, first_line: FirstLine = 1) -> JobSummary:
     """Create a job with all its trials from an export: JSON Lines, as `GET /api/jobs/{job_id}/export` writes them."""
     require_json(request.headers.get("content-type", ""), MEDIA_TYPE)
-    return await service.import_job(request.stream(), first_line=first_line)
+    return await service.imports.import_job(request.stream(), first_line=first_line)
 
 
 @post(

@@ -270,7 +270,7 @@ async def imported(server: JobService) -> JobService:
     export = await exported(server.store, server.job_id)
     copy = JobService(server.store, **server.job.model_dump(exclude={"job_id"}))
     copy.now = server.now
-    await copy.service.import_job(pieces_of(renamed(export, copy.job_id)))
+    await copy.service.imports.import_job(pieces_of(renamed(export, copy.job_id)))
     return copy
 
 
@@ -360,7 +360,7 @@ async def test_a_copy_belongs_to_the_same_token_where_there_is_one(database_url:
         assert (export[0]["owner"], export[0]["shared"]) == (record.token_id, True)
         for owner in (record.token_id, "ffffffff"):
             copy = renamed([{**export[0], "owner": owner}], f"job-{uuid.uuid4().hex}")
-            job_id = (await server.service.import_job(pieces_of(copy))).job_id
+            job_id = (await server.service.imports.import_job(pieces_of(copy))).job_id
             view = await JobReader(server.store).read(reading.show_job, job_id)
             # Nobody here has another server's token: the job is open to all.
             assert (view.owner, view.shared) == (record.token_id if owner == record.token_id else None, True)
@@ -371,7 +371,7 @@ async def test_an_import_is_whole_or_nothing(database_url: str) -> None:
         await server.reach(await server.suggest())
         export = await exported(server.store, server.job_id)
         with pytest.raises(JobConflictError):
-            await server.service.import_job(pieces_of(export))
+            await server.service.imports.import_job(pieces_of(export))
         assert await server.states() == [TrialState.COMPLETED]
 
 
@@ -382,7 +382,7 @@ async def test_a_job_needs_an_id_that_starts_with_its_prefix(database_url: str) 
             imports.renamed(encoded(export), "line 3", "other")
         export[0]["job"]["job_id"] = None
         with pytest.raises(InvalidImportError, match=r"job\.job_id: Input should be a valid string"):
-            await server.service.import_job(pieces_of(export))
+            await server.service.imports.import_job(pieces_of(export))
 
 
 async def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> None:
@@ -397,11 +397,11 @@ async def test_old_reports_are_forgotten_and_trials_stay(database_url: str) -> N
         before = await server.show()
 
         # Taken three, two and one hours ago.
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=4)) == 0
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(hours=1.5)) == 2
+        assert await server.service.prune(Transaction.delete_epochs_before, timedelta(hours=4)) == 0
+        assert await server.service.prune(Transaction.delete_epochs_before, timedelta(hours=1.5)) == 2
         left = (await reader.read(reading.list_epochs, server.job_id, 1)).epochs
         assert [epoch.report_number for epoch in left] == [3]
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 1
+        assert await server.service.prune(Transaction.delete_epochs_before, timedelta(0)) == 1
         # The last one stands in the trial's own row.
         assert (await reader.read(reading.list_epochs, server.job_id, 1)).epochs == left
         assert await server.show() == before
@@ -423,7 +423,7 @@ async def test_many_reports_are_forgotten_a_few_at_a_time(database_url: str) -> 
         assert await server.store.write(delete) == 300
         left = (await JobReader(server.store).read(reading.list_epochs, server.job_id, 1)).epochs
         assert len(left) == 2200
-        assert await server.service.prune(server.service.commands.prune_epochs, timedelta(0)) == 2200
+        assert await server.service.prune(Transaction.delete_epochs_before, timedelta(0)) == 2200
 
 
 @pytest.fixture(autouse=True)

@@ -105,7 +105,7 @@ class Sender:
 
     async def half_way(self, server: JobService) -> asyncio.Task[Any]:
         """The import, which waits for the second half."""
-        task = asyncio.create_task(server.service.import_job(self.pieces()))
+        task = asyncio.create_task(server.service.imports.import_job(self.pieces()))
         await asyncio.wait({task, asyncio.create_task(self.is_half.wait())}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
@@ -132,7 +132,7 @@ async def test_nobody_sees_a_job_before_all_of_it_is_there(database_url: str) ->
         with pytest.raises(JobConflictError, match="is being imported"):
             await server.service.register(registration)
         with pytest.raises(JobConflictError, match="is being imported"):
-            await server.service.import_job(Sender(export_of(job_id, 9)).pieces())
+            await server.service.imports.import_job(Sender(export_of(job_id, 9)).pieces())
         await server.service.reap()
 
         sender.goes_on.set()
@@ -149,7 +149,7 @@ async def test_an_import_that_fails_leaves_nothing(database_url: str) -> None:
         wrong = export_of(job_id, 400)
         wrong[-1]["ended_event"] = 799
         with pytest.raises(InvalidImportError, match="line 401, ended_event: event 799 is taken already"):
-            await server.service.import_job(pieces_of(wrong))
+            await server.service.imports.import_job(pieces_of(wrong))
         assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
 
         sender = Sender(export_of(job_id, 400))
@@ -159,7 +159,7 @@ async def test_an_import_that_fails_leaves_nothing(database_url: str) -> None:
         with pytest.raises(OSError, match="has left"):
             await task
         assert await server.store.read(rows_of, job_id) == [0, 0, 0, 0]
-        assert (await server.service.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
+        assert (await server.service.imports.import_job(pieces_of(export_of(job_id, 400)))).trials == 400
 
 
 async def crashed(server: JobService, job_id: str) -> Sender:
@@ -177,7 +177,7 @@ async def by_reaping(server: JobService, _job_id: str) -> None:
 
 
 async def by_importing(server: JobService, job_id: str) -> None:
-    assert (await server.service.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
+    assert (await server.service.imports.import_job(pieces_of(export_of(job_id, 2)))).trials == 2
     await server.service.delete_job(job_id)
 
 
@@ -230,14 +230,14 @@ async def test_what_must_be_refused_is_refused_before_the_trials_are_read(
         spoil(export[0])
         sender = Sender(export)
         with pytest.raises((JobConflictError, InvalidImportError)):
-            await server.service.import_job(sender.pieces())
+            await server.service.imports.import_job(sender.pieces())
         assert sender.sent < 2 * 65536
 
 
 async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(database_url: str) -> None:
     async with job_service(database_url) as server:
         job_id = new_id()
-        await server.service.import_job(pieces_of(export_of(job_id, 250)))
+        await server.service.imports.import_job(pieces_of(export_of(job_id, 250)))
         pieces = JobReader(server.store).export(job_id)
         text = await anext(pieces) + await anext(pieces)
         begun = await server.service.transact(server.service.commands.begin_trial, job_id)
@@ -245,7 +245,7 @@ async def test_an_export_leaves_out_what_begins_meanwhile_and_can_be_imported(da
         text += b"".join([piece async for piece in pieces])
         job, *trials = decoded(text)
         assert [trial["trial_number"] for trial in trials] == list(range(1, 251))
-        assert (await server.service.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
+        assert (await server.service.imports.import_job(pieces_of(renamed([job, *trials], new_id())))).trials == 250
 
 
 @pytest.mark.slow
@@ -387,11 +387,11 @@ async def test_what_is_wrong_is_told_with_its_line_and_field(service: JobService
         yield text
 
     with pytest.raises(InvalidImportError) as caught:
-        await service.service.import_job(pieces())
+        await service.service.imports.import_job(pieces())
     assert str(caught.value).startswith(said)
     assert caught.value.field == said.partition(":")[0]
     with pytest.raises(InvalidImportError, match=f"^line {int(said.split()[1].strip(',:')) + 40}"):
-        await service.service.import_job(pieces(), first_line=41)
+        await service.service.imports.import_job(pieces(), first_line=41)
     assert await service.store.read(rows_of, "odd-1") == [0, 0, 0, 0]
 
 
@@ -409,13 +409,13 @@ async def test_a_line_without_an_end_is_refused_before_it_fills_the_memory(
             yield b"x" * 10_000
 
     with pytest.raises(InvalidImportError, match="line 2: it is longer than 100000 bytes"):
-        await service.service.import_job(pieces())
+        await service.service.imports.import_job(pieces())
     assert taken == 110_000
 
 
 async def test_what_is_no_number_is_exported_as_null_and_named(service: JobService) -> None:
     """Nothing writes such numbers; SQLite keeps infinities that other programs write."""
-    await service.service.import_job(pieces_of(export_of("odd-1", 2)))
+    await service.service.imports.import_job(pieces_of(export_of("odd-1", 2)))
     infinite, negative = float("inf"), float("-inf")
 
     def spoil(transaction: Transaction) -> None:
@@ -428,9 +428,9 @@ async def test_what_is_no_number_is_exported_as_null_and_named(service: JobServi
     assert (second["metric"], second["not_finite"]) == (None, ["metric", "epochs.1.energy_j"])
     refused = r"^line 2, epochs\.1\.energy_j: "
     with pytest.raises(InvalidImportError, match=refused):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
     first["epochs"][1]["energy_j"], second["metric"], second["epochs"][1]["energy_j"] = 700, 0.9, 700
     with pytest.raises(InvalidImportError, match=r"^line 2, epochs\.1\.energy_j: was NaN or infinite"):
-        await service.service.import_job(pieces_of(renamed([job, first, second])))
+        await service.service.imports.import_job(pieces_of(renamed([job, first, second])))
     mended = [job, *({**trial, "not_finite": []} for trial in (first, second))]
-    assert (await service.service.import_job(pieces_of(renamed(mended)))).trials == 2
+    assert (await service.service.imports.import_job(pieces_of(renamed(mended)))).trials == 2

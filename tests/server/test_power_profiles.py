@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from bso_server.service import reading
-from bso_server.service.reading import JobReader
+from bso_server.storage.transaction import Transaction
 from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, bso_server
@@ -152,14 +152,13 @@ async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(data
             server.wait(HOUR_S)
         newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
         assert len(newest) < len(sizes)
-        reader = JobReader(server.store)
         before = await server.show()
 
-        forget = server.service.commands.prune_power_profiles
+        forget = Transaction.delete_power_profiles_before
         assert await server.service.prune(forget, timedelta(hours=5)) == 0
         assert await server.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
         assert await server.service.prune(forget, timedelta(0)) == 0
-        left = (await reader.read(reading.list_power_profiles, server.job_id)).profiles
+        left = (await server.store.read(reading.list_power_profiles, server.job_id)).profiles
         assert [each.trial_number for each in left] == newest
         # Which limit a trial had is not forgotten.
         assert await server.show() == before

@@ -207,8 +207,8 @@ class Endless(Moment):
 class TrustsClocks(Commands):
     """Lets a lease end when it says, whatever the clock said when it was granted."""
 
-    def moment(self, now: datetime | None = None) -> Moment:
-        return Endless(now or self._clock(), LeasePolicy())
+    def moment(self) -> Moment:
+        return Endless(self._clock(), LeasePolicy())
 
 
 class CountsRetries(Commands):

@@ -55,7 +55,7 @@ class Clock:
         return self.now_s
 
 
-class Book:
+class Book(Tokens):
     """Tokens in memory; counts how often somebody looks."""
 
     def __init__(self, *records: TokenRecord) -> None:
