@@ -209,8 +209,10 @@ def _trial_export(rows: TrialRows) -> TrialExport:
         not_finite += [f"epochs.{index}.{name}" for name in _not_finite(report)]
     return TrialExport.model_construct(
         **values,
-        decision=rows.decision and rows.decision.decision,
-        power_profile=profile and PowerProfileExport.model_validate(profile, from_attributes=True),
+        decision=None if rows.decision is None else rows.decision.decision,
+        power_profile=None
+        if profile is None
+        else PowerProfileExport(samples=profile.samples, stored_at=profile.stored_at),
         epochs=tuple(EpochExport.model_construct(**report) for report in reports),
         not_finite=tuple(not_finite),
     )

@@ -154,9 +154,10 @@ def read(kind: type[Message], given: bytes | Mapping[str, Any], place: str, **co
     Raises:
         InvalidImportError: The line is no JSON, or the message is invalid; the error names the place and the field.
     """
-    validate = kind.model_validate_json if isinstance(given, bytes) else kind.model_validate
     try:
-        return validate(given, context=context)
+        if isinstance(given, bytes):
+            return kind.model_validate_json(given, context=context)
+        return kind.model_validate(given, context=context)
     except ValidationError as error:
         raise refusal(error, place) from error
 

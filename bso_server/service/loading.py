@@ -13,13 +13,7 @@ from bso_server.core.access import Caller
 from bso_server.core.model import Arm, History, TrialRecord, arms_after, is_counted_exploration
 from bso_server.core.policy import find, memory_after
 from bso_server.errors import UnknownJobError, UnknownTrialError
-from bso_server.service.refusals import (
-    log_replaced,
-    refuse_other_registration,
-    refuse_other_size,
-    refuse_stale_run,
-    require_trial,
-)
+from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage import queries
 from bso_server.storage.rows import StoredJob, StoredMemory
 from bso_server.storage.transaction import Transaction
@@ -58,10 +52,7 @@ def locked_trial(transaction: Transaction, trial_id: TrialId, caller: Caller) ->
     if key not in found:
         raise UnknownTrialError(*key)
     job, trial = found[key]
-    refuse_other_registration(job, trial_id)
-    refuse_other_size(trial, trial_id.batch_size)
-    owner = require_trial(transaction, job, trial, caller)
-    refuse_stale_run(trial, trial_id)
+    owner = refuse_message(transaction, job, trial, trial_id, caller)
     # Of regular heartbeats only the first is logged.
     if not (isinstance(trial_id, Heartbeat) and trial.state is TrialState.RUNNING):
         log_replaced(transaction, *trial.key, caller, owner)

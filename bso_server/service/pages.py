@@ -133,8 +133,7 @@ class Pages:
     def job(self, transaction: Transaction, job_id: str, *, known: str | None = None) -> Found[JobPage]:
         """Return one job."""
         stored = known_job(transaction, job_id)
-        # No trial has ended after the latest event.
-        alive = transaction.open_trials(job_id, stored.event_count, with_explorations=False)
+        alive = queries.alive_trials(transaction, job_id)
         # The page shows no leases, which heartbeats renew.
         silent = [replace(trial, lease_expires_at=None) for trial in alive]
         version = digest([stored, queries.withdrawn_count(transaction, job_id), silent])
@@ -206,7 +205,7 @@ class Pages:
         """Return one trial with its reports."""
         stored, trial = known_trial(transaction, job_id, trial_number)
         is_alive = trial.state in ALIVE
-        cheapest_j = None if stored.cheapest is None or not is_alive else stored.cheapest.cost_j
+        cheapest_j = stored.min_cost_j if is_alive else None
         version = digest([stored.registration, stored.trial_count, cheapest_j, trial])
         if version == known:
             return version, None

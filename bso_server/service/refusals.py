@@ -81,8 +81,17 @@ def refuse_other_size(trial: TrialRecord, batch_size: int) -> None:
         )
 
 
-def refuse_other_registration(job: StoredJob, sent: TrialId) -> None:
-    """Raise `OtherRegistrationError` for a message about a trial of an earlier, deleted job with this job's id."""
+def refuse_message(
+    transaction: Transaction, job: StoredJob, trial: TrialRecord, sent: TrialId, caller: Caller
+) -> str | None:
+    """Check a message about a trial against the trial; return what `require_trial` returns.
+
+    Raises:
+        OtherRegistrationError: The message is about a trial of an earlier, deleted job with this job's id.
+        InvalidReportError: The message names another batch size.
+        ForbiddenError: See `require_trial`.
+        StaleLeaseError: Another run of the training has taken the trial over.
+    """
     registered = job.registration.registration_id
     if registered is not None and sent.registration_id not in (None, registered):
         raise OtherRegistrationError(
@@ -90,16 +99,15 @@ def refuse_other_registration(job: StoredJob, sent: TrialId) -> None:
             "measured then does not count for the trial that has this number now",
             field="registration_id",
         )
-
-
-def refuse_stale_run(trial: TrialRecord, sent: TrialId) -> None:
-    """Raise `StaleLeaseError` for a message of an earlier run of the training than the one that has the trial."""
+    refuse_other_size(trial, sent.batch_size)
+    owner = require_trial(transaction, job, trial, caller)
     if is_stale(trial, sent.lease_epoch):
         raise StaleLeaseError(
             f"trial {trial.trial_number} of job {trial.job_id!r} goes on in another run of its training, which has "
             f"resumed from a checkpoint (lease epoch {trial.lease_epoch}, not {sent.lease_epoch})",
             field="lease_epoch",
         )
+    return owner
 
 
 def refuse_other_gpus(job: StoredJob, gpus: GpuConfig) -> None:

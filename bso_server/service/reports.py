@@ -17,13 +17,7 @@ from bso_server.core.model import OBSERVED, History, Report, TrialKey, TrialReco
 from bso_server.core.occurrences import ReportsCommitted, TrialEnded
 from bso_server.errors import BsoError, ReportConflictError, UnknownTrialError
 from bso_server.service.loading import load_history
-from bso_server.service.refusals import (
-    log_replaced,
-    refuse_other_registration,
-    refuse_other_size,
-    refuse_stale_run,
-    require_trial,
-)
+from bso_server.service.refusals import log_replaced, refuse_message
 from bso_server.storage.rows import TRIAL_AT_REPORT, StoredEpoch, StoredJob, last_report
 from bso_server.storage.store import Batch, Store
 from bso_server.storage.transaction import RowLocked, Transaction
@@ -120,10 +114,7 @@ class ReportBatch:
     def _judge(
         self, job: StoredJob, trial: TrialRecord, result: TrainingResult, caller: Caller
     ) -> ReportResponse | RowLocked:
-        refuse_other_registration(job, result)
-        refuse_other_size(trial, result.batch_size)
-        owner = require_trial(self._transaction, job, trial, caller)
-        refuse_stale_run(trial, result)
+        owner = refuse_message(self._transaction, job, trial, result, caller)
         if owner is not None:
             self._replaced[trial.key] = caller, owner
         report = Report(time_s=result.time, energy_j=result.energy, epoch=result.current_epoch, metric=result.metric)

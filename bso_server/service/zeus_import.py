@@ -136,17 +136,20 @@ def imported(
     job = JobInImport("job", head, moment.now)
     trials, records = [], []
     for row in rows:
-        facts = {
+        facts = _UNKNOWN | {
             "trial_number": row.number,
             "batch_size": row.batch_size,
             "origin": _ORIGINS[row.type],
             "reason": f"chosen by Zeus's server ({row.type})",
             "started_at": in_utc(row.started),
             "started_event": started[row.number],
+            "state": TrialState.RUNNING,
+            "message": f"{TrialState.RUNNING} {_WHEN}",
         }
-        ended_at = moment.now if row.ended is None else in_utc(row.ended)
-        end = ends.get(row.number)
-        facts |= _facts_of_running(row, moment) if end is None else _facts_of_ended(row, end, ended_at, registration)
+        if (end := ends.get(row.number)) is None:
+            facts["lease_expires_at"] = moment.lease_end(TrialRecord.of_row(facts))
+        else:
+            facts |= _facts_of_ended(row, end, moment.now if row.ended is None else in_utc(row.ended), registration)
         trials.append(read(ImportedTrial, facts, row.place, job=registration))
         records.append(job.add(trials[-1], row.place).trial)
     job.close()
@@ -220,15 +223,8 @@ _UNKNOWN: dict[str, Any] = {
 }
 
 
-def _facts_of_running(row: _ZeusTrial, moment: Moment) -> dict[str, Any]:
-    state = TrialState.RUNNING
-    unheard = TrialRecord(trial_number=row.number, batch_size=row.batch_size, state=state, origin=_ORIGINS[row.type])
-    return {**_UNKNOWN, "state": state, "message": f"{state} {_WHEN}", "lease_expires_at": moment.lease_end(unheard)}
-
-
 def _facts_of_ended(row: _ZeusTrial, end: _End, ended_at: datetime, job: CreatedJob) -> dict[str, Any]:
     facts = {
-        **_UNKNOWN,
         "state": end.state,
         "message": end.message,
         "end_reason": end.reason,

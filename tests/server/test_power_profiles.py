@@ -15,7 +15,7 @@ from bso_server.storage.transaction import Transaction
 from tests.support.jobs import JOB, job
 from tests.support.power_limit_bench import found_out
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import HOUR_S, job_service
+from tests.support.service import HOUR_S, JobService
 from tests.support.wire import assert_refused, begin, reached
 from zeus_plugins.protocol import TrialDispatch, TrialPowerProfile
 
@@ -136,29 +136,26 @@ def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str)
     assert dispatched(http, job_id)["power_profile"] is None
 
 
-async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(database_url: str) -> None:
-    async with job_service(database_url) as server:
-        # Before whatever other tests have left in the database.
-        server.now = datetime(2001, 1, 1, tzinfo=UTC)
-        sizes = []
-        for energy_j in (1.0, 2.0, 3.0, 4.0):
-            trial: TrialDispatch = await server.suggest()
-            sizes.append(trial.batch_size)
-            body = trial.model_dump() | found_out(server.job.model_dump(), energy_j)
-            await server.service.transact(
-                server.service.commands.store_power_profile, TrialPowerProfile.model_validate(body)
-            )
-            await server.report(trial, cost_j=500.0, metric=1.0)
-            server.wait(HOUR_S)
-        newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
-        assert len(newest) < len(sizes)
-        before = await server.show()
+async def test_old_profiles_are_forgotten_and_the_newest_of_each_size_stays(bso: JobService) -> None:
+    # Before whatever other tests have left in the database.
+    bso.now = datetime(2001, 1, 1, tzinfo=UTC)
+    sizes = []
+    for energy_j in (1.0, 2.0, 3.0, 4.0):
+        trial: TrialDispatch = await bso.suggest()
+        sizes.append(trial.batch_size)
+        body = trial.model_dump() | found_out(bso.job.model_dump(), energy_j)
+        await bso.service.transact(bso.service.commands.store_power_profile, TrialPowerProfile.model_validate(body))
+        await bso.report(trial, cost_j=500.0, metric=1.0)
+        bso.wait(HOUR_S)
+    newest = [number for number, size in enumerate(sizes, 1) if size not in sizes[number:]]
+    assert len(newest) < len(sizes)
+    before = await bso.show()
 
-        forget = Transaction.delete_power_profiles_before
-        assert await server.service.prune(forget, timedelta(hours=5)) == 0
-        assert await server.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
-        assert await server.service.prune(forget, timedelta(0)) == 0
-        left = (await server.store.read(reading.list_power_profiles, server.job_id)).profiles
-        assert [each.trial_number for each in left] == newest
-        # Which limit a trial had is not forgotten.
-        assert await server.show() == before
+    forget = Transaction.delete_power_profiles_before
+    assert await bso.service.prune(forget, timedelta(hours=5)) == 0
+    assert await bso.service.prune(forget, timedelta(0)) == len(sizes) - len(newest)
+    assert await bso.service.prune(forget, timedelta(0)) == 0
+    left = (await bso.store.read(reading.list_power_profiles, bso.job_id)).profiles
+    assert [each.trial_number for each in left] == newest
+    # Which limit a trial had is not forgotten.
+    assert await bso.show() == before
