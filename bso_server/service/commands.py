@@ -34,7 +34,7 @@ from bso_server.core.job import (
 )
 from bso_server.core.model import Suggestion, TrialRecord
 from bso_server.core.occurrences import TrialEnded, TrialStarted
-from bso_server.core.policy import find
+from bso_server.core.policy import installed
 from bso_server.errors import (
     DatabaseUnavailableError,
     InvalidReportError,
@@ -53,7 +53,6 @@ from bso_server.service.refusals import (
     refuse_long_window,
     refuse_other_gpus,
     refuse_other_size,
-    refuse_unserved,
     require_job,
     require_trial,
 )
@@ -133,7 +132,7 @@ class Commands:
             return None
         require_job(transaction, existing, caller)
         known = existing.registration
-        _refuse_other(known, registration)
+        refuse_difference(known, registration)
         return known if known.with_fingerprint(registration.fingerprint) == known else None
 
     def register(
@@ -155,19 +154,22 @@ class Commands:
         existing = transaction.job(registration.job_id) and locked_job(transaction, registration.job_id)
         if existing:
             # Another transaction may have inserted the job since `registered`.
-            _refuse_other(existing.registration, registration)
+            refuse_difference(existing.registration, registration)
             known = existing.registration.with_fingerprint(registration.fingerprint)
             transaction.update_jobs([replace(existing, registration=known)])
             return known, False
         refuse_folder_name(registration)
-        refuse_unserved(registration)
+        own = installed(registration.policy)
+        # The policy amends a job that names none, as a Zeus client's, instead of refusing it.
+        if "policy" in registration.model_fields_set:
+            own.check(registration)
         if mark_of(transaction, registration.job_id) is not None:
             raise JobConflictError(
                 f"job {registration.job_id!r} is being imported at present: register it when that is over",
                 field="job_id",
             )
         registration = registration.model_copy(update={"registration_id": secrets.token_hex(8)})
-        asked, registration = registration, find(registration.policy).amended(registration)
+        asked, registration = registration, own.amended(registration)
         refuse_long_window(registration)
         transaction.insert_job(registration, self._clock(), owner=caller.token_id, shared=caller.shares_jobs)
         if registration != asked:
@@ -425,13 +427,6 @@ def _is_expired(trial: TrialRecord, moment: Moment) -> bool:
     """Return True if `_abandon_expired` would change an open trial."""
     lease_end = trial.lease_expires_at
     return trial.state in ALIVE and lease_end is not None and not moment.now <= lease_end <= moment.longest_lease_end
-
-
-def _refuse_other(known: CreatedJob, asked: CreatedJob) -> None:
-    """Raise `JobConflictError` unless a registered job has the configuration `asked` for, its window raised or not."""
-    if known.window_size == asked.mab_num_explorations:
-        asked = find(asked.policy).amended(asked)
-    refuse_difference(known, asked)
 
 
 def _dispatch(job: StoredJob, trial: TrialRecord) -> TrialDispatch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bso_server.core.access import Caller
 from bso_server.core.job import is_stale
 from bso_server.core.model import TrialRecord
-from bso_server.core.policy import installed
+from bso_server.core.policy import find
 from bso_server.errors import (
     ForbiddenError,
     InvalidJobError,
@@ -28,7 +28,12 @@ _LARGEST_WINDOW = 1000
 
 
 def refuse_difference(existing: CreatedJob, asked: CreatedJob) -> None:
-    """Raise `JobConflictError` if a job that is registered again differs from the job with its id."""
+    """Raise `JobConflictError` if a job that is registered again differs from the job with its id.
+
+    The policy may have raised the window of the existing job.
+    """
+    if existing.window_size == asked.mab_num_explorations:
+        asked = find(asked.policy).amended(asked)
     before, after = (job.model_dump(exclude={"fingerprint", "registration_id"}) for job in (existing, asked))
     differences = [f"{name} is {before[name]!r}, not {after[name]!r}" for name in before if before[name] != after[name]]
     if differences:
@@ -46,16 +51,6 @@ def refuse_folder_name(job: CreatedJob) -> None:
             raise InvalidJobError(
                 f"{name!r} names a folder wherever it stands in a URL or path: use another", field=field
             )
-
-
-def refuse_unserved(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` if the policy of a new job cannot serve it, `PolicyNotInstalledError` without the policy.
-
-    The policy amends a job that names none, as a Zeus client's, instead.
-    """
-    policy = installed(job.policy)
-    if "policy" in job.model_fields_set:
-        policy.check(job)
 
 
 def refuse_long_window(job: CreatedJob) -> None:

@@ -302,15 +302,12 @@ class Authenticator:
         if record is None or now - read_at >= CACHE_S or not is_good(record):
             record = await self._tokens.find(token_id)
             if record is not None:
-                self._remember(record, now)
+                self._known[token_id] = record, now
+                self._known.move_to_end(token_id)
+                if len(self._known) > _CACHE_SIZE:
+                    self._known.popitem(last=False)
+                self._closed = True, now
         return record if record is not None and is_good(record) else None
-
-    def _remember(self, record: TokenRecord, now: float) -> None:
-        self._known[record.token_id] = record, now
-        self._known.move_to_end(record.token_id)
-        if len(self._known) > _CACHE_SIZE:
-            self._known.popitem(last=False)
-        self._closed = True, now
 
     async def _needs_token(self) -> bool:
         now = self._clock()

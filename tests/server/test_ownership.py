@@ -21,7 +21,7 @@ from tests.support.job_bench import seconds_and_joules
 from tests.support.jobs import THREE_SIZES, job
 from tests.support.reporting import until, warnings_in
 from tests.support.servers import ServerProcess, bso_server
-from tests.support.service import JobService, job_service, trial_id
+from tests.support.service import JobService, trial_id
 from zeus_plugins import JobSpec
 from zeus_plugins.cli import main
 from zeus_plugins.client.http import BsoClient
@@ -248,36 +248,35 @@ class TestRotation:
 
 
 async def test_all_that_is_a_tokens_is_handed_over_and_nothing_else(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
+    bso: JobService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bso_server.service.tokens._HANDED_OVER_AT_ONCE", 2)
-    async with job_service(database_url) as service:
-        tokens = Tokens(service.store)
-        commands = service.service.commands
-        gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
-        jobs = []
-        for caller in (gone, gone, gone, stays):
-            registration = CreatedJob.model_validate(job(**THREE_SIZES))
-            await service.service.register(registration, caller)
-            job_id = registration.job_id
-            await service.service.transact(commands.share, job_id)
-            jobs.append(job_id)
-            for each in (gone, gone, stays):
-                await service.service.transact(commands.begin_trial, job_id, caller=each)
+    tokens = Tokens(bso.store)
+    commands = bso.service.commands
+    gone, stays, new = [(await tokens.create(name, [Scope.REPORT]))[1].caller() for name in ("a", "b", "c")]
+    jobs = []
+    for caller in (gone, gone, gone, stays):
+        registration = CreatedJob.model_validate(job(**THREE_SIZES))
+        await bso.service.register(registration, caller)
+        job_id = registration.job_id
+        await bso.service.transact(commands.share, job_id)
+        jobs.append(job_id)
+        for each in (gone, gone, stays):
+            await bso.service.transact(commands.begin_trial, job_id, caller=each)
 
-        before = [await exported(service.store, job_id) for job_id in jobs]
-        assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
-        assert await tokens.revoke(gone.token_id or "") == 8
-        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
-        assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
+    before = [await exported(bso.store, job_id) for job_id in jobs]
+    assert await tokens.jobs_per_owner() == {gone.token_id: 3, stays.token_id: 1}
+    assert await tokens.revoke(gone.token_id or "") == 8
+    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (3, 8)
+    assert await tokens.transfer(gone.token_id or "", new.token_id or "") == (0, 0)
 
-        assert await tokens.jobs_per_owner() == {new.token_id: 3, stays.token_id: 1}
-        for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
-            view = await service.store.read(reading.show_job, job_id)
-            assert (view.owner, view.shared) == (owner.token_id, True)
-            assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
-            after = await exported(service.store, job_id)
-            assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
+    assert await tokens.jobs_per_owner() == {new.token_id: 3, stays.token_id: 1}
+    for job_id, owner, export in zip(jobs, (new, new, new, stays), before, strict=True):
+        view = await bso.store.read(reading.show_job, job_id)
+        assert (view.owner, view.shared) == (owner.token_id, True)
+        assert [trial.owner for trial in view.trials] == [new.token_id, new.token_id, stays.token_id]
+        after = await exported(bso.store, job_id)
+        assert after == [{**export[0], "owner": owner.token_id}, *export[1:]]
 
 
 async def test_a_trial_without_an_owner_is_its_jobs(bso: JobService) -> None:

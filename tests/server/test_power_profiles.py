@@ -95,14 +95,6 @@ def test_a_training_that_goes_on_measuring_replaces_its_own(http: httpx.Client, 
     assert [each["samples"][0]["energy_j"] for each in kept(http, job_id)] == energies
 
 
-def test_an_ended_trial_may_still_leave_its_profile(http: httpx.Client, job_id: str) -> None:
-    trial = begin(http, job_id)
-    reached(http, trial, 500)
-    store(http, trial, found_out(JOB))
-    shown = http.get(f"/api/jobs/{job_id}").json()["trials"][0]
-    assert (shown["state"], shown["power_limit_w"], shown["power_limits"]) == ("completed", 80.0, 2)
-
-
 def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server: ServerProcess) -> None:
     chosen, measured_only, _ = (begin(http, job_id) for _ in range(3))
     store(http, chosen, found_out(JOB))
@@ -117,13 +109,17 @@ def test_each_trial_shows_its_limit(http: httpx.Client, job_id: str, any_server:
         assert [line[column:].split("  ")[0] for line in table[1:]] == ["80 of 2", "- of 1", "-"]
 
 
-def test_a_report_leaves_the_limit_alone(http: httpx.Client, job_id: str) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_trial_leaves_its_profile_before_or_after_its_end(http: httpx.Client, job_id: str, is_late: bool) -> None:
     trial = begin(http, job_id)
-    store(http, trial, found_out(JOB))
-    http.patch("/trials/heartbeat", json=trial).raise_for_status()
+    if not is_late:
+        store(http, trial, found_out(JOB))
+        http.patch("/trials/heartbeat", json=trial).raise_for_status()
     reached(http, trial, 500)
+    if is_late:
+        store(http, trial, found_out(JOB))
     (shown,) = http.get(f"/api/jobs/{job_id}").json()["trials"]
-    assert (shown["power_limit_w"], shown["power_limits"]) == (80.0, 2)
+    assert (shown["state"], shown["power_limit_w"], shown["power_limits"]) == ("completed", 80.0, 2)
 
 
 def test_a_deleted_job_takes_its_profiles_along(http: httpx.Client, job_id: str) -> None:

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import count, permutations
@@ -349,9 +348,9 @@ class TestAuthenticating:
         assert len(authenticator._known) == 1024
 
 
-@asynccontextmanager
-async def in_tokens(database_url: str) -> AsyncIterator[Tokens]:
-    """Open the tokens of a database, with a clock that advances by a second at each reading."""
+@pytest.fixture
+async def tokens(database_url: str) -> AsyncIterator[Tokens]:
+    """The tokens of a database of each kind, with a clock that advances by a second at each reading."""
     ticks = count()
     async with open_store(database_url) as store:
         yield Tokens(store, clock=lambda: NOW + timedelta(seconds=next(ticks)))
@@ -360,83 +359,78 @@ async def in_tokens(database_url: str) -> AsyncIterator[Tokens]:
 class TestKeeping:
     """In each kind of database."""
 
-    async def test_what_goes_in_comes_out(self, database_url: str) -> None:
-        async with in_tokens(database_url) as tokens:
-            for existing in await tokens.all():
-                await tokens.revoke(existing.token_id)
-            assert not await tokens.any_valid()
-            token, record = await tokens.create("é ✓", [Scope.READ, Scope.REPORT])
-            assert await tokens.find(record.token_id) == record
-            assert record in await tokens.all()
-            assert await tokens.any_valid()
-            assert await tokens.any()
-            assert await tokens.find("00000000") is None
-            assert token_in(f"Bearer {token}") == token
-            await tokens.revoke(record.token_id)
-            assert not await tokens.any_valid()
-            assert await tokens.any()
+    async def test_what_goes_in_comes_out(self, tokens: Tokens) -> None:
+        for existing in await tokens.all():
+            await tokens.revoke(existing.token_id)
+        assert not await tokens.any_valid()
+        token, record = await tokens.create("é ✓", [Scope.READ, Scope.REPORT])
+        assert await tokens.find(record.token_id) == record
+        assert record in await tokens.all()
+        assert await tokens.any_valid()
+        assert await tokens.any()
+        assert await tokens.find("00000000") is None
+        assert token_in(f"Bearer {token}") == token
+        await tokens.revoke(record.token_id)
+        assert not await tokens.any_valid()
+        assert await tokens.any()
 
-    async def test_revoking(self, database_url: str) -> None:
-        async with in_tokens(database_url) as tokens:
-            clock = Clock()
-            authenticator = Authenticator(tokens, clock=clock)
-            _, other = await tokens.create("stays", [Scope.ADMIN])
-            token, record = await tokens.create("goes", [Scope.ADMIN])
-            assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "")).token_id == record.token_id
+    async def test_revoking(self, tokens: Tokens) -> None:
+        clock = Clock()
+        authenticator = Authenticator(tokens, clock=clock)
+        _, other = await tokens.create("stays", [Scope.ADMIN])
+        token, record = await tokens.create("goes", [Scope.ADMIN])
+        assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "")).token_id == record.token_id
 
-            await tokens.revoke(record.token_id)
-            revoked = await tokens.find(record.token_id)
-            await tokens.revoke(record.token_id)
-            clock.now_s += CACHE_S
-            with pytest.raises(UnauthenticatedError, match="revoked"):
-                await authenticator.identify(f"Bearer {token}", FOREIGN, "")
-            assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
-            assert await tokens.find(record.token_id) == revoked
-            assert await tokens.find(other.token_id) == other
-            with pytest.raises(UnknownTokenError, match="'00000000'"):
-                await tokens.revoke("00000000")
+        await tokens.revoke(record.token_id)
+        revoked = await tokens.find(record.token_id)
+        await tokens.revoke(record.token_id)
+        clock.now_s += CACHE_S
+        with pytest.raises(UnauthenticatedError, match="revoked"):
+            await authenticator.identify(f"Bearer {token}", FOREIGN, "")
+        assert revoked == replace(record, revoked_at=record.created_at + timedelta(seconds=1))
+        assert await tokens.find(record.token_id) == revoked
+        assert await tokens.find(other.token_id) == other
+        with pytest.raises(UnknownTokenError, match="'00000000'"):
+            await tokens.revoke("00000000")
 
-    async def test_rotating(self, database_url: str) -> None:
-        async with in_tokens(database_url) as tokens:
-            old, record = await tokens.create("turns", [Scope.REPORT], shares_jobs=True)
-            new, rotated = await tokens.rotate(record.token_id, timedelta(hours=1))
-            now = record.created_at + timedelta(seconds=1)
-            assert new != old
-            assert rotated == replace(
-                record,
-                token_hash=rotated.token_hash,
-                rotated_at=now,
-                previous_hash=record.token_hash,
-                previous_until=now + timedelta(hours=1),
-            )
-            assert await tokens.find(record.token_id) == rotated
-            assert rotated.caller() == record.caller()
-            newest, _ = await tokens.rotate(record.token_id)
-            authenticator = Authenticator(tokens, now=lambda: now)
-            for token in (new, newest):
-                assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "bso.example")).shares_jobs
-            with pytest.raises(UnauthenticatedError):
-                await authenticator.identify(f"Bearer {old}", FOREIGN, "bso.example")
+    async def test_rotating(self, tokens: Tokens) -> None:
+        old, record = await tokens.create("turns", [Scope.REPORT], shares_jobs=True)
+        new, rotated = await tokens.rotate(record.token_id, timedelta(hours=1))
+        now = record.created_at + timedelta(seconds=1)
+        assert new != old
+        assert rotated == replace(
+            record,
+            token_hash=rotated.token_hash,
+            rotated_at=now,
+            previous_hash=record.token_hash,
+            previous_until=now + timedelta(hours=1),
+        )
+        assert await tokens.find(record.token_id) == rotated
+        assert rotated.caller() == record.caller()
+        newest, _ = await tokens.rotate(record.token_id)
+        authenticator = Authenticator(tokens, now=lambda: now)
+        for token in (new, newest):
+            assert (await authenticator.identify(f"Bearer {token}", FOREIGN, "bso.example")).shares_jobs
+        with pytest.raises(UnauthenticatedError):
+            await authenticator.identify(f"Bearer {old}", FOREIGN, "bso.example")
 
-    async def test_what_cannot_be_rotated_or_handed_over(self, tmp_path: Path) -> None:
-        async with in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as tokens:
-            (_, gone), (_, other) = [await tokens.create(name, [Scope.REPORT]) for name in ("gone", "other")]
-            assert await tokens.revoke(gone.token_id) == 0
-            with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
-                await tokens.rotate(gone.token_id)
-            with pytest.raises(RevokedTokenError):
-                await tokens.transfer(other.token_id, gone.token_id)
-            assert await tokens.transfer(gone.token_id, other.token_id) == (0, 0)
-            with pytest.raises(ValueError, match="name another token"):
-                await tokens.transfer(other.token_id, other.token_id)
-            transfers = [tokens.transfer(*ids) for ids in permutations(["ffffffff", other.token_id])]
-            for unknown in (tokens.rotate("ffffffff"), *transfers):
-                with pytest.raises(UnknownTokenError, match="'ffffffff'"):
-                    await unknown
+    async def test_what_cannot_be_rotated_or_handed_over(self, tokens: Tokens) -> None:
+        (_, gone), (_, other) = [await tokens.create(name, [Scope.REPORT]) for name in ("gone", "other")]
+        assert await tokens.revoke(gone.token_id) == 0
+        with pytest.raises(RevokedTokenError, match=f"{gone.token_id} was revoked, which is for good"):
+            await tokens.rotate(gone.token_id)
+        with pytest.raises(RevokedTokenError):
+            await tokens.transfer(other.token_id, gone.token_id)
+        assert await tokens.transfer(gone.token_id, other.token_id) == (0, 0)
+        with pytest.raises(ValueError, match="name another token"):
+            await tokens.transfer(other.token_id, other.token_id)
+        transfers = [tokens.transfer(*ids) for ids in permutations(["ffffffff", other.token_id])]
+        for unknown in (tokens.rotate("ffffffff"), *transfers):
+            with pytest.raises(UnknownTokenError, match="'ffffffff'"):
+                await unknown
 
-    @pytest.mark.parametrize("name", ["", " ", "x" * 256, "two\nlines"])
-    async def test_a_name_must_be_printable(self, tmp_path: Path, name: str) -> None:
-        async with in_tokens(f"sqlite:///{tmp_path / 'bso.sqlite3'}") as tokens:
+    async def test_a_name_must_be_printable(self, tokens: Tokens) -> None:
+        for name in ("", " ", "x" * 256, "two\nlines"):
             with pytest.raises(ValueError, match="printable"):
                 await tokens.create(name, [Scope.READ])
 
