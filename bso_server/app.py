@@ -23,7 +23,6 @@ from bso_server.api.bodies import BodyRequest
 from bso_server.api.dashboard import PAGES, JobPages, home
 from bso_server.api.errors import EXCEPTION_HANDLERS
 from bso_server.api.openapi import OpenApiDocument
-from bso_server.api.training import report_route
 from bso_server.core.occurrences import Listener, nobody
 from bso_server.errors import DatabaseUnavailableError
 from bso_server.metrics.watch import Watch
@@ -78,7 +77,7 @@ def create_app(settings: Settings | None = None) -> Litestar:
             await store.close()
 
     app = Litestar(
-        route_handlers=[*HANDLERS, *metrics, PAGES, home, report_route(service, settings.max_body_bytes)],
+        route_handlers=[*HANDLERS, *metrics, PAGES, home],
         dependencies={
             "service": Provide(lambda: service, sync_to_thread=False),
             "reader": Provide(lambda: reader, sync_to_thread=False),

@@ -1,6 +1,6 @@
-"""The names that a policy of another package is written with; docs/policy.md has an example.
+"""Public names for policies in other packages; docs/policy.md has an example.
 
-They stay as they are within a minor version. Everything else of `bso_server` may change at any time.
+They do not change within a minor version. Everything else in `bso_server` may change at any time.
 """
 
 from bso_server.core.model import (

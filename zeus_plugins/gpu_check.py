@@ -1,7 +1,6 @@
-"""The first hour on a real GPU, as one command: do its figures mean what they say?
+"""Checks of a real GPU: whether its readings mean what this package assumes.
 
-`Examination` looks at each visible NVIDIA GPU, at rest and under load, changes nothing of it, and says of each thing
-what was expected and found.
+`Examination` observes each visible NVIDIA GPU, at rest and under load, and changes none of its settings.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from itertools import groupby, pairwise, zip_longest
 from pathlib import Path
 from statistics import median
@@ -39,17 +39,17 @@ from zeus_plugins.power_limit import PowerLimitUnavailableError, find_devices
 from zeus_plugins.power_limit.devices import PowerLimitDevice, default_limit_w, enforced_limit_w
 
 PERIOD_S = 3.0
-"""Seconds for which readings are watched."""
+"""Seconds for which the moves of a reading are counted."""
 
 PHASE_S = 4.0
-"""Seconds of each phase, after `SETTLE_S`: a mean power reading is that of the last second."""
+"""Seconds of each phase, after `SETTLE_S` in which the mean power of the last second adapts."""
 
 SETTLE_S = 1.5
 
 _POLL_S = 0.002
 _SAMPLE_S = 0.01
 
-# The bit of CAP_SYS_ADMIN in the capabilities that Linux tells of a process.
+# The bit of CAP_SYS_ADMIN in a process's capabilities.
 _SYS_ADMIN = 1 << 21
 
 BURST_S = 0.2
@@ -59,33 +59,36 @@ _MATRIX_SIZE = 4096
 _CALLS = 200
 
 LONGEST_PERIOD_S = 0.15
-"""A counter is expected to move more often: 20 to 100 ms were seen on Volta and newer."""
+"""Longest expected seconds between two moves of a counter; 20 to 100 ms were seen on Volta and newer."""
 
 AGREEMENT = {"idle": 0.2, "load": 0.1, "bursts": 0.2}
-"""The largest distance of energy by power readings from the counter's, as a part of it.
+"""Largest difference of energy by counter and by power readings, as a share of the counter's.
 
-Both come from the same sensor, so they agree or one is misread. Under bursts, and at rest, the ends of the measurement
-and the averaging of power readings weigh more.
+Both come from the same sensor. Under bursts and at rest, the ends of the measurement and the averaging weigh more.
 """
 
 _MAPPING_TIMEOUT_S = 120.0
 
-# Tells what `ask_mapping` returns, as a line of JSON, of the process that runs it.
+# Prints the result of `own_mapping` as a line of JSON.
 _TELL_MAPPING = "import json; from zeus_plugins.gpu_check import own_mapping; print(json.dumps(own_mapping()))"
 
 
 class Verdict(StrEnum):
-    """The meaning of a result for a training's figures."""
+    """The meaning of a result for the energy and the power limits of a training."""
 
     OK = "ok"
     DOUBTFUL = "doubtful"
-    """Figures may be wrong, or something will not work."""
+    """A reading may be wrong, or something will not work."""
     SKIPPED = "skipped"
+
+
+def _ok(is_ok: bool) -> Verdict:
+    return Verdict.OK if is_ok else Verdict.DOUBTFUL
 
 
 @dataclass(frozen=True)
 class Result:
-    """One thing that was looked at on one GPU, or on the machine, in words; and its figures for programs."""
+    """The result of one check on one GPU, or on the machine (""): words for people, details for programs."""
 
     check: str
     expected: str
@@ -96,7 +99,7 @@ class Result:
 
 
 class Load:
-    """Keeps the GPU with this UUID busy: multiplies matrices on it, if PyTorch is installed."""
+    """Keeps the GPU with this UUID busy with products of matrices, if PyTorch is installed."""
 
     def __init__(self, uuid: str) -> None:
         self._uuid = uuid
@@ -105,14 +108,14 @@ class Load:
             self._torch = importlib.import_module("torch")
 
     def problem(self) -> str | None:
-        """Return the reason for which there is no such work; None if there is."""
+        """Return the reason why the GPU cannot be kept busy, or None."""
         if self._torch is None or not self._torch.cuda.is_available():
             return "PyTorch with CUDA is not installed, so there is nothing to load the GPU with"
         return None if self._device() is not None else "CUDA does not show this GPU to PyTorch"
 
     @contextmanager
     def running(self, phase: str) -> Iterator[None]:
-        """Work meanwhile: not at all (``idle``), all the time (``load``), or on and off (``bursts``)."""
+        """Keep the GPU busy in the context: never (``idle``), always (``load``), or on and off (``bursts``)."""
         if phase == "idle":
             yield
             return
@@ -126,7 +129,7 @@ class Load:
             worker.join()
 
     def queued(self) -> tuple[float, float]:
-        """Return the seconds until the calls of some work had returned, and until the work was done."""
+        """Return the seconds until the calls of some work have returned, and until the work is done."""
         matrix = self._matrix()
         self._multiply(matrix)
         begun_s = time.monotonic()
@@ -160,11 +163,7 @@ class Load:
 
 
 def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Ask a process of its own which GPUs CUDA means by these variables, without others that choose GPUs.
-
-    Returns:
-        The UUIDs of the GPUs that CUDA means (`cuda`) and that this package does (`ours`); and the `problem`.
-    """
+    """Run `own_mapping` in a new process with these variables only, without others that choose GPUs."""
     environ = environment_for(variables, without=(CUDA_VISIBLE_DEVICES, CUDA_DEVICE_ORDER))
     command = [sys.executable, "-c", _TELL_MAPPING]
     try:
@@ -178,54 +177,41 @@ def ask_mapping(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def own_mapping() -> dict[str, Any]:
-    """Return what `ask_mapping` returns, of this process."""
+    """Return the UUIDs of the GPUs by CUDA (`cuda`) and by this package (`ours`) in this process, and the `problem`."""
+    told: dict[str, Any] = {"cuda": None, "ours": None, "problem": None}
     try:
-        ours = [gpu.uuid for gpu in open_gpus()]  # before CUDA starts, so by the variable
+        told["ours"] = [gpu.uuid for gpu in open_gpus()]  # before CUDA starts, so by the variable
     except ZeusBSOConfigError as error:
-        return {"cuda": None, "ours": None, "problem": str(error)}
+        return told | {"problem": str(error)}
     try:
         torch = importlib.import_module("torch")
         torch.cuda.init()
     except Exception as error:  # PyTorch is absent, or without CUDA
-        return {"cuda": None, "ours": ours, "problem": f"PyTorch cannot start CUDA: {error}"}
+        return told | {"problem": f"PyTorch cannot start CUDA: {error}"}
     known = cuda_devices(torch)
-    if known is None:
-        return {"cuda": None, "ours": ours, "problem": "this PyTorch tells no UUIDs"}
-    return {"cuda": list(known), "ours": ours, "problem": None}
+    return told | ({"problem": "this PyTorch tells no UUIDs"} if known is None else {"cuda": list(known)})
 
 
+@dataclass(frozen=True)
 class Examination:
-    """One look at all visible GPUs.
+    """The checks of all visible GPUs.
 
     Args:
-        nvml: What to call instead of the installed `pynvml`.
-        load: Makes the work for the GPU with a UUID.
-        ask: Tells what CUDA means by variables; as `ask_mapping`.
+        nvml: A replacement for the installed `pynvml`.
+        load: Makes the load for the GPU with a UUID.
+        ask: See `ask_mapping`.
     """
 
-    def __init__(
-        self,
-        nvml: Nvml | None = None,
-        *,
-        load: Callable[[str], Load] = Load,
-        ask: Callable[[Mapping[str, str]], Mapping[str, Any]] = ask_mapping,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._nvml = nvml
-        self._load = load
-        self._ask = ask
-        self._clock = clock
-        self._sleep = sleep
+    nvml: Nvml | None = None
+    load: Callable[[str], Load] = Load
+    ask: Callable[[Mapping[str, str]], Mapping[str, Any]] = ask_mapping
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
 
     def results(self) -> Iterator[Result]:
-        """Look at one thing after another; takes about half a minute for each GPU.
-
-        Raises:
-            ZeusBSOConfigError: There is no NVIDIA GPU that could be looked at.
-        """
-        gpus = open_gpus(self._nvml)
-        devices = find_devices(nvml=self._nvml)
+        """Run the checks, about half a minute for each GPU; raise `ZeusBSOConfigError` if none can be opened."""
+        gpus = open_gpus(self.nvml)
+        devices = find_devices(nvml=self.nvml)
         for gpu, device in zip(gpus, devices, strict=True):
             yield from self._of(gpu)
             yield _limits(gpu, device)
@@ -233,72 +219,71 @@ class Examination:
         yield from self._mappings(gpus[0])
 
     def _of(self, gpu: NvmlGpu) -> Iterator[Result]:
-        load = self._load(gpu.uuid)
+        result = partial(Result, gpu=str(gpu))
+        load = self.load(gpu.uuid)
         missing = load.problem()
         others, scope = gpu.other_processes(), gpu.scope()
         found = f"{others} beside this one" if others else "none is told of"
-        verdict = Verdict.DOUBTFUL if others else Verdict.OK
-        yield Result("other processes", "none computes on the GPU", found, verdict, str(gpu), {"others": others})
+        yield result("other processes", "none computes on the GPU", found, _ok(not others), details={"others": others})
         found = scope or "there is only the GPU"
-        yield Result("scope", "GPU or module is known", found, Verdict.OK, str(gpu), {"scope": scope or None})
+        yield result("scope", "GPU or module is known", found, Verdict.OK, details={"scope": scope or None})
         try:
             for what, read in (("counter", gpu.energy_uj), ("power reading", gpu.power_w)):
                 with load.running("idle" if missing else "load"):
                     yield period_result(str(gpu), what, self._periods_s(read), PERIOD_S)
             for phase in AGREEMENT:
                 if missing and phase != "idle":
-                    yield Result(f"energy, {phase}", "a load", missing, Verdict.SKIPPED, str(gpu))
+                    yield result(f"energy, {phase}", "a load", missing, Verdict.SKIPPED)
                     continue
                 with load.running(phase):
-                    self._sleep(SETTLE_S)
+                    self.sleep(SETTLE_S)
                     yield agreement_result(str(gpu), phase, self._span(gpu))
         except EnergyUnavailableError as error:
-            yield Result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL, str(gpu))
+            yield result("readings", "a counter and power readings", error.cause, Verdict.DOUBTFUL)
         if missing:
-            yield Result("queued work", "a load", missing, Verdict.SKIPPED, str(gpu))
+            yield result("queued work", "a load", missing, Verdict.SKIPPED)
         else:
             returned_s, done_s = load.queued()
             missed = max(0.0, 1 - returned_s / done_s) if done_s > 0 else 0.0
             expected = "calls return before their work is done: a window has to wait for it"
             found = f"{missed:.0%} of the work was still to do when its calls had returned; the callbacks wait for it"
             details = {"returned_s": returned_s, "done_s": done_s, "missed": missed}
-            yield Result("queued work", expected, found, Verdict.OK, str(gpu), details)
+            yield result("queued work", expected, found, Verdict.OK, details=details)
 
     def _periods_s(self, read: Callable[[], float]) -> list[float]:
-        """Seconds between two moves of a reading."""
-        begun_s, latest = self._clock(), read()
+        begun_s, latest = self.clock(), read()
         moves_s: list[float] = []
-        while (now_s := self._clock()) - begun_s < PERIOD_S:
+        while (now_s := self.clock()) - begun_s < PERIOD_S:
             if (reading := read()) != latest:
                 latest = reading
                 moves_s.append(now_s)
-            self._sleep(_POLL_S)
+            self.sleep(_POLL_S)
         return [after - before for before, after in pairwise(moves_s)]
 
     def _span(self, gpu: NvmlGpu) -> Span:
-        """Energy from one move of the counter to another, so that its steps do not matter."""
+        """Measure from one move of the counter to another, so that its steps do not matter."""
         begun_s, begun_uj = self._move(gpu)
         means: list[tuple[float, float | None]] = []
         instants: list[tuple[float, float | None]] = []
-        while (now_s := self._clock()) - begun_s < PHASE_S or len(means) < 2:
+        while (now_s := self.clock()) - begun_s < PHASE_S or len(means) < 2:
             try:
                 means.append((now_s, gpu.power_w()))
             except EnergyUnavailableError:
                 means.append((now_s, None))
             instants.append((now_s, gpu.power_in(field=POWER_INSTANT)))
-            self._sleep(_SAMPLE_S)
+            self.sleep(_SAMPLE_S)
         ended_s, ended_uj = self._move(gpu)
         time_s = ended_s - begun_s
         return Span(time_s, (ended_uj - begun_uj) / 1e6, _energy_j(means, time_s), _energy_j(instants, time_s))
 
     def _move(self, gpu: NvmlGpu) -> tuple[float, int]:
-        """The next move of the counter, which is waited for a second at most: when, and where to."""
-        begun_s, latest_uj = self._clock(), gpu.energy_uj()
-        while (now_s := self._clock()) - begun_s < 1.0:
+        """Return time and value of the next move of the counter, or of its last reading after a second."""
+        begun_s, latest_uj = self.clock(), gpu.energy_uj()
+        while (now_s := self.clock()) - begun_s < 1.0:
             reading_uj = gpu.energy_uj()
             if reading_uj != latest_uj:
                 return now_s, reading_uj
-            self._sleep(_POLL_S)
+            self.sleep(_POLL_S)
         return now_s, latest_uj
 
     def _mappings(self, gpu: NvmlGpu) -> Iterator[Result]:
@@ -310,12 +295,12 @@ class Examination:
             "short UUID": {"CUDA_VISIBLE_DEVICES": gpu.uuid[: len("GPU-") + 8]},
         }
         for form, variables in forms.items():
-            told = self._ask(variables)
+            told = self.ask(variables)
             yield mapping_result(form, told["cuda"], told["ours"], told["problem"])
 
 
 def _energy_j(readings: Sequence[tuple[float, float | None]], time_s: float) -> float | None:
-    """Integrate power readings, each with its instant, and scale that to `time_s`; None if one is missing."""
+    """Integrate power readings, each with its time, and scale to `time_s`; return None if one is missing."""
     known = [(now_s, power_w) for now_s, power_w in readings if power_w is not None]
     if len(known) < len(readings):
         return None
@@ -339,18 +324,17 @@ def _limits(gpu: NvmlGpu, device: PowerLimitDevice) -> Result:
     told = {name: "unknown" if watts is None else f"{watts:g} W" for name, watts in details.items()}
     found = f"{told['limit_w']} of {told['lowest_w']} to {told['highest_w']}, default {told['default_w']}"
     is_usual = details["default_w"] is not None and details["limit_w"] == details["default_w"] == details["enforced_w"]
-    return Result("power limits", expected, found, Verdict.OK if is_usual else Verdict.DOUBTFUL, str(gpu), details)
+    return Result("power limits", expected, found, _ok(is_usual), str(gpu), details)
 
 
 def _permission(device: PowerLimitDevice) -> Result:
-    """The setter of limits, as far as that is known without setting one."""
     expected = "root, CAP_SYS_ADMIN, a command or zeusd"
     ways = [str(each) for each in (POWER_LIMIT_COMMAND, ZEUSD_SOCK_PATH) if each.text()]
     if _may_administrate():
         ways.append("this process, which may administrate the system")
     found = f"{', '.join(ways) or 'none'} (nothing was set to find out)"
     details = {"ways": ways, "device": type(device).__name__}
-    return Result("setting limits", expected, found, Verdict.OK if ways else Verdict.DOUBTFUL, details=details)
+    return Result("setting limits", expected, found, _ok(bool(ways)), details=details)
 
 
 def _may_administrate(status: Path = Path("/proc/self/status")) -> bool:
@@ -362,24 +346,21 @@ def _may_administrate(status: Path = Path("/proc/self/status")) -> bool:
 
 
 def period_result(gpu: str, what: str, periods_s: list[float], span_s: float) -> Result:
-    """The period of a reading, of which these are the seconds between two moves."""
+    """Judge the seconds between successive moves of a reading."""
     expected = f"moves every {1000 * LONGEST_PERIOD_S:g} ms or more often"
     if not periods_s:
         found, verdict, details = f"has not moved twice in {span_s:.2g} s", Verdict.DOUBTFUL, {}
     else:
         middle_s, longest_s = median(periods_s), max(periods_s)
         found = f"every {1000 * middle_s:.3g} ms in the median, {1000 * longest_s:.3g} ms at most"
-        verdict = Verdict.OK if middle_s <= LONGEST_PERIOD_S else Verdict.DOUBTFUL
+        verdict = _ok(middle_s <= LONGEST_PERIOD_S)
         details = {"median_s": middle_s, "longest_s": longest_s, "moves": len(periods_s)}
     return Result(f"period of the {what}", expected, found, verdict, gpu, details)
 
 
 @dataclass(frozen=True)
 class Span:
-    """The energy of one span of time, joules: by the counter, and by mean and instant power readings, integrated.
-
-    None where the driver does not tell it.
-    """
+    """The joules of one span by the counter, and by mean and instant power readings; None without a reading."""
 
     time_s: float
     counter_j: float
@@ -388,7 +369,7 @@ class Span:
 
 
 def agreement_result(gpu: str, phase: str, span: Span) -> Result:
-    """The agreement of the counter and the power readings on a phase."""
+    """Compare the counter and the power readings in a phase."""
     allowed = AGREEMENT[phase]
     expected = f"power readings within {allowed:.0%} of the counter"
     details = vars(span) | {"allowed": allowed}
@@ -404,12 +385,12 @@ def agreement_result(gpu: str, phase: str, span: Span) -> Result:
         worst = max(worst, abs(difference))
         told.append(f"{name} power {difference:+.1%}")
     is_alone = span.mean_j is None and span.instant_j is None
-    verdict = Verdict.SKIPPED if is_alone else Verdict.OK if worst <= allowed else Verdict.DOUBTFUL
+    verdict = Verdict.SKIPPED if is_alone else _ok(worst <= allowed)
     return Result(f"energy, {phase}", expected, ", ".join(told), verdict, gpu, details)
 
 
 def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, problem: str | None) -> Result:
-    """The agreement of CUDA and this package on the GPUs that a form of the variable means."""
+    """Compare CUDA's and this package's GPUs for one form of the variable."""
     expected = "CUDA and this package mean the same GPUs"
     details = {"cuda": cuda, "ours": ours}
     if problem is not None:
@@ -417,11 +398,11 @@ def mapping_result(form: str, cuda: list[str] | None, ours: list[str] | None, pr
     bare_cuda, bare_ours = ([uuid.removeprefix("GPU-") for uuid in uuids or ()] for uuids in (cuda, ours))
     is_same = bare_cuda == bare_ours != []
     found = f"both: {', '.join(ours or ())}" if is_same else f"CUDA: {cuda}, this package: {ours}"
-    return Result(f"mapping by {form}", expected, found, Verdict.OK if is_same else Verdict.DOUBTFUL, details=details)
+    return Result(f"mapping by {form}", expected, found, _ok(is_same), details=details)
 
 
 def table(results: list[Result]) -> str:
-    """The results as lines for people, GPU by GPU: columns of which the wide ones are wrapped."""
+    """Format the results as a table by GPU, with wrapped columns."""
     lines = _row("verdict", "check", "found", "expected")
     for gpu, group in groupby(results, key=lambda each: each.gpu):
         lines += ["", gpu or "this machine"]

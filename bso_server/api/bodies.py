@@ -5,17 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 from litestar import Request
-from litestar.exceptions import ClientException, HTTPException, SerializationException, ValidationException
+from litestar.exceptions import ClientException, HTTPException, SerializationException
 from litestar.types import Receive
-from pydantic import ValidationError
-
-from zeus_plugins.protocol import WireMessage
-
-Message = TypeVar("Message", bound=WireMessage)
-
 
 # Bytes that buy a client another second for its body, so that a large one may come over a slow line.
 _BYTES_PER_S = 16 * 1024
@@ -79,27 +73,6 @@ def decoded(body: bytes) -> Any:
         return json.loads(body.decode())
     except (ValueError, RecursionError) as error:
         raise ClientException(f"the body cannot be read as JSON: {error}") from error
-
-
-def message_in(body: bytes, kind: type[Message]) -> Message:
-    """The message in a body, for a route that reads its body by itself.
-
-    Raises:
-        ClientException: It is no JSON.
-        ValidationException: It is another message, or none.
-    """
-    try:
-        try:
-            # No body is no message, rather than no JSON.
-            return kind.model_validate_json(body or b"null")
-        except ValidationError as error:
-            if error.errors(include_url=False)[0]["type"] != "json_invalid":
-                raise
-            return kind.model_validate(decoded(body))
-    except ValidationError as error:
-        problems = error.errors(include_url=False, include_context=False, include_input=False)
-        extra = [{"key": ".".join(map(str, line["loc"])) or "body", "message": line["msg"]} for line in problems]
-        raise ValidationException(extra=extra) from error
 
 
 class BodyRequest(Request[Any, Any, Any]):

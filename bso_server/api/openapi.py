@@ -1,8 +1,7 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
 Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
-Of ``POST /report`` it knows nothing, because that is an ASGI application of its own (`api.training`), nor of the lines
-that ``POST /api/import`` takes.
+It does not know the lines that ``POST /api/import`` takes either.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ import json
 import re
 from collections.abc import Iterator
 from functools import cache
-from http import HTTPStatus
 from typing import Any
 
 from litestar import Request
 from litestar.openapi.plugins import JsonRenderPlugin
 from pydantic.json_schema import models_json_schema
 
-from bso_server.api.errors import BODY, errors
 from bso_server.service.exports import MEDIA_TYPE, JobExport, TrialExport
-from zeus_plugins.protocol import ErrorBody, Paths, ReportResponse, TrainingResult, WireMessage
+from zeus_plugins.protocol import Paths, WireMessage
 
 
 class OpenApiDocument(JsonRenderPlugin):
@@ -35,36 +32,15 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
     """Litestar's document, with what Litestar does not know."""
     components = document["components"]
     ours = _schemas()
-    paths = {**document["paths"], Paths.REPORT: {"post": _report()}}
+    paths = dict(document["paths"])
     # It reads its body by itself, as it comes.
     body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
     paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}
     used = set(components["schemas"])
-    for message in (TrainingResult, ReportResponse, JobExport, TrialExport):
+    for message in (JobExport, TrialExport):
         used |= _named(message.__name__, ours)
     schemas = {name: ours.get(name) or components["schemas"][name] for name in sorted(used)}
     return {**document, "paths": paths, "components": {**components, "schemas": schemas}}
-
-
-def _report() -> dict[str, Any]:
-    """The operation of ``POST /report``."""
-    refused = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
-    answers = {
-        str(status): {"description": spec.description, "content": _content(ErrorBody, spec.media_type)}
-        for status, spec in refused.items()
-    }
-    accepted = {"description": "Go on, or stop.", "content": _content(ReportResponse)}
-    return {
-        "summary": "Report an evaluation",
-        "description": "Take the result of one evaluation and say whether the training goes on.",
-        "operationId": "Report",
-        "requestBody": {"content": _content(TrainingResult), "required": True},
-        "responses": {str(HTTPStatus.OK.value): accepted, **answers},
-    }
-
-
-def _content(message: type[WireMessage], media_type: str = "application/json") -> dict[str, Any]:
-    return {media_type: {"schema": {"$ref": f"#/components/schemas/{message.__name__}"}}}
 
 
 def _named(name: str, schemas: dict[str, Any]) -> set[str]:

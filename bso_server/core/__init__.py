@@ -1,1 +1,1 @@
-"""The decisions, pure: no clock, no I/O, no global random state. Frozen dataclasses in, values out."""
+"""Decisions as pure functions of frozen dataclasses: no clock, no I/O, no global random state."""

@@ -1,4 +1,4 @@
-"""Callers and what their tokens allow; pure."""
+"""Callers, tokens and their scopes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bso_server.errors import ForbiddenError
 
 
 class Scope(StrEnum):
-    """The rights of a token: to read, also to run trials, or everything."""
+    """Rights of a token: read; read and run trials; or everything."""
 
     READ = "read"
     REPORT = "report"
@@ -27,9 +27,9 @@ _IMPLIED = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request: the token that was shown, or None where the server asks for none, and all it allows.
+    """Sender of a request: its token (None if the server requires none) and all scopes that this implies.
 
-    `shares_jobs` says whether other tokens may use the jobs that it registers.
+    If `shares_jobs`, other tokens may use the jobs that it registers.
     """
 
     token_id: str | None
@@ -37,12 +37,12 @@ class Caller:
     shares_jobs: bool = False
 
     def owns(self, owner: str) -> bool:
-        """True if what belongs to this token is the caller's. Without tokens, nobody is told from anybody else."""
+        """Return True if the caller owns the jobs of this token; without tokens, every caller owns everything."""
         return self.token_id in (None, owner)
 
     @property
     def is_admin(self) -> bool:
-        """True if it may do everything."""
+        """True if the caller may do everything."""
         return Scope.ADMIN in self.scopes
 
     def require(self, scope: Scope) -> None:
@@ -55,21 +55,19 @@ class Caller:
 
 
 UNRESTRICTED = Caller(None, frozenset(Scope))
-"""Who asks without a token where none is needed: another part of this process, or a client of an open server."""
+"""A caller that needs no token: another part of this process, or a client of an open server."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """A token as the database keeps it.
+    """Token as stored in the database; instants are UTC.
 
     Attributes:
-        token_id: Its public part.
-        name: What or whom it is for, in words.
-        scopes: What it allows, as given when it was made.
+        token_id: Public part of the token.
+        name: Purpose or owner, in words.
         token_hash: SHA-256 of the whole token, in hex digits.
-        created_at: When it was made (UTC); `revoked_at` and `rotated_at`, when it got its latest secret, likewise.
-        shares_jobs: Whether other tokens may use the jobs that it registers.
-        previous_hash: That of the token with its secret before, which is good until `previous_until`, too.
+        shares_jobs: True if other tokens may use the jobs that it registers.
+        previous_hash: Hash of the token with its previous secret, which is valid until `previous_until`.
     """
 
     token_id: str
@@ -84,12 +82,12 @@ class TokenRecord:
     previous_until: datetime | None = None
 
     def caller(self) -> Caller:
-        """The caller that shows this token."""
+        """Return the caller with this token."""
         scopes = frozenset[Scope]().union(*(_IMPLIED[scope] for scope in self.scopes))
         return Caller(self.token_id, scopes, self.shares_jobs)
 
     def is_good(self, token_hash: str, now: datetime) -> bool:
-        """True if the token with this hash is this one, and good: with its secret, or for a while the one before."""
+        """Return True if the hash is that of the current secret, or of a previous one that is still valid."""
         if self.revoked_at is not None:
             return False
         previous = self.previous_hash
@@ -98,8 +96,8 @@ class TokenRecord:
         return hmac.compare_digest(self.token_hash, token_hash) | hmac.compare_digest(previous, token_hash)
 
     def rotated(self, token_hash: str, now: datetime, previous_until: datetime) -> TokenRecord:
-        """The same token with another secret, and the present one good until then."""
-        if self.token_hash == token_hash:  # It is done already.
+        """Change the secret; the current one stays valid until `previous_until`."""
+        if self.token_hash == token_hash:  # A repeated rotation has no effect.
             return self
         return replace(
             self,

@@ -1,18 +1,18 @@
-"""The one life of a job: what becomes of it and of its trials with each thing that happens.
+"""Life of a job: how each event changes the job and its trials.
 
-The service, which keeps records in a database, the simulator and the training master's own optimizer must come to the
-same records, so the steps stand here, once. Everything is a value: a step takes a job's state and a trial's record and
-returns them as they become. It reads no clock (the present is passed in, as a `Moment`), draws from the generator that
-it is given, and writes nothing, so that work that a database breaks off can be done again from the start.
+The service (with records in a database), the simulator and the training master's own optimizer share these functions,
+so that they get the same records. Each takes the state of a job and the record of a trial and returns the new ones.
+They are pure: the present is passed in as a `Moment`, random draws use the given generator, and nothing is written.
+So a transaction that the database breaks off can be repeated from the start.
 
-`TRANSITIONS` is the table of legal moves between the states of a trial; no other code compares states to decide whether
-a move is allowed. Between `ALIVE` and `FINAL` is ABANDONED: the trial's batch size is owed another one, but its next
-report or heartbeat revives it, since nothing that was measured is thrown away.
+`TRANSITIONS` holds the legal moves between the states of a trial; no other code decides which moves are legal. An
+ABANDONED trial is neither `ALIVE` nor `FINAL`: its batch size may be tried again, but the trial's next report or
+heartbeat revives it, so that no measurement is lost.
 
-The job's own clock is `JobState.event_count`: one tick for each dispatch and each end. It orders what happened without
-trusting the clocks of many machines, and it says how far the arms have come: an end with a later event than
-`folded_event` is not in them yet. A revived trial gives its event back (its end did not happen), and gets another one
-when it ends again. An abandoned trial changes no arm, so that nothing has to be taken out of one.
+`JobState.event_count` is the job's logical clock, with one tick for each dispatch and each end of a trial. It orders
+events without relying on the clocks of many machines. The arms include the ends up to `folded_event`. A revived trial
+loses the event of its end, and gets a new one when it ends again. The arms need no correction then, because an
+abandoned trial does not change them.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def check_transition(before: TrialState, after: TrialState) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasePolicy:
-    """The lengths of leases: how long a trial that is not heard of counts as alive.
+    """Lengths of leases: how long a trial without messages counts as alive.
 
     Attributes:
-        heartbeat_interval_s: How often a training that sends heartbeats should send one.
-        heartbeat_lease_s: Lease of a training that does: several heartbeats may be lost.
-        silent_lease_s: Least lease of a training that only reports, such as a Zeus client's.
-        gaps: Such a training gets at least so many times its longest time between two reports.
-        suspended_lease_s: How long a preempted training may take to come back.
+        heartbeat_interval_s: Interval between the heartbeats of a training that sends them.
+        heartbeat_lease_s: Lease of a training that sends heartbeats; several may be lost.
+        silent_lease_s: Shortest lease of a training that only reports, such as a Zeus client's.
+        gaps: Lease of such a training in multiples of its longest time between two reports, if that is longer.
+        suspended_lease_s: Time within which a preempted training may come back.
     """
 
     heartbeat_interval_s: float = 60.0
@@ -75,19 +75,19 @@ class LeasePolicy:
     suspended_lease_s: float = 86400.0
 
     def lease_s(self, *, heartbeats: bool, longest_gap_s: float) -> float:
-        """Seconds that a running trial may be silent; fields as in `TrialRecord`."""
+        """Return the lease of a running trial in seconds; arguments as in `TrialRecord`."""
         return self.heartbeat_lease_s if heartbeats else max(self.silent_lease_s, self.gaps * longest_gap_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The present (UTC), for jobs that live in real time. Those without one (None) have neither instants nor leases."""
+    """Present (UTC) of a job in real time. Other jobs pass None, and have neither instants nor leases."""
 
     now: datetime
     leases: LeasePolicy
 
     def lease_end(self, trial: TrialRecord) -> datetime:
-        """The instant from which this trial, which was heard of just now, counts as abandoned."""
+        """Return the end of the lease of a trial that has just sent a message."""
         if trial.state is TrialState.SUSPENDED:
             return self.now + timedelta(seconds=self.leases.suspended_lease_s)
         lease_s = self.leases.lease_s(heartbeats=trial.heartbeats, longest_gap_s=trial.longest_gap_s)
@@ -95,13 +95,13 @@ class Moment:
 
     @property
     def longest_lease_end(self) -> datetime:
-        """The instant that no lease granted now exceeds, but for those of trainings that report very seldom."""
+        """Latest end of a lease granted now, except for trainings that report very rarely."""
         leases = self.leases
         longest_s = max(leases.heartbeat_lease_s, leases.silent_lease_s, leases.suspended_lease_s)
         return self.now + timedelta(seconds=longest_s)
 
     def bounded_lease(self, trial: TrialRecord) -> datetime | None:
-        """The end of a lease granted while the clock was ahead, as if its trial was heard of now; of others None."""
+        """Return a lease end from now, if the trial's lease was granted while the clock was ahead; otherwise None."""
         lease_end = self.lease_end(trial)
         latest = max(self.longest_lease_end, lease_end)
         return lease_end if trial.lease_expires_at is not None and trial.lease_expires_at > latest else None
@@ -109,14 +109,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """The standing of a job, beside its trials and arms.
+    """State of a job, without its trials and arms; `cheapest`, `bandit_entered_at` and `survivors` as in `History`.
 
-    Attributes:
-        registration: The job; it never changes.
-        event_count: The job's logical clock: one tick per dispatch and per end.
-        trial_count: Trials dispatched so far.
-        cheapest: As in `History`; likewise `bandit_entered_at` and `survivors`.
-        folded_event: Event up to which ends of trials are in the arms.
+    `event_count` is the job's logical clock, `trial_count` the number of dispatched trials, and `folded_event` the
+    event up to which the arms include the ends of trials.
     """
 
     registration: CreatedJob
@@ -129,17 +125,17 @@ class JobState:
 
     @property
     def job_id(self) -> str:
-        """Its id."""
+        """Id of the job."""
         return self.registration.job_id
 
     @property
     def min_cost_j(self) -> float | None:
-        """Lowest cost of a trial that reached the target, joules, or None."""
+        """Lowest cost of a trial that reached the target, in joules, or None."""
         return None if self.cheapest is None else self.cheapest.cost_j
 
     @classmethod
     def after(cls, trials: Sequence[TrialRecord], history: History, **kept: Any) -> Self:
-        """The state that follows from all trials of a job; further fields beside."""
+        """Return the state that follows from all trials of a job; `kept` are fields of a subclass."""
         events = max((max(trial.started_event, trial.ended_event or 0) for trial in trials), default=0)
         return cls(
             registration=history.job,
@@ -154,7 +150,7 @@ class JobState:
 
     @property
     def needs_explorations(self) -> bool:
-        """True if decisions rest on single explorations: in the pruning stage, of a policy that has one."""
+        """True in the pruning stage, whose decisions need the single explorations."""
         return self.survivors is None and policy.find(self.registration.policy).prunes
 
     def history(
@@ -164,7 +160,7 @@ class JobState:
         explorations: Callable[[], Iterable[TrialRecord]],
         in_flight: Iterable[TrialRecord],
     ) -> History:
-        """The basis of decisions, with arms and a memory that hold every end up to now; asks for what it needs."""
+        """Return the history; `arms` and `memory` include every end so far. Load explorations only if needed."""
         return History(
             self.registration,
             arms,
@@ -178,7 +174,7 @@ class JobState:
 
 
 AnyJob = TypeVar("AnyJob", bound=JobState)
-"""A job's state, with whatever else its keeper keeps of it."""
+"""A `JobState` or a subclass with further fields, such as the storage's."""
 
 
 def dispatch_trial(
@@ -189,10 +185,10 @@ def dispatch_trial(
     owner: str | None = None,
     idempotency_key: str | None = None,
 ) -> tuple[AnyJob, TrialRecord]:
-    """Start a trial; return the job with it, and the trial.
+    """Start a trial; return the changed job, and the trial.
 
-    Unless the training has chosen its size itself (`Origin.OFFLINE`), the suggestion was made from a history whose arms
-    hold every end up to now. The arm of the trial's size is to count the trial (`Arm.after_dispatch`).
+    Unless the training chose the size itself (`Origin.OFFLINE`), the suggestion comes from a history whose arms include
+    every end so far. The caller adds the trial to its arm (`Arm.after_dispatch`).
     """
     trial = TrialRecord(
         job_id=job.job_id,
@@ -216,7 +212,7 @@ def dispatch_trial(
 
 
 def revive_trial(trial: TrialRecord) -> TrialRecord:
-    """A suspended or abandoned trial whose training is back; a running one stays as it is."""
+    """Let a suspended or abandoned trial run again, because its training is back."""
     if trial.state is TrialState.RUNNING:
         return trial
     check_transition(trial.state, TrialState.RUNNING)
@@ -224,7 +220,7 @@ def revive_trial(trial: TrialRecord) -> TrialRecord:
 
 
 def renew_lease(trial: TrialRecord, moment: Moment, *, regular: bool) -> TrialRecord:
-    """A trial whose training sent a heartbeat, which more follow if it is `regular`."""
+    """Renew the lease of a trial after a heartbeat; more heartbeats follow a `regular` one."""
     trial = revive_trial(trial)
     if regular:
         trial = changed(trial, heartbeats=True)
@@ -239,7 +235,7 @@ def end_trial(
     message: str | None,
     moment: Moment | None = None,
 ) -> tuple[AnyJob, TrialRecord]:
-    """A trial that ends in `state`; the job's clock goes on, and it may have a new cheapest trial."""
+    """End a trial in `state`; advance the job's clock and update its cheapest trial."""
     check_transition(trial.state, state)
     event = job.event_count + 1
     trial = changed(
@@ -264,10 +260,10 @@ def end_by_training(
     observed: bool = False,
     retries: int,
 ) -> tuple[AnyJob, TrialRecord]:
-    """A trial that its own training ends, before the policy does; a preempted one may come back.
+    """End a trial whose training ended before the policy stopped it; suspend the trial of a preempted training.
 
-    A batch size counts as infeasible after so many crashes as `retries` says, of which there were `crashes` before.
-    If a trial of it was ever measured to its end (`observed`), it can run: its crashes have other causes.
+    After `retries` crashes, `crashes` of which came before this one, the batch size counts as infeasible. It does not
+    if a trial of this size was ever `observed`: then it can run, and its crashes have other causes.
     """
     trial, size = revive_trial(trial), trial.batch_size
     detail = "" if ending.detail is None else f" ({ending.detail})"
@@ -296,7 +292,7 @@ def end_by_training(
 
 
 def abandon_trial(job: AnyJob, trial: TrialRecord, moment: Moment) -> tuple[AnyJob, TrialRecord]:
-    """A trial whose lease has run out."""
+    """Abandon a trial whose lease has expired."""
     message = f"abandoned: not heard of since {trial.reported_at or trial.started_at:%Y-%m-%d %H:%M:%S} UTC"
     return end_trial(job, trial, TrialState.ABANDONED, EndReason.LEASE_EXPIRED, message, moment)
 
@@ -311,10 +307,10 @@ def judge_report(
     judged_by: StopRule | None = None,
     energy_source: str | None = None,
 ) -> tuple[AnyJob, TrialRecord, Verdict]:
-    """A trial that has reported, running again if it was given up, and goes on or ends as the verdict says.
+    """Judge a report of a trial, reviving it if necessary, and end the trial if the verdict says so.
 
-    One whose cost cannot be (`policy.doubt`) ends as withdrawn, whatever its verdict, so that no decision rests on it.
-    A trial that `policy.needs_bound` needs the `history`; `judged_by` and errors as in `policy.judge`.
+    A trial with an impossible cost (`policy.doubt`) ends as withdrawn, so that no decision rests on it. `history` is
+    required if `policy.needs_bound`. `judged_by` and errors as in `policy.judge`.
     """
     trial = revive_trial(trial)
     if history is not None and policy.needs_bound(job.registration, trial):
@@ -324,7 +320,7 @@ def judge_report(
     if verdict.stop and reason is not EndReason.COST_BOUND_CROSSED:
         doubt = policy.doubt(job.registration, report, job.min_cost_j)
         if doubt is not None:
-            # The training has had its run, and its report is kept; what it says must not become the measure of others.
+            # The training has completed and its report is kept, but later runs must not be compared with it.
             state, reason = TrialState.WITHDRAWN, EndReason.DISCARDED
             verdict = replace(verdict, message=f"{verdict.message}; not counted, as {doubt}")
     trial = after_report(job.registration, trial, report)
@@ -341,12 +337,12 @@ def judge_report(
 
 
 def discard_trial(trial: TrialRecord) -> TrialRecord:
-    """A trial that has ended and that an administrator sets aside: it counts as little as a withdrawn one.
+    """Withdraw a trial that has ended, for an administrator. It keeps the event of its end.
 
-    No training moves a trial so, which is why `TRANSITIONS` does not hold it. Its end did happen: it keeps its event.
+    `TRANSITIONS` does not include this move, because no training makes it.
 
     Raises:
-        IllegalTransitionError: It may still go on.
+        IllegalTransitionError: The trial has not ended.
     """
     if trial.state not in FINAL:
         raise IllegalTransitionError(
@@ -358,16 +354,11 @@ def discard_trial(trial: TrialRecord) -> TrialRecord:
     return changed(trial, state=TrialState.WITHDRAWN, end_reason=EndReason.DISCARDED, message=message)
 
 
-def add_rank_report(job: JobState, trial: TrialRecord, report: Report, moment: Moment | None = None) -> TrialRecord:
-    """A trial that goes on, whose evaluation was judged when its first rank reported it: no rank hears another verdict.
-
-    It runs again if it was given up.
-    """
+def add_rank_report(job: JobState, trial: TrialRecord, report: Report, moment: Moment) -> TrialRecord:
+    """Add another rank's report of an evaluation that was judged "continue"; revive the trial if necessary."""
     if trial.state is not TrialState.RUNNING:
         trial = changed(revive_trial(trial), message="go on: another rank has reported this evaluation")
     trial = after_other_rank(job.registration, trial, report)
-    if moment is None:
-        return trial
     return changed(trial, reported_at=moment.now, lease_expires_at=moment.lease_end(trial))
 
 
@@ -375,19 +366,19 @@ FIRST_LEASE_EPOCH = 1
 
 
 def is_stale(trial: TrialRecord, lease_epoch: int | None) -> bool:
-    """True if the trial was given to a later run than the one with this epoch; one that says none is not checked."""
+    """Return True if a later run has taken over the trial; a message without a lease epoch (None) is never stale."""
     return lease_epoch not in (None, trial.lease_epoch)
 
 
 def take_over(trial: TrialRecord) -> TrialRecord:
-    """The trial with one more run of its training, which is the only one that may speak for it."""
+    """Give the trial to a new run of its training; messages of earlier runs become stale."""
     return replace(trial, lease_epoch=trial.lease_epoch + 1)
 
 
 def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int, ...] | None = None) -> History:
-    """Replay all trials of a job, in order of dispatch: the summary that it must have.
+    """Summarise all trials of a job, given in order of dispatch.
 
-    The sizes with which the bandit stage was entered are a decision that is kept and not replayed.
+    `survivors`, the sizes with which the bandit stage began, are a stored decision, which is not replayed.
     """
     trials = tuple(trials)
     arms = {batch_size: Arm(batch_size) for batch_size in job.batch_sizes}
@@ -396,9 +387,8 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
     entered_at = policy.bandit_entered_from_the_start(job)
     if entered_at is None:
         entered_at = next((trial.started_event for trial in trials if trial.origin is Origin.BANDIT), None)
-    ended = sorted(
-        (trial for trial in trials if trial.ended_event is not None), key=lambda trial: trial.ended_event or 0
-    )
+    ended = [trial for trial in trials if trial.ended_event is not None]
+    ended.sort(key=lambda trial: trial.ended_event or 0)
     cheapest: Cheapest | None = None
     for trial in ended:
         cheapest = Cheapest.of_both(cheapest, job, trial)
@@ -411,10 +401,7 @@ def replay(job: CreatedJob, trials: Iterable[TrialRecord], survivors: tuple[int,
 
 
 class InMemoryJob:
-    """A job that lives in memory, without instants: the simulator's, and the training master's.
-
-    Arguments as in `replay`.
-    """
+    """Job in memory, without instants, for the simulator and the training master; arguments as in `replay`."""
 
     def __init__(
         self, job: CreatedJob, trials: Iterable[TrialRecord] = (), survivors: tuple[int, ...] | None = None
@@ -429,18 +416,18 @@ class InMemoryJob:
 
     @property
     def history(self) -> History:
-        """The basis of the next decision."""
+        """History for the next decision."""
         return self.state.history(self._arms, self._memory, self._explorations.values, self._in_flight.values())
 
     def begin_trial(self, rng: np.random.Generator) -> TrialRecord:
-        """Start the trial that the policy wants next; errors as in `policy.suggest`."""
+        """Start the trial that the policy suggests; errors as in `policy.suggest`."""
         self.state, trial = dispatch_trial(self.state, policy.suggest(self.history, rng))
         self._arms[trial.batch_size] = self._arms[trial.batch_size].after_dispatch()
         self._keep(trial)
         return trial
 
     def stop_rule(self, trial_number: int) -> StopRule:
-        """The stop rule of a trial in flight, as far as is known by now."""
+        """Return the current stop rule of a trial in flight."""
         return policy.stop_rule(self.state.registration, self._in_flight[trial_number], self.state.min_cost_j)
 
     def judge(
@@ -451,9 +438,10 @@ class InMemoryJob:
         report_count: int | None = None,
         judged_by: StopRule | None = None,
     ) -> tuple[TrialRecord, Verdict]:
-        """Judge where a trial in flight stands, and end it if the verdict says so; `judged_by` as in `policy.judge`.
+        """Judge a report of a trial in flight, and end the trial if the verdict says so.
 
-        `report_count`: how many it has sent, this one included, where those between were left out here.
+        `report_count` is the number of its reports including this one, if some were skipped; `judged_by` as in
+        `policy.judge`.
         """
         trial = self._in_flight[trial_number]
         if report_count is not None:
@@ -464,7 +452,7 @@ class InMemoryJob:
         return trial, verdict
 
     def end_trial(self, trial_number: int, ending: Ending, *, retries: int) -> TrialRecord:
-        """End a trial in flight that the policy has not ended; `retries` as in `end_by_training`."""
+        """End a trial in flight that the policy has not stopped; `retries` as in `end_by_training`."""
         trial = self._in_flight[trial_number]
         crashes, observed = self._crashes[trial.batch_size], self._arms[trial.batch_size].observed.count > 0
         self.state, trial = end_by_training(
@@ -475,7 +463,7 @@ class InMemoryJob:
         return trial
 
     def _keep(self, trial: TrialRecord) -> None:
-        """Take note of a trial as it became; one that has ended is folded into the arms at once."""
+        """Store the new record of a trial, and add an ended one to the arms."""
         state = self.state
         if trial.state in ALIVE:
             self._in_flight[trial.trial_number] = trial

@@ -1,8 +1,8 @@
-"""The values that decisions are made of: a job's trials, their reports, and the history that summarises them.
+"""Values that decisions are made of: a job's trials, their reports, and the history that summarises them.
 
-The size of a `History` does not grow with the number of trials. `core.job.replay` makes it from all of them. The
-database keeps the same summary beside the trials and moves it forward by the same steps (`Arm.after_dispatch`,
-`Arm.after_end`), so that a decision costs the same after ten trials and after ten thousand.
+The size of a `History` does not grow with the number of trials. `core.job.replay` makes it from all trials. The
+database keeps the same summary and updates it by the same steps (`Arm.after_dispatch`, `Arm.after_end`), so a decision
+costs the same after ten trials and after ten thousand.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 
 from zeus_plugins.protocol import CreatedJob, Decision, EndReason, Origin, Stage, TrialState
 
-# States whose trials were measured to the end that the server decided on, so that they have a cost.
+# States of trials that ran until the server stopped them, so their cost is known.
 OBSERVED = frozenset({TrialState.COMPLETED, TrialState.EARLY_STOPPED, TrialState.EXHAUSTED})
 
-# States that say nothing about the batch size: its exploration is owed again.
+# States that say nothing about the batch size: its exploration is repeated.
 UNCOUNTED = frozenset({TrialState.FAILED, TrialState.ABANDONED, TrialState.WITHDRAWN})
 
 
@@ -27,9 +27,10 @@ Record = TypeVar("Record")
 
 
 def changed(record: Record, /, **values: Any) -> Record:
-    """The same record with other values in these fields; `dataclasses.replace` takes ten times as long.
+    """Return a copy of a dataclass without slots, with other values; `dataclasses.replace` takes ten times as long.
 
-    It is for dataclasses without slots. A TypeError tells of a field that the record does not have.
+    Raises:
+        TypeError: The record has no such field.
     """
     copy = object.__new__(type(record))
     copy.__dict__.update(record.__dict__, **values)
@@ -40,31 +41,31 @@ def changed(record: Record, /, **values: Any) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class EpochBound:
-    """The epochs after which a running trial is stopped that has not reached its target; why, as in `Suggestion`."""
+    """Number of epochs after which a trial that has not reached the target is stopped, and the reason in words."""
 
     epochs: int
     reason: str
 
 
 TrialKey = tuple[str, int]
-"""A trial's job_id and number."""
+"""The job_id and the number of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for `changed` and `of_row`
 class TrialRecord:
-    """One trial: a row of table ``trials``, field by column.
+    """Trial: a row of table ``trials``, field by column.
 
-    Decisions rest on the fields without an instant; the others are for people, leases and owners, and have defaults for
-    jobs that know of none. `service.exports.TrialExport` describes those that an export holds, too; here, totals are 0
-    before the first report. So are the epochs of a trial that was imported from Zeus, which keeps none of them.
+    Instants, owners and leases play no part in decisions, and have defaults for jobs without them.
+    `service.exports.TrialExport` describes the other fields. Here, totals are 0 before the first report, and the epochs
+    of a trial imported from Zeus are 0, because Zeus does not keep them.
 
     Attributes:
-        idempotency_key: Made by the client, so that a repeated request finds the trial that the first one started.
-        owner: Id of the token that dispatched it; None where the server asked for none.
-        lease_epoch: Counts the runs of its training, see `core.job`.
-        cost_deviations_j2: The spread of its epochs' costs, J² per epoch: over all reports but the first, the sum of
-            ``e · (r − m)²`` with the epochs e since the report before, their cost r per epoch, and m, the mean of that.
-            None before the first report, and for trials that were imported from Zeus.
+        idempotency_key: Key made by the client; a repeated request with this key returns the same trial.
+        owner: Id of the token that dispatched the trial; None if the server requires none.
+        lease_epoch: Number of the current run of the trial's training, see `take_over` in `core.job`.
+        cost_deviations_j2: Spread of the epochs' costs, J² per epoch: the sum of ``e · (r − m)²`` over all reports but
+            the first, with the epochs e since the previous report, their cost per epoch r, and the mean m of r. None
+            before the first report, and for trials imported from Zeus.
     """
 
     job_id: str = ""
@@ -102,29 +103,29 @@ class TrialRecord:
 
     @classmethod
     def of_row(cls, values: dict[str, Any]) -> TrialRecord:
-        """The trial with these values, by field, unchecked; other fields have their defaults."""
+        """Return a trial with these values, by field, without checks; other fields have their defaults."""
         trial = object.__new__(cls)
         trial.__dict__.update(_DEFAULTS | values)
         return trial
 
     @property
     def key(self) -> TrialKey:
-        """Its job_id and number."""
+        """The job_id and the number."""
         return self.job_id, self.trial_number
 
     @property
     def bound(self) -> EpochBound | None:
-        """The bound after which it is stopped without the target, if that has been decided."""
+        """The bound on epochs, or None before it is decided."""
         return None if self.epoch_bound is None else EpochBound(self.epoch_bound, self.epoch_bound_reason or "")
 
     def bounded_by(self, bound: EpochBound | None) -> TrialRecord:
-        """The same trial, stopped at this bound."""
+        """Set the bound on epochs."""
         epochs, reason = (None, None) if bound is None else (bound.epochs, bound.reason)
         return changed(self, epoch_bound=epochs, epoch_bound_reason=reason)
 
     @property
     def last_report(self) -> Report | None:
-        """The last report, or None before any, and where not all of it is known, as of a trial imported from Zeus."""
+        """The last report; None before the first, and for a trial imported from Zeus, whose epochs are unknown."""
         if self.metric is None or not self.epoch:
             return None
         return Report(time_s=self.time_s, energy_j=self.energy_j, epoch=self.epoch, metric=self.metric)
@@ -135,9 +136,9 @@ _DEFAULTS = {field.name: field.default for field in fields(TrialRecord) if field
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The findings of one evaluation: totals since the trial began, over all GPUs, and the validation metric.
+    """Result of one evaluation: totals since the trial began, over all GPUs, and the validation metric.
 
-    Epochs count from 1, and are fractional within an epoch.
+    Epochs count from 1; within an epoch they are fractional.
     """
 
     time_s: float
@@ -148,14 +149,14 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """The batch size of the next trial, and the reason.
+    """Batch size of the next trial, and the reason.
 
     Attributes:
-        reason: The decision in plain words, which a newcomer understands.
-        survivors: In the bandit stage the sizes that it was entered with, ascending; else None.
-        bound: When the trial is stopped, if that is known by now.
-        decision: The numbers behind it, if they were asked for.
-        basis: Whatever the policy's own `explain` needs not to work out again. Nobody else looks at it.
+        reason: The decision in plain words, for newcomers.
+        survivors: Sizes with which the bandit stage began, ascending; None outside that stage.
+        bound: Bound on the trial's epochs, if already decided.
+        decision: Numbers behind the decision, if requested.
+        basis: Results that the policy's own `explain` reuses.
     """
 
     batch_size: int
@@ -169,12 +170,7 @@ class Suggestion:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCost:
-    """The cost that the policy expects of a run until the target, joules.
-
-    Attributes:
-        mean_j: Its mean.
-        std_j: Standard deviation of that mean, as far as the runs tell; None after a single run.
-    """
+    """Expected cost of a run until the target, and its standard deviation (None after a single run), in joules."""
 
     mean_j: float
     std_j: float | None
@@ -182,11 +178,11 @@ class ExpectedCost:
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """The expectations of a job's policy.
+    """Expectations of a job's policy.
 
     Attributes:
-        costs: By batch size, ascending; without those that cannot run, or of which nothing is known.
-        best: The size that is played when nothing is to be learned: the cheapest one of those that reach the target.
+        costs: Expected cost by batch size, ascending, without sizes that cannot run or are unknown.
+        best: Cheapest of the sizes that reach the target, which is played when there is nothing to learn.
     """
 
     costs: Mapping[int, ExpectedCost]
@@ -194,12 +190,12 @@ class Expectations:
 
 
 def cost_of(job: CreatedJob, totals: Report | TrialRecord) -> float:
-    """Cost in joules of what a trial has used by a report, or by its last one."""
+    """Return the cost, in joules, of a trial until a report, or until its last one."""
     return job.cost_j(time_s=totals.time_s, energy_j=totals.energy_j)
 
 
 def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRecord:
-    """The trial once it has sent one more report."""
+    """Return the trial after one more report."""
     reported = changed(
         trial,
         time_s=report.time_s,
@@ -215,19 +211,19 @@ def after_report(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRe
 
 
 def _cost_deviations_j2(job: CreatedJob, trial: TrialRecord, reported: TrialRecord) -> float | None:
-    """Those of a trial that had reported before, `reported` being its new totals (West, as `WeightedStatistics`)."""
+    """Return the new `cost_deviations_j2` of a trial that had reported before (West, as in `WeightedStatistics`)."""
     known_j2, epochs = trial.cost_deviations_j2, reported.epoch - trial.epoch
     if known_j2 is None or epochs <= 0:
         return known_j2
     earlier_j, earlier_epochs = cost_of(job, trial) - trial.first_cost_j, trial.epoch - trial.first_epoch
     rate_j = (cost_of(job, reported) - cost_of(job, trial)) / epochs
     off_j = rate_j - (earlier_j / earlier_epochs if earlier_epochs > 0 else rate_j)
-    # Whatever absurd totals were reported.
+    # Finite even for absurd totals.
     return min(known_j2 + epochs * earlier_epochs / (earlier_epochs + epochs) * off_j * off_j, 1e300)
 
 
 def after_other_rank(job: CreatedJob, trial: TrialRecord, report: Report) -> TrialRecord:
-    """The trial once another rank has reported its last evaluation, or an earlier one: the largest totals count."""
+    """Return the trial after another rank has reported an evaluation already judged: the largest totals count."""
     reported = changed(trial, time_s=max(trial.time_s, report.time_s), energy_j=max(trial.energy_j, report.energy_j))
     if trial.report_count > 1:
         return reported
@@ -238,7 +234,7 @@ def after_other_rank(job: CreatedJob, trial: TrialRecord, report: Report) -> Tri
 class Statistics:
     """Running count, mean and sum of squared deviations of a sequence (Welford, Technometrics 4(3), 1962).
 
-    Constant in size whatever the length of the sequence, and exact (variance 0) for equal values.
+    The variance of equal values is exactly 0.
     """
 
     count: int = 0
@@ -247,20 +243,20 @@ class Statistics:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Statistics:
-        """Statistics of `values`."""
+        """Return the statistics of `values`."""
         statistics = cls()
         for value in values:
             statistics = statistics.including(value)
         return statistics
 
     def including(self, value: float) -> Statistics:
-        """These statistics with one more value."""
+        """Add a value."""
         count = self.count + 1
         mean = self.mean + (value - self.mean) / count
         return Statistics(count, mean, self.squared_deviations + (value - self.mean) * (value - mean))
 
     def negated(self) -> Statistics:
-        """Statistics of the values' negatives."""
+        """Return the statistics of the values' negatives."""
         return Statistics(self.count, -self.mean, self.squared_deviations)
 
     @property
@@ -271,18 +267,18 @@ class Statistics:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """The memory of one batch size.
+    """Memory of one batch size.
 
     Attributes:
-        trials: Trials dispatched with it.
-        infeasible: Why it cannot run on this hardware, or None.
-        explored: Costs (J) of its exploration trials that were measured to their end.
-        observed: Costs (J) of all trials that were, whatever their origin.
-        completed: Costs (J) of those that reached the target.
-        window: Those `window_size` observed trials that were dispatched last, as (trial number, cost in J), in order
-            of dispatch; empty for a window of all.
-        latest: The observed trial that ended last, in the same form, or None.
-        refitted: Whether one of its trials was measured to its end within the bandit stage.
+        trials: Number of trials dispatched with it.
+        infeasible: Reason why it cannot run on this hardware, or None.
+        explored: Costs (J) of its observed exploration trials; observed are trials in a state of `OBSERVED`.
+        observed: Costs (J) of its observed trials of every origin.
+        completed: Costs (J) of its trials that reached the target.
+        window: The last `window_size` observed trials as (trial number, cost in J), in order of dispatch; empty if
+            `window_size` is 0.
+        latest: The observed trial that ended last, as (trial number, cost in J), or None.
+        refitted: True if one of its observed trials ended within the bandit stage.
     """
 
     batch_size: int
@@ -296,13 +292,13 @@ class Arm:
     refitted: bool = False
 
     def after_dispatch(self) -> Arm:
-        """The arm once one more trial was dispatched with it."""
+        """Count one more dispatched trial."""
         return replace(self, trials=self.trials + 1)
 
     def after_end(self, job: CreatedJob, trial: TrialRecord, *, in_bandit: bool) -> Arm:
-        """The arm once `trial`, one of its own, has ended; `in_bandit`: the job was in its bandit stage by then."""
+        """Add the end of a trial of this size; `in_bandit` is True if it ended within the bandit stage."""
         if trial.state is TrialState.INFEASIBLE:
-            # Running out of memory speaks of larger sizes too, so nothing replaces it.
+            # Running out of memory excludes larger sizes too, so no other reason replaces it.
             known = self.infeasible is EndReason.OUT_OF_MEMORY
             return self if known else replace(self, infeasible=trial.end_reason or EndReason.CRASHED)
         if trial.state not in OBSERVED:
@@ -325,9 +321,9 @@ class Arm:
     def learned_costs(self) -> Statistics:
         """Costs (J) that the bandit learns from.
 
-        An arm enters the bandit stage with its exploration trials. Once a trial of it has ended within the stage, it is
-        learned anew from its last `window_size` (0: all) trials, whatever their origin: the one that ended last, which
-        brings the new learning about, and the others that were dispatched last.
+        An arm enters the bandit stage with its exploration trials. Once a trial has ended within that stage, the arm
+        learns from `window_size` (0: all) observed trials of every origin: the trial that ended last, and the others
+        that were dispatched last.
         """
         if not self.refitted:
             return self.explored
@@ -340,7 +336,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Cheapest:
-    """The cheapest trial that reached the target."""
+    """Cheapest trial that reached the target."""
 
     trial_number: int
     batch_size: int
@@ -348,7 +344,7 @@ class Cheapest:
 
     @staticmethod
     def of_both(known: Cheapest | None, job: CreatedJob, trial: TrialRecord) -> Cheapest | None:
-        """The cheaper of the one known so far (kept on ties) and `trial`, which has just ended."""
+        """Return the cheaper of the cheapest trial so far (kept on ties) and `trial`, which has just ended."""
         if trial.state is not TrialState.COMPLETED:
             return known
         cost_j = cost_of(job, trial)
@@ -359,19 +355,19 @@ class Cheapest:
 
 @dataclass(frozen=True)
 class History:
-    """The summary of a job's trials.
+    """Summary of a job's trials.
 
     Attributes:
         job: The job.
-        arms: Per batch size of the job, ascending.
-        explorations: Exploration trials that count, in order of dispatch; crashed and abandoned ones do not. Their
-            number is bounded by the job's sizes and rounds. Only with policies that prune, until the bandit stage.
-        cheapest: The cheapest trial that reached the target, or None.
-        bandit_entered_at: Value of the job's event counter at which the bandit stage began, or None before that.
-        survivors: The sizes with which that stage was entered, ascending, or None before that. They stay: an abandoned
-            exploration that comes back later must not undo the pruning.
-        in_flight: Trials that are running or may go on, in order of dispatch.
-        memory: What the policy itself remembers (`registry.Memory`); None with one that needs nothing.
+        arms: Arm per batch size of the job, ascending.
+        explorations: Exploration trials in order of dispatch, without those in a state of `UNCOUNTED`; at most the
+            job's sizes times its rounds. Empty after the pruning stage, and with policies that have none.
+        cheapest: Cheapest trial that reached the target, or None.
+        bandit_entered_at: Event (of the job's event counter) with which the bandit stage began, or None before.
+        survivors: Sizes with which the bandit stage began, ascending, or None before. They do not change: an abandoned
+            exploration that comes back must not undo the pruning.
+        in_flight: Trials that are running or suspended, in order of dispatch.
+        memory: Memory of the policy (`core.policy.Memory`), or None.
     """
 
     job: CreatedJob
@@ -385,28 +381,28 @@ class History:
 
     @property
     def stage(self) -> Stage:
-        """The stage that the last request found the job in."""
+        """Stage of the job at the last request."""
         return Stage.PRUNING if self.bandit_entered_at is None else Stage.BANDIT
 
     @property
     def recurrences(self) -> int:
-        """The number of runs that reached the target."""
+        """Number of runs that reached the target."""
         return sum(arm.completed.count for arm in self.arms.values())
 
     @cached_property
     def fitting_sizes(self) -> tuple[int, ...]:
-        """Batch sizes that may fit into memory: those below the smallest that did not; ascending."""
+        """Batch sizes below the smallest that ran out of memory, ascending."""
         too_large = [size for size, arm in self.arms.items() if arm.infeasible is EndReason.OUT_OF_MEMORY]
         return tuple(size for size in self.job.batch_sizes if not too_large or size < min(too_large))
 
     @cached_property
     def runnable_sizes(self) -> frozenset[int]:
-        """Those of them that were not given up after crashes."""
+        """Batch sizes that fit into memory and were not given up after crashes."""
         return frozenset(size for size in self.fitting_sizes if self.arms[size].infeasible is None)
 
     @property
     def start_size(self) -> int | None:
-        """The first size of exploration: the default, or the largest size that fits below it; None when none fits."""
+        """First size of exploration: the default, or the largest size that fits below it; None if no size fits."""
         if self.job.default_batch_size in self.fitting_sizes:
             return self.job.default_batch_size
         return max(self.fitting_sizes, default=None)
@@ -415,7 +411,7 @@ class History:
 def arms_after(
     job: CreatedJob, arms: Mapping[int, Arm], ended: Iterable[TrialRecord], *, bandit_entered_at: int | None
 ) -> dict[int, Arm]:
-    """Arms that change when these trials have ended, in this order; `bandit_entered_at` as in `History`."""
+    """Return the arms that change with the ends of these trials, in this order; `bandit_entered_at` as in `History`."""
     changed: dict[int, Arm] = {}
     for trial in ended:
         arm = changed.get(trial.batch_size, arms[trial.batch_size])
@@ -425,9 +421,9 @@ def arms_after(
 
 
 def log_costs_per_epoch(job: CreatedJob, trial: TrialRecord) -> tuple[float | None, float | None]:
-    """Log of what an epoch of the trial cost (J) until its first report, and since then; None where that is nothing.
+    """Return the log of an epoch's mean cost (J) until the trial's first report, and since then; None for a cost of 0.
 
-    Until their first report trainings also start up and try power limits.
+    Until their first report, trainings also start up and try power limits.
     """
     first_j, first_epochs = trial.first_cost_j, trial.first_epoch
     later_j, later_epochs = cost_of(job, trial) - first_j, trial.epoch - first_epochs
@@ -442,5 +438,5 @@ def _log(ratio: float) -> float:
 
 
 def is_counted_exploration(trial: TrialRecord) -> bool:
-    """Whether the trial is an exploration that its batch size need not repeat."""
+    """Return True if the trial is an exploration that its batch size need not repeat."""
     return trial.origin is Origin.EXPLORATION and trial.state not in UNCOUNTED

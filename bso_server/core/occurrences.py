@@ -1,4 +1,4 @@
-"""Occurrences that those who watch a server are told of, each after what it tells of is in force."""
+"""Occurrences for metrics and traces of a server; each is announced after its transaction has committed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zeus_plugins.protocol import Origin, TrialState
 
 
 class Outcome(StrEnum):
-    """The end of a transaction, with all attempts at it."""
+    """Result of a transaction after all attempts."""
 
     COMMITTED = "committed"
     REFUSED = "refused"
@@ -20,23 +20,19 @@ class Outcome(StrEnum):
 
 
 class Refusal(StrEnum):
-    """The reason for which a caller is turned away."""
+    """Reason for refusing a caller."""
 
-    NO_TOKEN = "no_token"  # noqa: S105 - a word of ours, not a token
-    BAD_TOKEN = "bad_token"  # noqa: S105 - likewise
+    NO_TOKEN = "no_token"  # noqa: S105 - a reason, not a token
+    BAD_TOKEN = "bad_token"  # noqa: S105 - a reason, not a token
     FORBIDDEN = "forbidden"
     HOST = "host"
 
 
 @dataclass(frozen=True, slots=True)
 class TransactionDone:
-    """A transaction is over.
+    """A transaction has ended.
 
-    Attributes:
-        writes: True unless it could only read.
-        outcome: Its end: in force, or the reason why it is not.
-        duration_s: Seconds that it took, with all attempts and all waiting.
-        repeats: Attempts that the database broke off, after each of which another one was made.
+    `duration_s` includes all attempts and all waiting; `repeats` counts the attempts that the database broke off.
     """
 
     writes: bool
@@ -47,14 +43,14 @@ class TransactionDone:
 
 @dataclass(frozen=True, slots=True)
 class ReportsCommitted:
-    """So many reports were taken, or refused each for itself, by one transaction."""
+    """One transaction has accepted or refused this number of reports."""
 
     reports: int
 
 
 @dataclass(frozen=True, slots=True)
 class TrialStarted:
-    """A trial of a job of this policy was dispatched, or recorded that began without the server."""
+    """A trial of a job with this policy was dispatched, or recorded after it began without the server."""
 
     policy: str
     origin: Origin
@@ -62,14 +58,14 @@ class TrialStarted:
 
 @dataclass(frozen=True, slots=True)
 class TrialEnded:
-    """A trial has ended in this state; an abandoned one may come back, and then ends once more."""
+    """A trial has ended in this state. An abandoned trial may come back and end again."""
 
     state: TrialState
 
 
 @dataclass(frozen=True, slots=True)
 class CallerRefused:
-    """A request was turned away."""
+    """A request was refused."""
 
     reason: Refusal
 
@@ -77,8 +73,8 @@ class CallerRefused:
 Occurrence: TypeAlias = TransactionDone | ReportsCommitted | TrialStarted | TrialEnded | CallerRefused
 
 Listener: TypeAlias = Callable[[Occurrence], None]
-"""Takes notice of an occurrence, at once: who waits for an answer waits for it, too. It raises nothing."""
+"""Handler of an occurrence. It must be quick, because requests wait for it, and must not raise."""
 
 
 def nobody(_: Occurrence) -> None:
-    """The listener where nobody watches."""
+    """Ignore the occurrence."""

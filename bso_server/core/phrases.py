@@ -1,13 +1,13 @@
-"""Numbers as people are told them."""
+"""Numbers in words, for reasons and explanations."""
 
 from __future__ import annotations
 
 from zeus_plugins.protocol import StopRule
 
 BAND_SDS = 1.645
-"""A normal variable lies within so many σ of its mean with a probability of 90 %: 5 % are beyond on either side."""
+"""A normal variable lies within this number of σ around its mean with a probability of 90 %."""
 
-# The probability up to which it is called so.
+# Upper limit of a probability, and its name.
 _CHANCES = (
     (0.02, "hardly any chance"),
     (0.07, "about a one-in-twenty chance"),
@@ -20,25 +20,25 @@ _CHANCES = (
     (0.85, "about a three-in-four chance"),
     (0.97, "a good chance"),
 )
-# The least amount that is told in the unit, and the unit.
+# Smallest amount in the unit, size of the unit in joules, and its name.
 _UNITS = ((1e9, 1e9, "GJ"), (1e6, 1e6, "MJ"), (1e4, 1e3, "kJ"), (0.0, 1.0, "J"))
 
 
 def chance_in_words(chance: float) -> str:
-    """A probability, such as ``about a third chance``."""
+    """Describe a probability, for example as ``about a third chance``."""
     return next((words for least, words in _CHANCES if chance < least), "almost every chance")
 
 
 def joules_in_words(joules: float) -> str:
-    """An amount of energy or of cost with three digits, such as ``81.3 J`` or ``12.4 kJ``."""
+    """Format an energy or a cost with three digits, such as ``81.3 J`` or ``12.4 kJ``."""
     size, unit = next((size, unit) for least, size, unit in _UNITS if joules >= least)
     return f"{float(f'{joules / size:.3g}'):g} {unit}"
 
 
 def stop_in_words(rule: StopRule | None, max_epochs: int, because: str | None = None) -> str:
-    """The end of a trial that has not reached the target; empty where only the job's `max_epochs` sets one.
+    """Describe when a trial is stopped; empty if only the job's `max_epochs` stops it.
 
-    `because` is the reason for the bound on its epochs.
+    `because` is the reason for a bound on its epochs.
     """
     if rule is None:
         return ""

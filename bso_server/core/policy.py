@@ -1,9 +1,8 @@
-"""The interface of a policy, the policies that are installed, and what the core asks the policy of a job.
+"""Interface of policies, the installed policies, and the questions that the core asks the policy of a job.
 
-A policy is a module of pure functions over `History`, named by one object, `Policy`. Packages offer theirs by the entry
-point group `GROUP`. Ours have the same form in `_OWN`, so that they are there without any package's metadata, and no
-package can take their names. Everything that depends on a job's policy asks `find`; its questions are which batch size
-next (`suggest`), and go on or stop (`judge`).
+A policy consists of pure functions over `History`, named by one object, `Policy`. Packages offer policies by the entry
+point group `GROUP`. Our own have the same form and are listed in `_OWN`, so they need no package metadata, and no
+package can take their names. `find` returns a policy by its name.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from bso_server.errors import InvalidReportError, PolicyNotInstalledError
 from zeus_plugins.protocol import FINAL, GP_VOI, ZEUS, CreatedJob, Decision, StopRule, Verdict
 
 GROUP = "zeus_plugins.policies"
-"""The entry point group in which packages name their policies."""
+"""Entry point group in which packages name their policies."""
 
 MAX_VERSION_LENGTH = 64
 
@@ -41,15 +40,15 @@ Remembered = TypeVar("Remembered")
 
 @dataclass(frozen=True, slots=True)
 class Memory(Generic[Remembered]):
-    """A policy's memory of a job beyond `History.arms`: a value, made and moved forward by pure functions.
+    """Memory of a job that a policy keeps beyond `History.arms`: a value, created and updated by pure functions.
 
-    It stands beside the trials and must equal what a replay of them makes; another version of the policy replays them.
+    It is stored with the trials and must equal the result of replaying them; a new version of the policy replays them.
 
     Attributes:
-        kind: Its type: anything that pydantic writes as JSON and reads back as it was, such as a frozen dataclass of
+        kind: Type of the memory, which pydantic writes as JSON and reads back unchanged, such as a frozen dataclass of
             numbers. Its size must not grow with the number of trials.
-        begin: That of a new job.
-        after: The value once this trial has ended for good, in whatever way; trials come in the order of their ends.
+        begin: Returns the memory of a new job.
+        after: Returns the memory after a trial has reached a final state; called in the order of ends.
     """
 
     kind: type[Remembered]
@@ -58,30 +57,30 @@ class Memory(Generic[Remembered]):
 
 
 def own_bound(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> StopRule:  # noqa: ARG001 - the signature is the interface's
-    """The rule that stops a trial at its own bound on its epochs, or at `max_epochs` if it has none."""
+    """Stop a trial at its own bound on epochs, or at `max_epochs` if it has none."""
     return StopRule(max_epochs=job.max_epochs if trial.epoch_bound is None else trial.epoch_bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A way of choosing batch sizes: pure functions, which read no clock and draw from the generator they are given.
+    """Policy for choosing batch sizes: pure functions that read no clock and use only the given random generator.
 
     Attributes:
-        version: Changes whenever the same trials would make another memory; at most 64 characters.
-        suggest: The next trial's batch size and why. May raise `NoSurvivorError`, nothing else. The generator
-            is the job's: with the same seed (`mab_seed`) and the same trials it makes the same draws.
-        explain: The numbers behind a suggestion, from the history that it was made from. Simulations do not ask.
-        expectations: The cost that is expected of each batch size, and the best one.
-        stop_rule: When a trial is stopped that has not reached the target. Asked at each report, of the trial before
-            it, with the lowest cost (J) of a trial of the job that reached the target, or None.
-        bound: The bound of a running trial that was dispatched without one, as of a report; None if it is too early to
-            tell. None in place of the function: bounds come with suggestions, or never.
-        memory: None if `History` remembers enough.
-        prunes: True if jobs begin with a pruning stage, which ends with the first suggestion of `Origin.BANDIT`. Only
-            then `History.explorations` are there.
-        check: Raises `InvalidJobError` for a new job that the policy could not serve.
-        amended: A new job that names no policy, as a Zeus client's, with what `check` would refuse put right.
-        missing: Why the policy is not there, for a stand-in (`find`); else None.
+        version: Changes whenever the same trials would result in a different memory; at most 64 characters.
+        suggest: Returns the next trial's batch size and the reason. May raise only `NoSurvivorError`. The generator is
+            the job's: the same seed (`mab_seed`) and the same trials lead to the same draws.
+        explain: Returns the numbers behind a suggestion, from the same history. Not called in simulations.
+        expectations: Returns the expected cost of each batch size, and the best size.
+        stop_rule: Returns when a trial that has not reached the target is stopped. Called at each report, with the
+            trial before that report, and the lowest cost (J) of a trial of the job that reached the target, or None.
+        bound: Returns the bound of a running trial that was dispatched without one, after a report; None if it is too
+            early to decide. No function (None) if bounds only come with suggestions.
+        memory: None if `History` is enough.
+        prunes: True if jobs begin with a pruning stage, which ends with the first suggestion of `Origin.BANDIT`.
+            `History.explorations` requires it.
+        check: Raises `InvalidJobError` for a new job that the policy cannot serve.
+        amended: Corrects a new job that names no policy, such as a Zeus client's, so that `check` accepts it.
+        missing: Reason why the policy is not available, for a stand-in (`find`); otherwise None.
     """
 
     version: str
@@ -97,11 +96,11 @@ class Policy:
     missing: str | None = None
 
     def begun_memory(self, job: CreatedJob) -> Any:
-        """The memory of a new job, or None."""
+        """Return the memory of a new job, or None."""
         return None if self.memory is None else self.memory.begin(job)
 
 
-# In the notation of entry points, and loaded as they are.
+# Entry points, so that they are loaded like the policies of packages.
 _OWN = {
     name: EntryPoint(name, f"bso_server.core.{module}:POLICY", GROUP)
     for name, module in ((ZEUS, "zeus"), (GP_VOI, "gp_voi.policy"))
@@ -112,17 +111,17 @@ _given: dict[str, Policy] = {}
 
 
 def find(name: str) -> Policy:
-    """The policy of this name.
+    """Return the policy of this name, or a stand-in if it is not available. Results are cached for the process.
 
-    One that cannot be had has a stand-in, with which a job's running trials go on to their own bounds: it suggests
-    nothing, expects nothing, and says in `Policy.missing` what to do. What is found stays until the process ends.
+    With a stand-in, running trials continue to their own bounds. It suggests nothing, expects nothing, and says in
+    `Policy.missing` what to do.
     """
     return _given.get(name) or _found(name)
 
 
 @contextmanager
 def given(name: str, policy: Policy) -> Iterator[str]:
-    """Have a policy found under this name that is not installed, for tests of it."""
+    """Let `find` return a policy that is not installed, for tests of it."""
     _given[name] = policy
     try:
         yield name
@@ -130,7 +129,7 @@ def given(name: str, policy: Policy) -> Iterator[str]:
         del _given[name]
 
 
-# Names come from clients, too: few are remembered.
+# The cache is limited because names come from clients, too.
 @lru_cache(maxsize=256)
 def _found(name: str) -> Policy:
     found = [_OWN[name]] if name in _OWN else list(entry_points(group=GROUP, name=name))
@@ -157,15 +156,15 @@ def _found(name: str) -> Policy:
 
 
 def names() -> list[str]:
-    """The names of the policies that are installed, ascending; some of them may not be loadable."""
+    """Return the names of the installed policies, ascending; some of them may fail to load."""
     return sorted({*_OWN, *entry_points(group=GROUP).names})
 
 
 def installed(name: str) -> Policy:
-    """The policy of this name.
+    """Return the policy of this name.
 
     Raises:
-        PolicyNotInstalledError: There is none, or it cannot be loaded.
+        PolicyNotInstalledError: It is not installed, or cannot be loaded.
     """
     policy = find(name)
     if policy.missing is not None:
@@ -181,26 +180,26 @@ def _stand_in(reason: str) -> Policy:
 
 
 def _packages(found: list[EntryPoint]) -> str:
-    """The packages that have these entry points, in words."""
+    """List the packages of these entry points in words."""
     packages = sorted({each.dist.name for each in found if each.dist is not None})
     return f" ({' and '.join(packages)})" if packages else ""
 
 
 LEAST_COST_J = 1e-6
-"""The finest meters count tens of microjoules."""
+"""Least cost of a run; the finest meters count tens of microjoules."""
 
 LEAST_SHARE = 1e-5
-"""The least part of the full power, or of another run's cost, that a run may have cost."""
+"""Least cost of a run as a share of its cost at full power, or of another run's cost."""
 
 
 def suggest(history: History, rng: np.random.Generator, *, explains: bool = False) -> Suggestion:
     """Choose the next trial's batch size by the job's policy, which may advance the job's generator, `rng`.
 
-    Told that it `explains`, the suggestion has the numbers behind it, if the policy can tell them.
+    If `explains`, the suggestion includes the numbers behind it, unless the policy has none.
 
     Raises:
         NoSurvivorError: No batch size can run any more, or policy `zeus` has found none that reaches the target.
-        PolicyNotInstalledError: The job's policy is not here.
+        PolicyNotInstalledError: The job's policy is not available.
         ValueError: The policy has suggested a size that the job does not have.
     """
     policy = find(history.job.policy)
@@ -216,30 +215,30 @@ def suggest(history: History, rng: np.random.Generator, *, explains: bool = Fals
 
 
 def expectations(history: History) -> Expectations:
-    """The cost that the policy expects of each batch size, and the size that it holds to be the best."""
+    """Return the cost that the policy expects of each batch size, and the best size."""
     return find(history.job.policy).expectations(history)
 
 
 def needs_bound(job: CreatedJob, trial: TrialRecord) -> bool:
-    """True if the trial's next report needs `bounded` first.
+    """Return True if the trial's next report needs `bounded` first.
 
-    Policy `gp_voi` decides once when to stop a trial: with the dispatch if it knows by then what an epoch costs, else
-    after the first epochs.
+    Policy `gp_voi` decides once when to stop a trial: at the dispatch if it knows the cost of an epoch, otherwise after
+    the first epochs.
     """
     return trial.epoch_bound is None and find(job.policy).bound is not None
 
 
 def bounded(history: History, trial: TrialRecord, report: Report) -> TrialRecord:
-    """A trial that `needs_bound`, with the bound that its next report gives it, if that tells enough."""
+    """Set the bound of a trial that `needs_bound` from its next report, if that is conclusive."""
     bound = find(history.job.policy).bound
     return trial if bound is None else trial.bounded_by(bound(history, after_report(history.job, trial, report)))
 
 
 def stop_rule(job: CreatedJob, trial: TrialRecord, min_cost_j: float | None) -> StopRule:
-    """The rule by which a trial that has not reached the target is stopped.
+    """Return the rule that stops a trial that has not reached the target.
 
-    By policy `zeus` at ``β · min_cost``, by `gp_voi` at the trial's own bound, if it has one; by both at `max_epochs`.
-    `min_cost_j` is the lowest cost of a trial of the job that reached the target, joules, or None.
+    Policy `zeus` stops it at ``β · min_cost``, `gp_voi` at the trial's own bound, if it has one; both at `max_epochs`.
+    `min_cost_j` is the lowest cost of a trial of the job that reached the target, in joules, or None.
     """
     return find(job.policy).stop_rule(job, trial, min_cost_j)
 
@@ -252,25 +251,20 @@ def judge(
     *,
     judged_by: StopRule | None = None,
 ) -> Verdict:
-    """Decide whether a running trial goes on.
+    """Decide whether a running trial continues, from its record before this report, `bounded` if necessary.
 
-    Policy `zeus`, with ``bound = β · min_cost``: within the bound, below `max_epochs` and not at the target, the
-    training goes on. Otherwise it stops; reaching the target counts only within the bound. Policy `gp_voi`: the same
-    with the trial's own bound on its epochs; to reach the target counts always.
+    Policy `zeus`, with ``bound = β · min_cost``: the training continues within the bound, below `max_epochs` and before
+    the target. Otherwise it stops; reaching the target counts only within the bound. Policy `gp_voi` uses the trial's
+    own bound on epochs instead, and reaching the target always counts. `min_cost_j` as in `stop_rule`.
 
-    Totals never shrink, and a trial that has reported each epoch once, as a whole number, goes on with whole numbers:
-    a fraction is then taken for a mistake. A training that validates within its epochs shows that by its first report.
+    Totals never shrink. After reports of each epoch as a whole number, a fraction counts as a mistake: a training that
+    validates within its epochs sends a fraction in its first report.
 
-    Args:
-        job: The job.
-        trial: The trial as of its report before this one, `bounded` if it needed to be.
-        report: The report to judge.
-        min_cost_j: As in `stop_rule`.
-        judged_by: The rule by which the training has judged the report already, while the server was away. What it
-            then did cannot be undone: measured by today's bound, a run to the target might count as stopped before.
+    `judged_by` is the rule by which the training has already judged the report while the server was unreachable. It
+    takes precedence, because the training cannot be undone: by the current bound, it might have stopped earlier.
 
     Raises:
-        InvalidReportError: The report contradicts those before it, or reached the target at no cost.
+        InvalidReportError: The report contradicts earlier ones, or reached the target at no cost.
     """
     _check_against_earlier(trial, report)
     rule, spent_j = stop_rule(job, trial, min_cost_j), cost_of(job, report)
@@ -294,11 +288,11 @@ def judge(
 
 
 def doubt(job: CreatedJob, report: Report, min_cost_j: float | None) -> str | None:
-    """The reason for which a trial cannot have cost as little as it reports at its end; None if it can.
+    """Return the reason why a trial's final cost is impossibly low, or None if it is plausible.
 
-    A cost that no run has would stop every later run of policy `zeus` as too costly. What honest meters and estimates
-    tell lies far above these limits: a chip at rest takes a hundredth of its power and more, and a size that suits a
-    job better than another saves a part of its cost. `min_cost_j` as in `stop_rule`.
+    Under policy `zeus`, such a cost would stop every later run as too costly. Correct measurements are far above these
+    limits: an idle chip takes at least a hundredth of its full power, and a better size saves only a part of the cost.
+    `min_cost_j` as in `stop_rule`.
     """
     cost_j = cost_of(job, report)
     limits = [
@@ -306,10 +300,10 @@ def doubt(job: CreatedJob, report: Report, min_cost_j: float | None) -> str | No
         (LEAST_SHARE * job.max_power * report.time_s, f"in {report.time_s:.4g} s on {job.max_power:g} W"),
         (0.0 if min_cost_j is None else LEAST_SHARE * min_cost_j, f"and the cheapest run {min_cost_j or 0:.4g} J"),
     ]
-    told = next((why for least_j, why in limits if cost_j < least_j), None)
-    if told is None:
+    reason = next((why for least_j, why in limits if cost_j < least_j), None)
+    if reason is None:
         return None
-    return f"a run cannot cost {cost_j:.4g} J, {told}: check how energy is measured, and that it is in joules"
+    return f"a run cannot cost {cost_j:.4g} J, {reason}: check how energy is measured, and that it is in joules"
 
 
 def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
@@ -333,17 +327,17 @@ def _check_against_earlier(trial: TrialRecord, report: Report) -> None:
 
 
 def memory_after(job: CreatedJob, memory: Any, ended: Iterable[TrialRecord]) -> Any:
-    """The policy's memory when these trials have ended, in this order; the same object if that changes nothing."""
+    """Return the policy's memory after the ends of these trials, in this order; the same object if nothing changes."""
     kept = find(job.policy).memory
     if kept is None:
         return None
     for trial in ended:
-        # An abandoned trial may come back, and its end has then not been.
+        # An abandoned trial may come back, which cancels its end.
         if trial.state in FINAL:
             memory = kept.after(memory, job, trial)
     return memory
 
 
 def bandit_entered_from_the_start(job: CreatedJob) -> int | None:
-    """The event at which a new job is in its bandit stage: 0 without a pruning stage, else None."""
+    """Return the event with which a new job enters its bandit stage: 0 without a pruning stage, otherwise None."""
     return None if find(job.policy).prunes else 0

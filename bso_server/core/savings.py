@@ -1,14 +1,14 @@
-"""The savings of a job until now, over always playing its default batch size.
+"""Savings of a job so far, compared with always using its default batch size.
 
-Runs at the default would have been made anyway, and cancel out. In the place of each other run that reached the target
-there would have been one at the default, which would have taken what those that there were have taken on average, with
-their failures. What has been spent instead is all trials of other sizes, however they ended, and those at the default
-that the policy stopped.
+Runs at the default would have been made anyway, and cancel out. Each run of another size that reached the target
+replaces a run at the default, whose expected cost is the mean cost of the default's runs, including their failures. The
+cost of the replacement is that of all trials of other sizes, however they ended, and of the trials at the default that
+the policy stopped.
 
-How much runs at the default vary is not known well from a few of them, so that the variance relative to the mean is
-pooled over all batch sizes. With R runs elsewhere, n at the default of mean m, and s² that relative variance with ν
-degrees of freedom, R more runs at the default would have taken ``R·m ± t_ν · m·s·√(R²/n + R)``, a prediction interval
-for a sum of normal values (Hahn and Meeker, Statistical Intervals, 1991, §4.7).
+A few runs at the default do not show well how much they vary, so the variance relative to the mean is pooled over all
+batch sizes. With R runs elsewhere, n at the default of mean m, and the relative variance s² with ν degrees of freedom,
+R more runs at the default would have cost ``R·m ± t_ν · m·s·√(R²/n + R)``, a prediction interval for a sum of normal
+values (Hahn and Meeker, Statistical Intervals, 1991, §4.7).
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from dataclasses import dataclass
 from zeus_plugins.protocol import CreatedJob, Origin, SavedView, SavingsView, TrialState
 
 CERTAINTY = 0.9
-"""The probability that savings lie within their interval."""
+"""Probability that savings lie within their interval."""
 
 _UNSPENT = frozenset({TrialState.RUNNING, TrialState.SUSPENDED, TrialState.WITHDRAWN})
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Sums over trials of what each has taken, and of the squares: joules and seconds."""
+class Tally:
+    """Number of the trials of one batch size, state and origin; sums of their energy (J), time (s), and products."""
 
+    batch_size: int
+    state: TrialState
+    origin: Origin
+    trials: int
     energy_j: float
     time_s: float
     energy_squared: float
@@ -36,24 +40,10 @@ class Sums:
     energy_times_time: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
-    """So many trials of one batch size, of one origin and in one state."""
-
-    batch_size: int
-    state: TrialState
-    origin: Origin
-    trials: int
-    sums: Sums
-
-
 def savings(job: CreatedJob, tallies: Sequence[Tally], best_cost_j: float | None) -> SavingsView | None:
-    """The savings of a job until now; None before a run at the default has reached the target.
+    """Return the savings of a job so far; None before a run at the default has reached the target.
 
-    Args:
-        job: The job.
-        tallies: All of its trials.
-        best_cost_j: What a run at the best size is expected to cost, joules; None where there is none.
+    `tallies` cover all trials of the job; `best_cost_j` is the expected cost of a run at the best size, or None.
     """
     spent = [tally for tally in tallies if tally.state not in _UNSPENT]
     completed = [tally for tally in spent if tally.state is TrialState.COMPLETED]
@@ -73,7 +63,7 @@ def savings(job: CreatedJob, tallies: Sequence[Tally], best_cost_j: float | None
 
 
 def cost_of_default_j(job: CreatedJob, tallies: Iterable[Tally]) -> float | None:
-    """The mean cost of a run at the default batch size, its failures paid, in joules; None before one has succeeded."""
+    """Return the mean cost of a run at the default size, including failures, in joules; None without a success."""
     own = [
         tally for tally in tallies if tally.state not in _UNSPENT and _is_of_default(job, tally.batch_size, tally.state)
     ]
@@ -83,7 +73,7 @@ def cost_of_default_j(job: CreatedJob, tallies: Iterable[Tally]) -> float | None
 
 
 def gain_j(job: CreatedJob, batch_size: int, state: TrialState, cost_j: float, cost_of_default_j: float) -> float:
-    """The part of one trial in the cost that a job has saved, joules; those of all its trials add up to that."""
+    """Return the contribution of one trial to the cost that a job has saved, in joules."""
     if state in _UNSPENT or _is_of_default(job, batch_size, state):
         return 0.0
     is_elsewhere = state is TrialState.COMPLETED and batch_size != job.default_batch_size
@@ -91,12 +81,12 @@ def gain_j(job: CreatedJob, batch_size: int, state: TrialState, cost_j: float, c
 
 
 def _is_of_default(job: CreatedJob, batch_size: int, state: TrialState) -> bool:
-    """True if such a trial would have been made without an optimizer, too."""
+    """Return True if such a trial would also have been made without an optimizer."""
     return batch_size == job.default_batch_size and state is not TrialState.EARLY_STOPPED
 
 
 def _saved(job: CreatedJob, spent: Sequence[Tally], *, per_joule: float, per_second: float) -> SavedView:
-    """The savings of ``per_joule · energy + per_second · time``."""
+    """Return the savings of ``per_joule · energy + per_second · time``."""
 
     def total(tallies: Iterable[Tally]) -> float:
         return sum(_total(tally, per_joule, per_second) for tally in tallies)
@@ -122,7 +112,7 @@ def _saved(job: CreatedJob, spent: Sequence[Tally], *, per_joule: float, per_sec
 
 
 def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: float) -> tuple[float, int]:
-    """Variance of runs that reached the target over the squared mean of their size, and its degrees of freedom."""
+    """Return the relative variance of runs that reached the target, pooled over sizes, and its degrees of freedom."""
     by_size: dict[int, list[Tally]] = {}
     for tally in spent:
         if tally.state is TrialState.COMPLETED:
@@ -132,9 +122,9 @@ def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: flo
         runs = sum(tally.trials for tally in tallies)
         mean = sum(_total(tally, per_joule, per_second) for tally in tallies) / runs
         squares = sum(
-            per_joule**2 * tally.sums.energy_squared
-            + 2 * per_joule * per_second * tally.sums.energy_times_time
-            + per_second**2 * tally.sums.time_squared
+            per_joule**2 * tally.energy_squared
+            + 2 * per_joule * per_second * tally.energy_times_time
+            + per_second**2 * tally.time_squared
             for tally in tallies
         )
         if mean > 0:
@@ -144,20 +134,20 @@ def _relative_variance(spent: Sequence[Tally], per_joule: float, per_second: flo
 
 
 def _total(tally: Tally, per_joule: float, per_second: float) -> float:
-    return per_joule * tally.sums.energy_j + per_second * tally.sums.time_s
+    return per_joule * tally.energy_j + per_second * tally.time_s
 
 
 def student_quantile(freedom: int) -> float:
-    """The value that a Student t variable is within, on both sides of 0, with probability `CERTAINTY`.
+    """Return the two-sided quantile of Student's t distribution for the probability `CERTAINTY`.
 
-    Closed forms for one and two degrees of freedom; from three on the expansion of Abramowitz and Stegun (26.7.5), less
-    than 0.5 % off.
+    Closed forms for one and two degrees of freedom; from three on, the expansion of Abramowitz and Stegun (26.7.5),
+    with an error below 0.5 %.
     """
     if freedom == 1:
         return math.tan(math.pi * CERTAINTY / 2)
     if freedom == 2:
         return CERTAINTY * math.sqrt(2 / (1 - CERTAINTY**2))
-    z = 1.6448536269514722  # the normal distribution's, for nine parts in ten
+    z = 1.6448536269514722  # quantile of the normal distribution
     return (
         z
         + (z**3 + z) / (4 * freedom)
@@ -168,25 +158,25 @@ def student_quantile(freedom: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The mean cost of a batch size, joules: all of it for time (η = 0), and all of it for energy (η = 1)."""
+    """Mean cost of a batch size, joules, if only time counts (η = 0) and if only energy counts (η = 1)."""
 
     batch_size: int
     at_time_j: float
     at_energy_j: float
 
     def at(self, eta: float) -> float:
-        """The cost at this η."""
+        """Return the cost at this η."""
         return (1 - eta) * self.at_time_j + eta * self.at_energy_j
 
     @property
     def slope(self) -> float:
-        """The rise of the cost with η."""
+        """Slope of the cost over η."""
         return self.at_energy_j - self.at_time_j
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The values of η, from `low` to `high`, at which a batch size costs least."""
+    """Interval of η, from `low` to `high`, in which a batch size costs least."""
 
     low: float
     high: float
@@ -194,11 +184,11 @@ class Span:
 
 
 def best_by_eta(lines: Sequence[Line]) -> list[Span]:
-    """The sizes that cost least, as η goes from 0 to 1; of equal ones the smaller. Exact, without a grid."""
+    """Return the sizes that cost least for η from 0 to 1, exactly; of equal ones the smaller."""
     spans: list[Span] = []
     low, left = 0.0, list(lines)
     while left:
-        # Where two costs are equal, the one that falls faster is the lower one from there on.
+        # Of lines that meet at `low`, the one with the smallest slope is lowest beyond it.
         best = min(left, key=lambda line: (line.at(low), line.slope, line.batch_size))
         left = [line for line in left if line.slope < best.slope]
         crossings = [(line.at_time_j - best.at_time_j) / (best.slope - line.slope) for line in left]

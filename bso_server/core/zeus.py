@@ -1,13 +1,13 @@
-"""Policy `zeus`: the pruning stage, then the bandit stage, with reasons in words.
+"""Policy `zeus`: a pruning stage, then a bandit stage, with reasons in words.
 
-The pruning stage tries every batch size in rounds and keeps those that reach the target. A round starts at a default
-size and goes downwards from it (the default included), then upwards from the next larger size; a size that does not
-reach the target ends its direction, for what fails at one size rarely works beyond it. The sizes that reached the
-target survive into the next round, which starts at the cheapest of them.
+The pruning stage tries every batch size in rounds and keeps the sizes that reach the target. A round starts at a start
+size, goes downwards from it, and then upwards from the next larger size. A size that misses the target ends its
+direction, because sizes beyond it rarely do better. The sizes that reached the target survive into the next round,
+which starts at the cheapest of them. The first round starts at the default.
 
-The bandit stage is Thompson sampling with a Gaussian posterior per batch size. The reward of a run is its cost,
-negated. An arm's rewards are taken as draws from a normal distribution whose precision is the inverse of their own
-variance; its unknown mean has a conjugate normal prior.
+The bandit stage is Thompson sampling with a Gaussian posterior per batch size. The reward of a run is its negated cost.
+The rewards of an arm are draws from a normal distribution, whose precision is the inverse of their own variance and
+whose unknown mean has a conjugate normal prior.
 """
 
 from __future__ import annotations
@@ -30,32 +30,18 @@ from zeus_plugins.protocol import ALIVE, CreatedJob, Decision, Origin, SizeBelie
 
 @dataclass(frozen=True, slots=True)
 class Explore:
-    """The round owes `batch_size` a trial."""
+    """Exploration of `batch_size` that a round, which began at `start`, needs next."""
 
     batch_size: int
     round_number: int
     start: int
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The exploration that the round needs next, `trial`, is still running."""
+def explore(history: History) -> Explore | TrialRecord | tuple[int, ...]:
+    """Return the next exploration, or the running exploration to wait for, or the surviving sizes after all rounds.
 
-    trial: TrialRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Survivors:
-    """All rounds are over; these sizes reached the target in each, ascending."""
-
-    batch_sizes: tuple[int, ...]
-
-
-def explore(history: History) -> Explore | Wait | Survivors:
-    """The next need of exploration, replayed from the job's trials.
-
-    Crashed and abandoned trials do not count: their size is owed another one, unless it was given up, which ends its
-    direction. Sizes that do not fit into memory are as if the job did not have them.
+    Crashed and abandoned trials do not count: their size is explored again, unless it was given up, which ends its
+    direction. Sizes that do not fit into memory are ignored. Survivors are ascending.
 
     Raises:
         NoSurvivorError: A round ended without any size that reached the target, or no size fits into memory.
@@ -82,7 +68,7 @@ def explore(history: History) -> Explore | Wait | Survivors:
                     return Explore(batch_size, round_number, start)
                 trial = explorations[batch_size][round_number - 1]
                 if trial.state in ALIVE:
-                    return Wait(trial)
+                    return trial
                 if trial.state is not TrialState.COMPLETED:
                     break
                 reached.append(trial)
@@ -94,14 +80,14 @@ def explore(history: History) -> Explore | Wait | Survivors:
             )
         survivors = tuple(sorted(trial.batch_size for trial in reached))
         start = min(reached, key=lambda trial: cost_of(job, trial)).batch_size
-    return Survivors(survivors)
+    return survivors
 
 
 @dataclass(frozen=True, slots=True)
 class Posterior:
-    """Belief about the mean reward (−cost, joules) of one arm, from so many observations.
+    """Belief about the mean reward (−cost, joules) of one arm.
 
-    The precision (1/joules²) is infinite when the mean is taken as known, and 0 when nothing is known.
+    The precision (1/joules²) is infinite if the mean is known exactly, and 0 if it is unknown.
     """
 
     mean: float
@@ -110,23 +96,22 @@ class Posterior:
 
     @property
     def std(self) -> float:
-        """Posterior standard deviation in joules; infinite when nothing is known."""
+        """Standard deviation in joules; infinite if the mean is unknown."""
         return math.inf if self.precision == 0 else 1 / math.sqrt(self.precision)
 
     def draw(self, rng: np.random.Generator) -> float:
-        """One Thompson draw of the mean reward: the mean itself if it is known, +∞ if nothing is (so it gets tried)."""
+        """Draw a mean reward (Thompson sampling); +∞ if it is unknown, so that the arm is tried."""
         return math.inf if self.precision == 0 else float(rng.normal(self.mean, self.std))
 
 
 def fit(rewards: Statistics, *, prior_mean: float, prior_precision: float) -> Posterior:
-    """Posterior of an arm's mean reward.
+    """Return the posterior of an arm's mean reward (conjugate prior; Murphy, Machine Learning, 2012, §4.4.1).
 
     With n rewards of population variance v, reward precision p = 1/v and prior N(m₀, 1/p₀)::
 
         precision = p₀ + n·p        mean = (p₀·m₀ + p·Σ rewards) / precision
 
-    and, where the rewards do not vary (v = 0, so p = ∞), their mean, known exactly. (Normal likelihood with known
-    precision, conjugate prior; e.g. Murphy, Machine Learning, 2012, §4.4.1.)
+    If the rewards do not vary (v = 0, so p = ∞), their mean is known exactly.
     """
     if rewards.count == 0:
         return Posterior(prior_mean, prior_precision, 0)
@@ -139,7 +124,7 @@ def fit(rewards: Statistics, *, prior_mean: float, prior_precision: float) -> Po
 
 
 def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Posterior]:
-    """Posterior per batch size, in the order given, fitted on what `Arm.learned_costs` says."""
+    """Return the posterior per batch size, in the given order, fitted on `Arm.learned_costs`."""
     job = history.job
     return {
         batch_size: fit(
@@ -152,9 +137,9 @@ def posteriors(history: History, batch_sizes: Iterable[int]) -> dict[int, Poster
 
 
 def expectations(history: History) -> Expectations:
-    """The posterior of each size that has reached the target; of the other survivors costs are known, but no success.
+    """Return the expected costs of the surviving sizes that have reached the target.
 
-    A size that only ran beside an exploration is not in its posterior yet: what it cost then stands for that.
+    Concurrent trials are not yet part of a posterior; a size without other trials gets the mean cost of these.
     """
     survivors = history.survivors or history.job.batch_sizes
     reaching = [size for size in survivors if size in history.runnable_sizes and history.arms[size].completed.count]
@@ -170,14 +155,10 @@ def expectations(history: History) -> Expectations:
 def choose(
     arms: Mapping[int, Posterior], *, min_observations: int, rng: np.random.Generator
 ) -> tuple[int, dict[int, float] | None]:
-    """Choose an arm.
+    """Choose an arm; return its batch size, and the draws per batch size if the draws decided.
 
-    The arms are put in a random order; the first in it with fewer than `min_observations` observations is played. When
-    none is left, each arm's mean reward is drawn from its posterior, in the order of `arms`, and the largest wins (the
-    first on ties). The job's generator is advanced.
-
-    Returns:
-        The batch size, and the draws per batch size, or None if the choice was not by merit.
+    The first arm, in a random order, with fewer than `min_observations` observations is played. Otherwise, draw each
+    arm's mean reward from its posterior, in the order of `arms`; the largest wins (the first on ties).
     """
     sizes = list(arms)
     for batch_size in rng.choice(sizes, len(sizes), replace=False).tolist():
@@ -193,9 +174,9 @@ _PAIRS = 512
 
 
 def chances_lowest(mean: Array, std: Array) -> Array:
-    """The probability of each of n independent normal quantities to be the lowest, to about 0.02, by antithetic draws.
+    """Return the probability of each of n independent normal quantities to be the lowest, to about 0.02.
 
-    Their means and standard deviations have the shape (n,).
+    Draws are antithetic; `mean` and `std` have the shape (n,).
     """
     around = _standard_normal(len(mean)) * std
     lowest = np.concatenate([(mean + around).argmin(axis=1), (mean - around).argmin(axis=1)])
@@ -205,12 +186,12 @@ def chances_lowest(mean: Array, std: Array) -> Array:
 
 @lru_cache(maxsize=16)
 def _standard_normal(size: int) -> Array:
-    """Draws of the standard normal distribution, always the same, shape (_PAIRS, size): nobody's generator moves."""
+    """Return constant draws of the standard normal distribution, shape (_PAIRS, size)."""
     return np.random.default_rng(0).standard_normal((_PAIRS, size))
 
 
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:
-    """Choose the next trial's batch size; only decisions of the bandit stage advance the generator.
+    """Choose the next trial's batch size; only the bandit stage uses the generator.
 
     Raises:
         NoSurvivorError: No batch size can run any more, or none was found that reaches the target.
@@ -220,23 +201,20 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:
     match explore(history):
         case Explore() as step:
             return _explored(step, history.job)
-        case Wait(trial):
+        case TrialRecord() as trial:
             return _concurrent(history, trial)
-        case Survivors(batch_sizes):
-            return _drawn(history, batch_sizes, rng)
+        case survivors:
+            return _drawn(history, survivors, rng)
 
 
 def stop_rule(job: CreatedJob, trial: TrialRecord | None, min_cost_j: float | None) -> StopRule:  # noqa: ARG001 - the signature is the interface's
-    """A trial that has not reached the target is stopped at ``β · min_cost``, and at `max_epochs`."""
+    """Stop a trial that has not reached the target at ``β · min_cost``, and at `max_epochs`."""
     bound_j = math.inf if job.beta_knob is None or min_cost_j is None else job.beta_knob * min_cost_j
     return StopRule(max_cost_j=bound_j if math.isfinite(bound_j) else None, max_epochs=job.max_epochs)
 
 
 def explain(history: History, suggestion: Suggestion) -> Decision:
-    """The knowledge of each size that fits: the posterior of its mean cost, and in the bandit stage its chance.
-
-    That is the chance of its Thompson draw to be the lowest, but for sizes that are yet to be measured so often.
-    """
+    """Return the expected cost of each size that fits, and in the bandit stage its chance to have the lowest draw."""
     known = expectations(history)
     sizes = suggestion.survivors or history.fitting_sizes
     chances: dict[int, float] = {}
@@ -246,23 +224,19 @@ def explain(history: History, suggestion: Suggestion) -> Decision:
         chances = dict(zip(known.costs, chance.tolist(), strict=True))
     found = []
     for size in sizes:
-        cost = known.costs.get(size)
-        band_j = None if cost is None or cost.std_j is None else BAND_SDS * cost.std_j
-        found.append(
-            SizeBelief(
-                batch_size=size,
-                expected_cost_j=None if cost is None else cost.mean_j,
-                low_j=None if cost is None or band_j is None else max(cost.mean_j - band_j, 0.0),
-                high_j=None if cost is None or band_j is None else cost.mean_j + band_j,
-                chance_best=chances.get(size),
-            )
-        )
+        numbers: dict[str, float | None] = {}
+        if (cost := known.costs.get(size)) is not None:
+            numbers = {"expected_cost_j": cost.mean_j, "chance_best": chances.get(size)}
+            if cost.std_j is not None:
+                band_j = BAND_SDS * cost.std_j
+                numbers |= {"low_j": max(cost.mean_j - band_j, 0.0), "high_j": cost.mean_j + band_j}
+        found.append(SizeBelief(batch_size=size, **numbers))
     min_cost_j = None if history.cheapest is None else history.cheapest.cost_j
     return Decision(sizes=tuple(found), incumbent=known.best, stop=stop_rule(history.job, None, min_cost_j))
 
 
 def check(job: CreatedJob) -> None:
-    """Raise `InvalidJobError` for a job whose window never holds the runs that its exploration asks for."""
+    """Raise `InvalidJobError` for a job whose window is smaller than its required explorations per size."""
     if _explores_in_vain(job):
         raise InvalidJobError(
             f"a window of {job.window_size} runs never holds the {job.mab_num_explorations} that mab_num_explorations "
@@ -273,12 +247,12 @@ def check(job: CreatedJob) -> None:
 
 
 def amended(job: CreatedJob) -> CreatedJob:
-    """The job with a window that holds its explorations."""
+    """Enlarge the job's window to its required explorations per size, if necessary."""
     return job.model_copy(update={"window_size": job.mab_num_explorations}) if _explores_in_vain(job) else job
 
 
 def _explores_in_vain(job: CreatedJob) -> bool:
-    """True if the runs that count are too few for the job ever to leave its exploration."""
+    """Return True if the window is too small for the job ever to end its exploration."""
     return 0 < job.window_size < job.mab_num_explorations
 
 

@@ -134,7 +134,7 @@ def _totals_of(transaction: Transaction, job_id: str) -> JobTotals | None:
         policy=summary.policy,
         stage=summary.stage,
         trials=trial_states(tallies),
-        energy_j=sum(tally.sums.energy_j for tally in tallies),
+        energy_j=sum(tally.energy_j for tally in tallies),
         saved_energy_j=None if saved is None else saved.energy_j.saved,
         saved_time_s=None if saved is None else saved.time_s.saved,
         saved_cost_j=None if saved is None else saved.cost_j.saved,

@@ -356,7 +356,7 @@ def _sums(steps: Sequence[float], last: float) -> list[float]:
 
 
 def _regret_j(job: CreatedJob, tallies: Iterable[Tally], least_j: float) -> float:
-    costs = [(each, job.cost_j(time_s=each.sums.time_s, energy_j=each.sums.energy_j)) for each in tallies]
+    costs = [(each, job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in tallies]
     return sum(_loss_j(each.state, cost_j, each.trials, least_j) for each, cost_j in costs)
 
 
@@ -394,8 +394,8 @@ def _means_of(job: CreatedJob, tallies: Iterable[Tally]) -> tuple[SizeMeans, ...
     found = []
     for size, own in sorted(reached.items()):
         runs = sum(tally.trials for tally in own)
-        time_s = sum(tally.sums.time_s for tally in own) / runs
-        energy_j = sum(tally.sums.energy_j for tally in own) / runs
+        time_s = sum(tally.time_s for tally in own) / runs
+        energy_j = sum(tally.energy_j for tally in own) / runs
         cost_j = job.cost_j(time_s=time_s, energy_j=energy_j)
         found.append(SizeMeans(batch_size=size, runs=runs, time_s=time_s, energy_j=energy_j, cost_j=cost_j))
     return tuple(found)

@@ -150,7 +150,7 @@ class ReportBatch:
             return job_after, trial_after, ReportResponse.of(verdict)
 
         job_after, trial_after, answer = judged()
-        if job_after is not self._jobs[trial.job_id] and trial.job_id not in self._has_locked:
+        if job_after is not self._jobs[trial.job_id] and not self._has_locked.get(trial.job_id):
             # Only the end of a trial changes its job. Judge again by the locked row, which others may have changed.
             if not self._lock_job(trial.job_id):
                 return RowLocked.ROW_LOCKED

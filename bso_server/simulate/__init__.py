@@ -1,1 +1,1 @@
-"""Simulated jobs: recurring trainings replayed from traces, through the server's own decisions."""
+"""Simulated jobs: recurring trainings, replayed from traces with the server's own policies."""

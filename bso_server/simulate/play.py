@@ -1,10 +1,11 @@
-"""Recurrences of a job, one after another or several at a time, each until a trial of it reaches the target."""
+"""Simulation of a job's recurrences, one after another or concurrently, each until a trial reaches the target."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,46 +17,41 @@ from bso_server.errors import NoSurvivorError
 from bso_server.simulate.workload import Consumption, Landscape, Profile
 from zeus_plugins.protocol import CreatedJob, StopRule, TrialState
 
-# A recurrence whose trials are stopped so often in a row is given up.
+# Trials without success after which a recurrence is given up.
 _PATIENCE = 20
 
-# Metrics are 1 when the target is reached, and 0 before.
+# The metric is 1 once the target is reached, and 0 before.
 _TARGET = 1.0
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The conditions under which a job recurs: always the same, on a machine of its own.
+    """Constant conditions of a job on a machine of its own; a subclass may vary them after the first recurrence.
 
-    A subclass may let them vary.
-
-    Attributes:
-        landscape: Every batch size, in the first recurrence.
-        has_foresight: A training ends before the epoch that would cross its cost bound, as with Zeus's data loader, or
-            else after it.
+    With `has_foresight`, a training ends before the epoch that would cross its cost bound, as with Zeus's data loader.
     """
 
     landscape: Landscape
     has_foresight: bool = True
 
     def landscape_at(self, recurrence: int) -> Landscape:  # noqa: ARG002 - always the same
-        """Every batch size at a recurrence, counted from 0."""
+        """Return the landscape of a recurrence, counted from 0."""
         return self.landscape
 
     def slowness(self, trial_number: int, draws: np.random.Generator) -> float:  # noqa: ARG002 - no chance here
-        """A factor on the time and energy of one trial; trials count from 1."""
+        """Return a factor on the time and energy of one trial, counted from 1."""
         return 1.0
 
     def epoch_factors(self, epochs: int, draws: np.random.Generator) -> NDArray[np.float64] | None:  # noqa: ARG002 - see above
-        """Factors on the time and energy of each epoch of one trial, shape (epochs,); None if all are 1."""
+        """Return factors on the time and energy of a trial's epochs, shape (epochs,); None if all are 1."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedTrial:
-    """One trial of a simulated job, as it ended; recurrences count from 0.
+    """Ended trial of a simulated job; recurrences count from 0.
 
-    It would have needed so many `epochs_to_target`, infinite if it would never have reached the target.
+    `epochs_to_target` is the number of epochs that it needed, infinite if it would never have reached the target.
     """
 
     recurrence: int
@@ -66,15 +62,13 @@ class PlayedTrial:
 
 @dataclass
 class Played:
-    """One simulated job.
+    """Simulated job; trials are in the order of their ends.
 
     Attributes:
-        history: The job's memory in the end.
-        costs_j: Total cost of each recurrence, its stopped trials included; shape (recurrences,). One that was given up
-            is finished by a run at the default, and costs infinitely much where that never reaches the target.
-        consumed: Their energy and time, in the same way; as far as they got where nothing finishes them.
-        unfinished: Recurrences that were given up.
-        trials: Every trial, in order of their ends.
+        costs_j: Total cost of each recurrence, including its stopped trials. A recurrence that was given up includes a
+            run at the default, whose cost is infinite if it never reaches the target.
+        consumed: Energy and time of each recurrence; without the run at the default if that is infinite.
+        unfinished: Number of recurrences that were given up.
     """
 
     history: History
@@ -85,11 +79,8 @@ class Played:
 
 
 def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) -> CreatedJob:
-    """The job that a landscape is of; `seed` is that of its draws.
-
-    `fields` are others of `CreatedJob`: ``max_power``, ``eta_knob``, ``beta_knob``, ``max_epochs``.
-    """
-    # Not validated: of traces only the numbers matter.
+    """Return the job of a landscape; `fields` are further fields of `CreatedJob`, such as ``eta_knob``."""
+    # Traces have no names that would pass validation.
     return CreatedJob.model_construct(
         job_id_prefix="simulated",
         job_id=f"simulated-{policy}",
@@ -106,7 +97,7 @@ def job_of(landscape: Landscape, policy: str, *, seed: int, **fields: object) ->
 
 @dataclass
 class _Run:
-    """A trial under way."""
+    """Trial under way."""
 
     recurrence: int
     trial: TrialRecord
@@ -121,11 +112,11 @@ class _Run:
 
     @property
     def epoch_j(self) -> float:
-        """Cost of an epoch after the first."""
+        """Cost of an epoch after the first, joules."""
         return self.profile.epoch_j * self.slowness
 
     def report_at(self, epochs: int) -> Report:
-        """Its report after so many epochs."""
+        """Return the report after this number of epochs."""
         first = self.profile.profiling if self.profiles_limits and self.profile.profiling else self.profile.epoch
         factors = self.epoch_factors
         start, later = (1.0, epochs - 1) if factors is None else (float(factors[0]), float(factors[1:epochs].sum()))
@@ -138,10 +129,10 @@ class _Run:
 
 
 class Simulation:
-    """A job that recurs so many times, of which as many as `concurrency` says are always under way.
+    """Simulation of a job with this number of recurrences, `concurrency` of which are always under way.
 
-    The job's `mab_seed` seeds its own draws; `seed` the choice of the recorded run that each trial follows, and the
-    draws of the conditions.
+    The job's `mab_seed` seeds the draws of the policy; `seed` seeds the choice of the recorded run that each trial
+    follows, and the draws of the conditions.
     """
 
     def __init__(
@@ -154,37 +145,36 @@ class Simulation:
         self._draws = np.random.default_rng([seed, len(job.batch_sizes)])
         self._profiled: set[int] = set()
         self._played = Played(self._playing.history, [0.0] * recurrences, [Consumption()] * recurrences)
-        # Events to come: time, order of insertion, run.
+        # Future reports: time, order of insertion, run.
         self._queue: list[tuple[float, int, _Run]] = []
-        self._pushed = 0
+        self._order = count()
 
     def play(self) -> Played:
-        """Let the job recur, once."""
+        """Run the simulation, once."""
         for _ in range(self._concurrency):
             self._begin_next(now_s=0.0)
         while self._queue:
             now_s, _, run = heapq.heappop(self._queue)
             if not self._report_run(run):
                 continue
-            finished = run.trial.state is TrialState.COMPLETED
-            if not finished and run.attempts < _PATIENCE:
-                if self._begin(run.recurrence, run.attempts, now_s):
+            if run.trial.state is not TrialState.COMPLETED:
+                if run.attempts >= _PATIENCE:
+                    self._finish_by_default(run.recurrence)
+                elif self._begin(run.recurrence, run.attempts, now_s):
                     continue
-            elif not finished:
-                self._finish_by_default(run.recurrence)
             self._begin_next(now_s)
         self._played.history = self._playing.history
         return self._played
 
     def _begin_next(self, now_s: float) -> None:
-        """Begin the next recurrence, if there is one that can be."""
+        """Begin the next recurrence that a batch size is left for."""
         while self._started < self._recurrences:
             self._started += 1
             if self._begin(self._started - 1, attempts=0, now_s=now_s):
                 return
 
     def _begin(self, recurrence: int, attempts: int, now_s: float) -> bool:
-        """Begin a trial; False, and the recurrence is given up, where no batch size is left."""
+        """Begin a trial; if no batch size is left, give up the recurrence and return False."""
         try:
             trial = self._playing.begin_trial(self._rng)
         except NoSurvivorError:
@@ -207,7 +197,7 @@ class Simulation:
         return True
 
     def _finish_by_default(self, recurrence: int) -> None:
-        """Count a recurrence as given up: its owner still needs a model, and trains it as before."""
+        """Give up a recurrence; its owner still needs a model, and trains it at the default."""
         default = self._conditions.landscape_at(recurrence).default
         self._played.unfinished += 1
         self._played.costs_j[recurrence] += default.expected_cost_j
@@ -215,11 +205,10 @@ class Simulation:
 
     def _schedule(self, run: _Run, epochs: int) -> None:
         run.epochs = epochs
-        self._pushed += 1
-        heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, self._pushed, run))
+        heapq.heappush(self._queue, (run.began_s + run.report_at(epochs).time_s, next(self._order), run))
 
     def _report_run(self, run: _Run) -> bool:
-        """Report the state of a run; True if that ended it."""
+        """Report the state of a run; return True if that ended it."""
         report = run.report_at(run.epochs)
         run.trial, verdict = self._playing.judge(
             run.trial.trial_number, report, report_count=run.epochs, judged_by=self._own_judgement(run, report)
@@ -234,7 +223,7 @@ class Simulation:
         return True
 
     def _own_judgement(self, run: _Run, report: Report) -> StopRule | None:
-        """The rule by which a training with foresight ends itself at this report; None if it does not."""
+        """Return the rule by which a training with foresight ends itself at this report, or None."""
         rule = self._playing.stop_rule(run.trial.trial_number)
         if not self._conditions.has_foresight or rule.max_cost_j is None:
             return None
@@ -244,10 +233,10 @@ class Simulation:
         return StopRule(max_cost_j=rule.max_cost_j, max_epochs=run.epochs)
 
     def _next_epoch(self, run: _Run) -> int:
-        """The next epoch whose report may end the run.
+        """Return the next epoch whose report may end the run.
 
-        One after another, nothing changes the stop rule during a run: reports that change nothing are left out. Where
-        epochs differ, each report tells something.
+        Without concurrency, the stop rule stays the same during a run, so reports without effect are skipped. With
+        varying epochs, every report matters.
         """
         if self._concurrency > 1 or run.epoch_factors is not None or needs_bound(self._job, run.trial):
             return run.epochs + 1
@@ -255,6 +244,6 @@ class Simulation:
         epochs = min(run.epochs_to_target, float(rule.max_epochs))
         if rule.max_cost_j is not None:
             left_j = rule.max_cost_j - cost_of(self._job, run.trial)
-            # Rounding may name the epoch before; its report then goes through as any other.
+            # Rounding may give the epoch before, whose report has no effect.
             epochs = min(epochs, run.epochs + math.floor(left_j / run.epoch_j) + (not self._conditions.has_foresight))
         return max(int(epochs), run.epochs + 1)

@@ -1,4 +1,4 @@
-"""Costs of simulated jobs, compared with an oracle's."""
+"""Costs of simulated jobs, compared with the costs of an oracle."""
 
 from __future__ import annotations
 
@@ -12,22 +12,17 @@ from bso_server.simulate.play import Conditions, Played, Simulation, job_of
 from bso_server.simulate.workload import Consumption, Landscape, Savings, Workload, landscape
 
 MARKS = (10, 20, 50, 100, 200, 500)
-"""After so many recurrences costs are compared."""
+"""Numbers of recurrences after which costs are compared."""
 
 _LAST = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """The extent and the parameters of a simulation.
+    """Extent and parameters of a simulation, in which `concurrency` recurrences are always under way.
 
-    Attributes:
-        recurrences: Recurrences of a job.
-        seeds: Simulated jobs.
-        eta: η of the cost.
-        beta: β of early stopping.
-        optimal_power_limits: Each size at its cheapest power limit, tried out at its first run; or all at the maximum.
-        concurrency: Recurrences that are always under way.
+    With `optimal_power_limits`, each size has its cheapest power limit, which its first run finds; otherwise the
+    maximum.
     """
 
     recurrences: int = 100
@@ -40,16 +35,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A policy on a workload.
+    """Result of a policy on a workload.
 
     Attributes:
-        ratio: By number of recurrences: mean over the seeds of the cost until then over the oracle's; infinite once a
-            recurrence was given up that the default does not finish either.
-        worst_seed_ratio: The largest of these over the seeds, after all recurrences.
-        unfinished: Recurrences that were given up, over all seeds.
+        ratio: Mean over the seeds of the total cost over the oracle's, by number of recurrences; infinite after a
+            recurrence that was given up and that the default does not finish either.
+        worst_seed_ratio: Largest ratio of a seed after all recurrences.
+        unfinished: Number of recurrences that were given up, over all seeds.
         consumed: Energy and time of all recurrences, mean over the seeds.
-        energy_reduction_last5: Of the last five recurrences, against the default at the maximum power limit; None if
-            that never reaches the target.
+        energy_reduction_last5: Share of energy saved in the last five recurrences against the default at the maximum
+            power limit; None if the default never reaches the target.
     """
 
     ratio: Mapping[int, float]
@@ -59,7 +54,7 @@ class Result:
     energy_reduction_last5: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """The same in JSON's types, without the consumption."""
+        """Return the result as JSON types, without the consumption."""
         return {
             "ratio": {str(mark): _finite(ratio) for mark, ratio in self.ratio.items()},
             "worst_seed_ratio": _finite(self.worst_seed_ratio),
@@ -70,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Policies on one workload: results by policy, and costs of each recurrence of each job, (seeds, recurrences)."""
+    """Results of policies on one workload, and the costs of each recurrence by policy, (seeds, recurrences)."""
 
     workload: Workload
     eta: float
@@ -80,14 +75,8 @@ class Comparison:
     costs_j: Mapping[str, Sequence[Sequence[float]]]
 
     @property
-    def default_ratio(self) -> float | None:
-        """Cost of the default over the oracle's; None if it never reaches the target."""
-        first = self.conditions.landscape
-        return _finite(first.default.expected_cost_j / first.oracle.expected_cost_j)
-
-    @property
     def default_consumption(self) -> Consumption | None:
-        """Energy and time of all recurrences at the default; None if that does not always reach the target."""
+        """Energy and time of all recurrences at the default; None if it does not always reach the target."""
         total = Consumption()
         for recurrence in range(self.recurrences):
             expected = self.conditions.landscape_at(recurrence).default.expected_consumption
@@ -97,11 +86,11 @@ class Comparison:
         return total
 
     def savings(self, policy: str) -> Savings:
-        """A policy's savings over the default."""
+        """Return a policy's savings over the default."""
         return Savings(self.recurrences, self.results[policy].consumed, self.default_consumption)
 
     def as_json(self, price_per_kwh: float | None = None, recorded: Savings | None = None) -> dict[str, Any]:
-        """The same in JSON's types, without the costs of single recurrences; without a price, money is left out."""
+        """Return the comparison as JSON types, without costs of single recurrences; with money if a price is given."""
         oracle, default = self.conditions.landscape.oracle, self.conditions.landscape.default
         consumed = self.default_consumption
         return {
@@ -116,7 +105,7 @@ class Comparison:
             "default": {
                 "batch_size": default.batch_size,
                 "cost_j": _finite(default.expected_cost_j),
-                "ratio": self.default_ratio,
+                "ratio": _finite(default.expected_cost_j / oracle.expected_cost_j),
             },
             "policies": {policy: result.as_json() for policy, result in self.results.items()},
             "spending": {
@@ -130,17 +119,14 @@ class Comparison:
 
 
 def _finite(number: float) -> float | None:
-    """JSON has no infinity: a default that never reaches its target costs null, and so what it has to finish."""
+    """Return None for an infinite number, because JSON has no infinity."""
     return number if math.isfinite(number) else None
 
 
 def compare(
     workload: Workload, policies: Iterable[str], setting: Setting, conditions: Conditions | None = None
 ) -> Comparison:
-    """Simulate a workload with each of these policies, always as it is if no conditions are given.
-
-    Errors as in `landscape`.
-    """
+    """Simulate a workload with each policy, by default under constant conditions; errors as in `landscape`."""
     conditions = conditions or Conditions(landscape_of(workload, setting))
     oracle_j = oracle_costs_j(conditions, setting.recurrences)
     results: dict[str, Result] = {}
@@ -153,7 +139,7 @@ def compare(
 
 
 def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, float | None]]:
-    """Over workloads: of each policy's ratio, by number of recurrences; None where one is infinite."""
+    """Return each policy's geometric mean ratio over workloads, by number of recurrences; None if it is infinite."""
     means: dict[str, dict[str, float | None]] = {}
     for policy, result in comparisons[0].results.items():
         means[policy] = {
@@ -166,12 +152,12 @@ def geometric_means(comparisons: Sequence[Comparison]) -> dict[str, dict[str, fl
 
 
 def landscape_of(workload: Workload, setting: Setting) -> Landscape:
-    """Every batch size of a workload in a setting; errors as in `landscape`."""
+    """Return the landscape of a workload in a setting; errors as in `landscape`."""
     return landscape(workload, eta=setting.eta, optimal_power_limits=setting.optimal_power_limits)
 
 
 def played(workload: Workload, conditions: Conditions, policy: str, setting: Setting, seed: int) -> Played:
-    """The job of one seed."""
+    """Simulate the job of one seed."""
     job = job_of(
         conditions.landscape,
         policy,
@@ -181,29 +167,27 @@ def played(workload: Workload, conditions: Conditions, policy: str, setting: Set
         beta_knob=setting.beta,
         max_epochs=workload.max_epochs,
     )
-    extent = {"recurrences": setting.recurrences, "concurrency": setting.concurrency}
-    return Simulation(job, conditions, **extent, seed=seed).play()
+    return Simulation(
+        job, conditions, recurrences=setting.recurrences, concurrency=setting.concurrency, seed=seed
+    ).play()
 
 
 def oracle_costs_j(conditions: Conditions, recurrences: int) -> list[float]:
-    """The oracle's cost of each recurrence."""
+    """Return the oracle's cost of each recurrence."""
     return [conditions.landscape_at(recurrence).oracle.expected_cost_j for recurrence in range(recurrences)]
 
 
-def running_ratios(costs_j: Sequence[float], oracle_j: Sequence[float]) -> list[float]:
-    """Total cost over the oracle's total after each recurrence."""
-    totals = zip(accumulate(costs_j), accumulate(oracle_j), strict=True)
-    return [spent_j / needed_j for spent_j, needed_j in totals]
-
-
 def mean_curve(curves: Sequence[Sequence[float]]) -> list[float]:
-    """Mean over the curves at each recurrence."""
+    """Return the mean of the curves at each recurrence."""
     return [sum(column) / len(curves) for column in zip(*curves, strict=True)]
 
 
 def _result(jobs: Sequence[Played], setting: Setting, oracle_j: Sequence[float], conditions: Conditions) -> Result:
     marks = sorted({mark for mark in MARKS if mark <= setting.recurrences} | {setting.recurrences})
-    ratios = [running_ratios(job.costs_j, oracle_j) for job in jobs]
+    totals_j = list(accumulate(oracle_j))
+    ratios = [
+        [cost_j / total_j for cost_j, total_j in zip(accumulate(job.costs_j), totals_j, strict=True)] for job in jobs
+    ]
     curve = mean_curve(ratios)
     last = min(_LAST, setting.recurrences)
     default = conditions.landscape_at(setting.recurrences - 1).default.expected_consumption

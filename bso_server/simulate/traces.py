@@ -1,8 +1,8 @@
-"""Recorded trainings as workloads: traces as the Zeus paper published them (NSDI '23), and a job's own trials.
+"""Recorded trainings as workloads: traces as published with the Zeus paper (NSDI '23), and a job's own trials.
 
-Traces are two tables. Train trace: a row per training run and target metric, with the epoch at which the target was
-reached (``target_epoch``; empty or ``nan``: never). Power trace: a row per batch size and power limit, with seconds per
-epoch and average watts.
+Traces are two tables. The train trace has a row per training run and target metric, with the epoch at which the run
+reached the target (``target_epoch``; empty or ``nan``: never). The power trace has a row per batch size and power
+limit, with seconds per epoch and average watts.
 """
 
 from __future__ import annotations
@@ -25,14 +25,7 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The choice of a workload in the traces.
-
-    Attributes:
-        dataset: As in the traces; likewise `network` and `optimizer`.
-        target_metric: One of the train trace's.
-        max_epochs: A run that has not reached the target by then has failed.
-        default_batch_size: Where the traces have no such size, the largest they have below it.
-    """
+    """Selection of a workload in the traces. Their largest size up to `default_batch_size` becomes the default."""
 
     dataset: str
     network: str
@@ -43,7 +36,7 @@ class Selection:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Name of the workload for display."""
         return f"{self.dataset}/{self.network}"
 
 
@@ -55,26 +48,26 @@ PAPER_WORKLOADS = (
     Selection("movielens-1m", "ncf", "adam", 0.41, 100, 1024),
     Selection("sentiment140", "bert_base_uncased", "adamw", 0.84, 10, 128),
 )
-"""The six of the Zeus paper, with the batch sizes that their authors use."""
+"""The six workloads of the Zeus paper, with the batch sizes that their authors use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traces:
-    """The rows of both tables."""
+    """Rows of both tables."""
 
     train: tuple[Row, ...]
     power: tuple[Row, ...]
 
     @classmethod
     def read(cls, train: Path, power: Path) -> Traces:
-        """Read both from CSV files; `ValueError` if a file lacks a column."""
+        """Read both tables from CSV files; raise `ValueError` if a file lacks a column."""
         return cls(_read(train, _TRAIN_COLUMNS), _read(power, _POWER_COLUMNS))
 
     def workload(self, selection: Selection) -> Workload:
-        """One workload: the batch sizes that both traces have.
+        """Return a workload with the batch sizes that are in both traces.
 
         Raises:
-            ValueError: There are none, or a number in them is none.
+            ValueError: No batch size is in both traces, or a value is not a number.
         """
         paths = self._paths(selection)
         epochs = self._epochs(selection)
@@ -126,15 +119,14 @@ def _read(file: Path, columns: Iterable[str]) -> tuple[Row, ...]:
 
 
 def recorded_workload(view: JobView) -> Workload:
-    """Return the batch sizes that a job has tried, at what their epochs took on average in the job's trials.
+    """Return a workload with the batch sizes that a job has tried, and the mean epochs of its trials.
 
-    A trial that was stopped after k epochs would have needed more: it is taken for the quickest run of its size that
-    did, and for one that never reaches the target where there is none. (Its share of the runs goes to the next larger
-    observation, as a whole; compare Efron's redistribution to the right, 1967.) Trials that crashed, ran out of memory
-    or were given up tell nothing. Power limits are those that the trials had.
+    A trial that was stopped after k epochs would have needed more: it gets the epochs of the quickest run of its size
+    that needed more than k, or infinity if there is none (compare Efron's redistribution to the right, 1967). Trials
+    that crashed, ran out of memory or were abandoned do not count. Power limits are those of the trials.
 
     Raises:
-        ValueError: No trial has reached the target yet, of those whose epochs are known: Zeus keeps none.
+        ValueError: No trial with known epochs has reached the target. Trials imported from Zeus have no known epochs.
     """
     job = view.job
     by_size: dict[int, list[TrialView]] = {}
@@ -159,9 +151,9 @@ def recorded_workload(view: JobView) -> Workload:
 
 
 def recorded_savings(view: JobView, workload: Workload) -> Savings:
-    """Return the savings of all trials of a job, however they ended, over as many runs of the workload's default size.
+    """Return the savings of all trials of a job over as many recurrences at the workload's default size.
 
-    A trial that reached the target is a recurrence.
+    Each trial that reached the target is a recurrence.
 
     Raises:
         ValueError: No trial has reached the target within `max_epochs`.
@@ -174,17 +166,16 @@ def recorded_savings(view: JobView, workload: Workload) -> Savings:
 
 
 def _epochs_to_target(trials: Sequence[TrialView]) -> tuple[float, ...]:
-    reached = sorted(math.ceil(trial.epochs or 0) for trial in trials if trial.state is TrialState.COMPLETED)
+    epochs = [(trial.state, math.ceil(trial.epochs or 0)) for trial in trials]
+    reached = sorted(own for state, own in epochs if state is TrialState.COMPLETED)
 
-    def needed(trial: TrialView) -> float:
-        epochs = math.ceil(trial.epochs or 0)
-        if trial.state is TrialState.COMPLETED:
-            return epochs
-        if trial.state is TrialState.EXHAUSTED:
-            return math.inf
-        return next((each for each in reached if each > epochs), math.inf)
+    def needed(state: TrialState, own: int) -> float:
+        if state is TrialState.COMPLETED:
+            return own
+        longer = (each for each in reached if each > own)
+        return math.inf if state is TrialState.EXHAUSTED else next(longer, math.inf)
 
-    return tuple(map(needed, trials))
+    return tuple(needed(state, own) for state, own in epochs)
 
 
 def _mean_epoch(trials: Sequence[TrialView]) -> Epoch:

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 
 from bso_server.core.model import TrialRecord
-from bso_server.core.savings import Sums, Tally
+from bso_server.core.savings import Tally
 from bso_server.storage.rows import (
     StoredDecision,
     StoredEpoch,
@@ -80,10 +80,7 @@ def tallies(transaction: Transaction, job_id: str, *, first: int = 1, last: int 
     sums = [func.coalesce(func.sum(each), 0.0) for each in (energy, time, energy * energy, time * time, energy * time)]
     condition = table.job_id == job_id, table.trial_number.between(first, last)
     statement = select(*kinds, func.count(), *sums).where(*condition).group_by(*kinds)
-    return [
-        Tally(size, state, origin, count, Sums(*found))
-        for size, state, origin, count, *found in map(tuple, transaction.tuples(statement))
-    ]
+    return [Tally(*row) for row in map(tuple, transaction.tuples(statement))]
 
 
 def first_ended_after(transaction: Transaction, job_id: str, event: int) -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS
 from bso_server.core.gp_voi.run_costs import CostRun
-from bso_server.core.model import EpochBound
+from bso_server.core.model import EpochBound, TrialRecord
 from bso_server.core.policy import stop_rule, suggest
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, new_life, run
@@ -29,6 +28,11 @@ def begun_life(batch_sizes: tuple[int, ...] = (8, 16, 32, 64, 128), default: int
     life = new_life(batch_sizes, default)
     run(life, life.ask(), needed=10)
     return life
+
+
+def bound_of(trial: TrialRecord) -> EpochBound:
+    assert trial.bound is not None
+    return trial.bound
 
 
 def recur(life: Life, times: int, needed: Callable[[int], float], epoch_j: Callable[[int], float]) -> list[int]:
@@ -174,13 +178,15 @@ def test_offline_trials_teach_as_others_do() -> None:
 
 def test_a_crashed_trial_tells_what_an_epoch_costs() -> None:
     life = begun_life()
-    trial = life.dispatch(32)
-    life.report(trial, 10.0, epoch=1, metric=0.0)
-    life.report(trial, 21.0, epoch=2, metric=0.0)
-    life.move(life.trials[-1], TrialState.FAILED, cost_j=21.0)
-    belief = life.belief(32)
-    assert belief == Belief(costs=belief.costs, are_costs_guessed=False)
-    assert belief.costs[-1] == pytest.approx(CostRun(math.log(11), 1))
+    for second_j in (11.0, 90.0):
+        trial = life.dispatch(32)
+        life.report(trial, 10.0, epoch=1, metric=0.0)
+        life.report(trial, 10.0 + second_j, epoch=2, metric=0.0)
+        life.move(life.trials[-1], TrialState.FAILED, cost_j=10.0 + second_j)
+        # The second crash adds nothing to what the first has told.
+        belief = life.belief(32)
+        assert belief == Belief(costs=belief.costs, are_costs_guessed=False)
+        assert belief.costs == (pytest.approx(CostRun(math.log(11), 1)),)
 
 
 def test_the_default_may_be_another_in_a_new_registration() -> None:
@@ -207,15 +213,11 @@ def test_reasons_are_told_in_plain_words() -> None:
     assert suggest(life.history, life.rng).reason == "first run: your default size"
     run(life, life.ask(), needed=10)
     # Ten epochs of 10 J; a percent more for failures, and a little as the mean of a log-normal cost.
-    assert re.fullmatch(
-        "tried 128: about an? .* chance to beat 64, which is the best known at 10[12] J",
-        suggest(life.history, life.rng).reason,
-    )
+    tried = "tried 128: about an? .* chance to beat 64, which is the best known at 10[12] J"
+    assert re.fullmatch(tried, suggest(life.history, life.rng).reason)
     run(life, life.ask(), needed=math.inf)
-    assert re.fullmatch(
-        "best so far, at 1[01][0-9] J; nothing new after a run that missed the target",
-        suggest(life.history, life.rng).reason,
-    )
+    missed = "best so far, at 1[01][0-9] J; nothing new after a run that missed the target"
+    assert re.fullmatch(missed, suggest(life.history, life.rng).reason)
     recur(life, 40, {64: 10, 128: 30}.__getitem__, lambda _: 10)
     assert suggest(life.history, life.rng).reason in {
         "best so far, at 100 J; no other size is likely to beat it",
@@ -240,25 +242,20 @@ def test_nothing_is_bounded_until_a_size_is_known_to_reach_the_target() -> None:
 
 def test_the_incumbent_has_twice_the_epochs_that_it_is_expected_to_need() -> None:
     life = begun_life()
-    trial = replace(life.dispatch(64), origin=Origin.INCUMBENT)
-    life.trials[-1] = trial
-    life.report(trial, 10.0, epoch=1, metric=0.0)
+    life.report(life.dispatch(64, Origin.INCUMBENT), 10.0, epoch=1, metric=0.0)
     trial = life.trials[-1]
-    assert trial.bound is not None
-    assert 20 <= trial.bound.epochs <= 22
-    assert trial.bound.reason.startswith("2 times the epochs that it should need, 10")
-    assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=trial.bound.epochs)
+    bound = bound_of(trial)
+    assert 20 <= bound.epochs <= 22
+    assert bound.reason.startswith("2 times the epochs that it should need, 10")
+    assert stop_rule(life.job, trial, 1.0) == StopRule(max_epochs=bound.epochs)
     ended = run(life, trial, needed=math.inf)
-    assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, trial.bound.epochs)
+    assert (ended.state, ended.epoch) == (TrialState.EARLY_STOPPED, bound.epochs)
     assert life.belief(64).failures == 1
-    again = life.ask().bound
-    assert again == trial.bound
+    assert life.ask().bound == bound
     # From the second miss in a row on, it gets twice as many each time.
     life.move(life.trials[-1], TrialState.ABANDONED)
     assert run(life, life.dispatch(8), needed=math.inf, epoch_j=1000).epoch <= 2
-    bound = life.ask().bound
-    assert bound is not None
-    assert bound.reason.startswith("4 times the epochs that it should need, 1")
+    assert bound_of(life.ask()).reason.startswith("4 times the epochs that it should need, 1")
 
 
 def test_a_hopeless_try_is_stopped_by_its_first_report_if_start_up_is_known() -> None:
@@ -304,14 +301,11 @@ def test_a_first_report_stops_a_trial_only_if_less_would_do(epoch_j: float, stop
 def test_whoever_was_sent_as_the_incumbent_is_treated_as_one() -> None:
     life = new_life()
     run(life, life.ask(), needed=10, epoch_j=100)
-    trial = replace(life.dispatch(64), origin=Origin.INCUMBENT)
-    life.trials[-1] = trial
+    trial = life.dispatch(64, Origin.INCUMBENT)
     # Meanwhile another size turns out to cost a tenth.
     run(life, life.dispatch(32), needed=10, epoch_j=10)
     life.report(trial, 100.0, epoch=1, metric=0.0)
-    bound = life.trials[1].bound
-    assert bound is not None
-    assert bound.reason.startswith("2 times the epochs")
+    assert bound_of(life.trials[1]).reason.startswith("2 times the epochs")
 
 
 def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
@@ -321,7 +315,6 @@ def test_start_up_is_not_taken_for_the_cost_of_epochs() -> None:
     # Four times the incumbent's; the second epoch costs the same as the incumbent's.
     assert not life.report(trial, 40.0, epoch=1, metric=0.0).stop or life.trials[-1].epoch == 1
     life = new_life()
-    life.trials.clear()
     trial = life.dispatch(64)
     life.report(trial, 500.0, epoch=1, metric=0.0)
     life.report(trial, 510.0, epoch=2, metric=0.0)
@@ -342,8 +335,7 @@ def test_a_bound_is_fixed_by_the_second_report_and_stays() -> None:
     trial = life.ask()
     life.report(trial, 10.0, epoch=1, metric=0.0)
     life.report(trial, 20.0, epoch=2, metric=0.0)
-    bound = life.trials[-1].bound
-    assert bound is not None
+    bound = bound_of(life.trials[-1])
     assert 2 < bound.epochs < 50
     life.report(trial, 500.0, epoch=3, metric=0.0)
     assert life.trials[-1].bound == bound

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_crash, after_outcome, posterior_of
+from bso_server.core.gp_voi.beliefs import Belief, Outcome, Streak, after_outcome, posterior_of
 from bso_server.core.gp_voi.gaussian_process import cost_posterior
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun
@@ -60,22 +60,21 @@ def test_a_stopped_run_shifts_the_belief_upwards_and_takes_the_place_of_a_run() 
 
 
 def test_a_run_that_fails_counts_as_bad_luck_until_there_are_too_many() -> None:
+    failure = outcome(3, 50, reached=False, conclusive=True)
     beliefs = learned([outcome(3, 10)])
     chance = beliefs[3].failure_chance
     assert chance == pytest.approx(0.02 / (0.02 + beliefs[3].observed.weight + 1))
-    once = after_outcome(SIZES, beliefs, outcome(3, 50, reached=False, conclusive=True))
+    once = after_outcome(SIZES, beliefs, failure)
     assert (once[3].failures, once[3].streak, once[3].converged) == (1.0, Streak(1, chance), True)
     assert once[3].observed == beliefs[3].observed
     assert once[3].failure_chance > 0.3
     # 1 % twice in a row is less probable than a change of the job.
     assert chance**2 < CONSTANTS.streak_chance
-    twice = after_outcome(SIZES, once, outcome(3, 50, reached=False, conclusive=True))
+    twice = after_outcome(SIZES, once, failure)
     assert (twice[3].converged, twice[3].streak) == (False, Streak())
     assert twice[3].exact.weight == pytest.approx(CONSTANTS.kept_weight)
     # Where more successes have been seen, one failure is already less probable than that.
-    assert not after_outcome(SIZES, learned([outcome(3, 10)] * 4), outcome(3, 50, reached=False, conclusive=True))[
-        3
-    ].converged
+    assert not learned([*[outcome(3, 10)] * 4, failure])[3].converged
 
 
 def test_what_epochs_cost_by_the_latest_runs() -> None:
@@ -120,7 +119,6 @@ def test_first_epochs_are_all_that_is_known_of_some_jobs() -> None:
     known = guessed.costing(CostRun(2.5, 3))
     assert (known.costs, known.are_costs_guessed) == ((CostRun(2.5, 3),), False)
     assert known.perhaps_costing(9.0, None) == known
-    assert guessed.supposing(1.5).costs == (CostRun(1.5, math.inf),)
 
 
 def test_start_up_is_that_of_the_nearest_size_that_knows() -> None:
@@ -128,12 +126,6 @@ def test_start_up_is_that_of_the_nearest_size_that_knows() -> None:
     near = replace(outcome(3, 10), log_first_cost=3.0, cost=CostRun(2.0, 9))
     guessed = learned([far, near, replace(outcome(2, 1), cost=None, log_first_cost=4.0)])[2]
     assert guessed.costs[0].log_cost == 3.0
-
-
-def test_a_crash_tells_what_an_epoch_costs_if_nothing_else_does() -> None:
-    beliefs = after_crash(learned([outcome(3, 10)]), 2, CostRun(2.5, 1))
-    assert beliefs[2] == Belief(costs=(CostRun(2.5, 1),), are_costs_guessed=False)
-    assert after_crash(beliefs, 2, CostRun(9.0, 50)) == beliefs
 
 
 def test_a_success_ends_a_streak() -> None:

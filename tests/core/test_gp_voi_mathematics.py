@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from scipy import special, stats
 
 from bso_server.core.gp_voi.gaussian_process import (
@@ -25,11 +23,9 @@ from bso_server.core.gp_voi.gaussian_process import (
     moments_given_larger,
     run_variance,
 )
-from bso_server.core.gp_voi.prior import CONSTANTS, Family, Sizes, laws
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes, laws
 from bso_server.core.gp_voi.run_costs import CostRun, CostRuns, summary_of
 from tests.support.properties import examples
-
-Array: TypeAlias = NDArray[np.float64]
 
 SIZES = Sizes((8, 16, 48, 64, 512), 3)
 COUNT = len(SIZES.batch_sizes)
@@ -93,30 +89,13 @@ def test_moments_given_a_censored_observation(mean: float, sd: float, noise_sd: 
 # --- The laws ---------------------------------------------------------------------------------------------------------
 
 
-def kernel(sizes: Sizes, sd: float, length: float, own_sd: float) -> Array:
-    """The residuals' covariance, entry by entry."""
-    x = [math.log2(size) for size in sizes.batch_sizes]
-    return np.array(
-        [
-            [
-                sd**2 * math.exp(-0.5 * ((a - b) / length) ** 2) + own_sd**2 * (a == b) + CONSTANTS.level_variance
-                for b in x
-            ]
-            for a in x
-        ]
-    )
-
-
-def priors_of_epochs(sizes: Sizes) -> list[tuple[Array, Array, Array]]:
-    """Of each family the means and probabilities of its hypotheses, and their covariance."""
-    lawful, lawless = (parts(family) for family in laws(sizes).epochs)
-    smooth = kernel(sizes, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd)
-    own = kernel(sizes, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd)
-    return [(lawful[0], np.exp(lawful[1]), smooth), (lawless[0], np.exp(lawless[1]), own)]
-
-
-def parts(family: Family) -> tuple[Array, Array]:
-    return family.means, family.log_weights
+def kernel(part: str) -> Array:
+    """Covariance of the residuals, entry by entry; `part` begins the names of its constants."""
+    sd, length = getattr(CONSTANTS, f"{part}_sd"), getattr(CONSTANTS, f"{part}_length")
+    own_sd = CONSTANTS.arm_sd if part == "smooth" else getattr(CONSTANTS, f"{part}_arm_sd")
+    x = np.log2(SIZES.batch_sizes)
+    smooth = [[sd**2 * math.exp(-0.5 * ((a - b) / length) ** 2) for b in x] for a in x]
+    return np.array(smooth) + own_sd**2 * np.eye(COUNT) + CONSTANTS.level_variance
 
 
 def has_row(means: Array, row: Sequence[float]) -> bool:
@@ -124,7 +103,7 @@ def has_row(means: Array, row: Sequence[float]) -> bool:
 
 
 def test_laws_of_epochs_at_literal_sizes() -> None:
-    means, _ = parts(laws(Sizes((16, 32), 1)).epochs[0])
+    means = laws(Sizes((16, 32), 1)).epochs[0].means
     # Flat; a critical batch size of 8, with both exponents; the same where sizes below 2^2.5 and 2^3.5 are too small.
     for row in (
         [0, 0],
@@ -142,7 +121,7 @@ def test_laws_of_epochs_at_literal_sizes() -> None:
 
 
 def test_laws_of_what_an_epoch_costs_at_literal_sizes() -> None:
-    means, _ = parts(laws(Sizes((16, 32), 1)).costs)
+    means = laws(Sizes((16, 32), 1)).costs.means
     # Saturated from 1 on, softly; and by a bend.
     assert has_row(means, [math.log(1 + 1 / 16), math.log(1 + 1 / 32)])
     assert has_row(means, [0.5 * math.log(1 + 1 / 256), 0.5 * math.log(1 + 1 / 1024)])
@@ -175,15 +154,8 @@ def test_laws_of_any_job(batch_sizes: set[int], default: int) -> None:
 
 def test_what_the_laws_leave() -> None:
     (lawful, lawless), costs = laws(SIZES).epochs, laws(SIZES).costs
-    assert lawful.kernel == pytest.approx(
-        kernel(SIZES, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd), abs=1e-12
-    )
-    assert lawless.kernel == pytest.approx(
-        kernel(SIZES, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd), abs=1e-12
-    )
-    assert costs.kernel == pytest.approx(
-        kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd), abs=1e-12
-    )
+    for part, family in (("smooth", lawful), ("lawless", lawless), ("cost", costs)):
+        assert family.kernel == pytest.approx(kernel(part), abs=1e-12)
     assert lawless.means.tolist() == [[0.0] * COUNT]
     assert np.exp(lawless.log_weights).tolist() == pytest.approx([CONSTANTS.lawless_chance])
     flat = math.exp(lawful.log_weights[np.abs(lawful.means).max(axis=1) < 1e-12].item())
@@ -252,13 +224,14 @@ def test_the_posterior_of_epochs_is_that_of_every_single_run(runs: list[tuple[in
     assert found.run_variance == pytest.approx(variance)
     at, values = [index for index, _ in runs], np.array([y for _, y in runs])
     families = []
-    for centers, chances, covariance in priors_of_epochs(SIZES):
+    for family, part in zip(laws(SIZES).epochs, ("smooth", "lawless"), strict=True):
+        covariance = kernel(part)
         noisy = covariance[np.ix_(seen, seen)] + np.diag([variance / len(per_size[index]) for index in seen])
         means, log_weights, misfits = [], [], []
-        for center, chance in zip(centers + level, chances, strict=True):
+        for center, log_chance in zip(family.means + level, family.log_weights, strict=True):
             mean, narrowed, evidence = conditioned(center, covariance, at, values, np.full(len(runs), variance))
             means.append(mean)
-            log_weights.append(evidence + math.log(chance))
+            log_weights.append(evidence + log_chance)
             misfits.append((averages - center[seen]) @ np.linalg.solve(noisy, averages - center[seen]))
         weights = np.exp(np.array(log_weights) - max(log_weights))
         misfit = weights @ misfits / weights.sum()
@@ -317,8 +290,7 @@ def costs_by_brute_force(runs: Sequence[CostRuns], trusted: int | None, own_vari
     values = np.array([summary.means[index] for index in seen])
     noise = summary.run_variance / np.array([summary.weights[index] for index in seen])
     centers, log_chances = family.means + values.mean(), family.log_weights
-    covariance = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
-    covariance = covariance + own_variance * np.eye(COUNT)
+    covariance = kernel("cost") + own_variance * np.eye(COUNT)
     suspects = [index for index in seen if summary.suspect[index] and index != trusted]
     families: Families = []
     for slowed in (None, *(suspects if len(seen) > 1 else ())):
@@ -368,10 +340,9 @@ def test_the_posterior_of_costs_after_a_change_by_brute_force() -> None:
         summary, family = summary_of(alike), laws(SIZES).costs
         values = np.array([summary.means[index] for index in (2, 3)])
         noise = variance / np.array([summary.weights[index] for index in (2, 3)])
-        prior = kernel(SIZES, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+        prior = kernel("cost") + own_variance * np.eye(COUNT)
         evidences = [
-            log_chance
-            + conditioned(mean + values.mean(), prior + own_variance * np.eye(COUNT), (2, 3), values, noise)[2]
+            log_chance + conditioned(mean + values.mean(), prior, (2, 3), values, noise)[2]
             for mean, log_chance in zip(family.means, family.log_weights, strict=True)
         ]
         shift = special.logsumexp(evidences) - total

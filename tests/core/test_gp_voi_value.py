@@ -17,7 +17,7 @@ from bso_server.core.gp_voi import forecast as forecasts
 from bso_server.core.gp_voi.beliefs import Belief
 from bso_server.core.gp_voi.forecast import Forecast
 from bso_server.core.gp_voi.gaussian_process import Component, Posterior, WeightedStatistics
-from bso_server.core.gp_voi.prior import CONSTANTS, Sizes
+from bso_server.core.gp_voi.prior import CONSTANTS, Array, Sizes
 from bso_server.core.gp_voi.run_costs import CostRun
 from bso_server.core.gp_voi.value import bound_of_try, stop_shares, unbounded, worths
 from tests.support.properties import examples
@@ -67,51 +67,28 @@ def worth_by_loops(
 
     Sample by sample: it is the truth, the try has its outcome, and all samples are weighed by that.
     """
-    samples, run_sd, costs_known = forecast.samples, math.sqrt(forecast.epochs.run_variance), True
-    count, incumbent = len(samples.log_epochs), forecast.incumbent
-    if forecast.epoch_costs.variance[index] > 1e-3:
-        costs_known = False
+    samples, run_sd, incumbent = forecast.samples, math.sqrt(forecast.epochs.run_variance), forecast.incumbent
+    costs_known = forecast.epoch_costs.variance[index] <= 1e-3
     cost_sd = max(math.sqrt(forecast.epoch_costs.run_variance), 0.03)
-    log_epochs = [
-        [
-            float(samples.log_epochs[s, b]) if samples.converges[s, b] else math.log(3 * max_epochs)
-            for b in range(len(forecast.beliefs))
-        ]
-        for s in range(count)
-    ]
-    unit = (
-        sum(float(samples.log_epochs[s, incumbent] + samples.log_costs[s, incumbent]) for s in range(count)) / count
-        + float(forecast.retries[incumbent])
-        + run_sd**2 / 2
+    log_epochs = np.where(samples.converges, samples.log_epochs, math.log(3 * max_epochs))
+    log_runs = (samples.log_epochs + samples.log_costs)[:, incumbent]
+    epoch_cost = np.exp(samples.log_costs - (log_runs.mean() + forecast.retries[incumbent] + run_sd**2 / 2))
+    run_cost = np.clip(
+        np.exp(log_epochs + run_sd**2 / 2 + forecast.retries) * epoch_cost, math.exp(-5), CONSTANTS.largest_cost
     )
-    epoch_cost = np.exp(samples.log_costs - unit)
-    run_cost = [
-        [
-            CONSTANTS.largest_cost
-            if log_epochs[s][b] > math.log(max_epochs + 0.5)
-            else min(
-                max(math.exp(log_epochs[s][b] + run_sd**2 / 2 + forecast.retries[b]) * epoch_cost[s, b], math.exp(-5)),
-                CONSTANTS.largest_cost,
-            )
-            for b in range(len(forecast.beliefs))
-        ]
-        for s in range(count)
-    ]
-    base = sum(row[incumbent] for row in run_cost) / count
+    run_cost[log_epochs > math.log(max_epochs + 0.5)] = CONSTANTS.largest_cost
+    count, base = len(run_cost), float(run_cost[:, incumbent].mean())
 
-    def saving(weights: list[float]) -> float:
+    def saving(weights: Array) -> float:
         expected = np.average(run_cost, axis=0, weights=weights)
-        return float(expected[incumbent] - min(expected[b] for b in forecast.available))
+        return float(expected[incumbent] - expected[list(forecast.available)].min())
 
     savings, losses = [], []
     for share in shares:
         saved = lost = 0.0
-        survival = [
-            stats.norm.cdf((log_epochs[s][index] + math.log(epoch_cost[s, index]) - math.log(share)) / run_sd)
-            for s in range(count)
-        ]
+        survival = stats.norm.cdf((log_epochs[:, index] + np.log(epoch_cost[:, index]) - math.log(share)) / run_sd)
         for truth in range(count):
-            outcome = log_epochs[truth][index] + run_sd * float(samples.luck[truth])
+            outcome = log_epochs[truth, index] + run_sd * float(samples.luck[truth])
             each = float(epoch_cost[truth, index])
             limit = each * min(max(math.floor(share / each + 1e-9), 1), max_epochs)
             cost = math.exp(outcome) * each
@@ -119,18 +96,10 @@ def worth_by_loops(
                 saved += saving(survival)
                 lost += limit
                 continue
-            logs = [
-                stats.norm.logpdf(outcome, log_epochs[s][index], run_sd)
-                + (
-                    0.0
-                    if costs_known
-                    else stats.norm.logpdf(
-                        float(samples.log_costs[truth, index]), float(samples.log_costs[s, index]), cost_sd
-                    )
-                )
-                for s in range(count)
-            ]
-            saved += saving([math.exp(log - max(logs)) for log in logs])
+            logs = stats.norm.logpdf(outcome, log_epochs[:, index], run_sd)
+            if not costs_known:
+                logs = logs + stats.norm.logpdf(samples.log_costs[truth, index], samples.log_costs[:, index], cost_sd)
+            saved += saving(np.exp(logs - logs.max()))
             lost += cost - base
         savings.append(saved / count)
         losses.append(lost / count)

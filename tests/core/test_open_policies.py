@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,10 +17,10 @@ from tests.support import ROOT, jobs
 from tests.support.exports import exported, pieces_of, renamed
 from tests.support.packages import Packages
 from tests.support.servers import ServerProcess
-from tests.support.service import job_service, live
+from tests.support.service import JobService, job_service, live
 from zeus_plugins.client import client_from_environment
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import OWN_POLICIES, GpuConfig, JobSpec, JobSpecFromClient, Origin, TrialState
+from zeus_plugins.protocol import OWN_POLICIES, GpuConfig, JobSpec, JobSpecFromClient, Origin
 from zeus_plugins.testing import check_policy
 
 # The worked example.
@@ -39,6 +39,14 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     _found.cache_clear()
 
 
+@pytest.fixture
+async def server(packages: Packages, database_url: str) -> AsyncIterator[JobService]:
+    """A server with a job that the worked example decides."""
+    packages.install("latest", "my_policy", EXAMPLE)
+    async with job_service(database_url, policy="my_policy") as server:
+        yield server
+
+
 def test_ours_are_policies_like_any_other() -> None:
     assert [find(name).missing for name in OWN_POLICIES] == [None, None]
     assert set(OWN_POLICIES) <= set(names())
@@ -54,100 +62,79 @@ def test_the_example_conforms(packages: Packages) -> None:
     check_policy("my_policy", seeds=range(3))
 
 
-async def test_a_job_is_decided_by_a_policy_of_another_package(packages: Packages, database_url: str) -> None:
-    packages.install("latest", "my_policy", EXAMPLE)
-    async with job_service(database_url, policy="my_policy") as server:
-        for size, cost_j in ((16, 700), (8, 400), (32, 900)):
-            trial = await server.suggest()
-            assert (trial.batch_size, trial.origin) == (size, Origin.EXPLORATION)
-            await server.reach(trial, cost_j=cost_j)
+async def test_a_job_is_decided_by_a_policy_of_another_package(server: JobService) -> None:
+    for size, cost_j in ((16, 700), (8, 400), (32, 900)):
         trial = await server.suggest()
-        assert (trial.batch_size, trial.origin, trial.reason) == (
-            8,
-            Origin.INCUMBENT,
-            "the latest run of 8 was the cheapest",
-        )
-        await server.reach(trial, cost_j=800)
-        assert (await server.suggest()).batch_size == 16
-        assert await server.store.read(differences, server.job_id) == []
+        assert (trial.batch_size, trial.origin) == (size, Origin.EXPLORATION)
+        await server.reach(trial, cost_j=cost_j)
+    trial = await server.suggest()
+    assert (trial.batch_size, trial.origin) == (8, Origin.INCUMBENT)
+    assert trial.reason == "the latest run of 8 was the cheapest"
+    await server.reach(trial, cost_j=800)
+    assert (await server.suggest()).batch_size == 16
+    assert await server.store.read(differences, server.job_id) == []
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_it_remembers_equals_a_replay_whatever_happens(
-    packages: Packages, database_url: str, seed: int
-) -> None:
-    packages.install("latest", "my_policy", EXAMPLE)
-    async with job_service(database_url, policy="my_policy") as server:
-        await live(server, random.Random(seed), steps=80)  # noqa: S311 - no secret
-        assert await server.store.read(differences, server.job_id) == []
+async def test_what_it_remembers_equals_a_replay_whatever_happens(server: JobService, seed: int) -> None:
+    await live(server, random.Random(seed), steps=80)  # noqa: S311 - no secret
+    assert await server.store.read(differences, server.job_id) == []
 
 
-async def test_another_version_of_a_policy_learns_from_all_trials_anew(packages: Packages, database_url: str) -> None:
-    packages.install("latest", "my_policy", EXAMPLE)
+async def test_another_version_of_a_policy_learns_from_all_trials_anew(packages: Packages, server: JobService) -> None:
     # It takes the first run of each size in place of the latest, and remembers more.
     other = EXAMPLE.replace('version="1"', 'version="2"').replace(
         "{trial.batch_size: cost_of(job, trial)}",
         "{trial.batch_size: costs.get(trial.batch_size, cost_of(job, trial))}",
     )
-    async with job_service(database_url, policy="my_policy") as server:
-        for cost_j in (700, 400, 900, 800):
-            await server.reach(await server.suggest(), cost_j=cost_j)
-        packages.install("latest", "my_policy", other)
-        assert await server.store.read(differences, server.job_id) == []
-        assert (await server.suggest()).batch_size == 8
-        packages.install("latest", "my_policy", EXAMPLE)
-        assert (await server.suggest()).batch_size == 16
-        assert await server.store.read(differences, server.job_id) == []
+    for cost_j in (700, 400, 900, 800):
+        await server.reach(await server.suggest(), cost_j=cost_j)
+    packages.install("latest", "my_policy", other)
+    assert await server.store.read(differences, server.job_id) == []
+    assert (await server.suggest()).batch_size == 8
+    packages.install("latest", "my_policy", EXAMPLE)
+    assert (await server.suggest()).batch_size == 16
+    assert await server.store.read(differences, server.job_id) == []
 
 
 async def test_without_its_policy_a_job_gets_no_new_trials_and_those_that_run_go_on(
-    packages: Packages, database_url: str
+    packages: Packages, server: JobService
 ) -> None:
+    await server.reach(await server.suggest(), cost_j=700)
+    running, crashing = await server.suggest(), await server.suggest()
+    packages.uninstall("latest")
+    with pytest.raises(PolicyNotInstalledError, match=r"'my_policy' is not installed .* install the package") as told:
+        await server.suggest()
+    assert told.value.field == "policy"
+    assert not (await server.report(running, cost_j=100)).stop_train
+    await server.reach(running, cost_j=400)
+    await server.end(crashing)
+    shown = await server.show()
+    assert [trial.state for trial in shown.trials] == ["completed", "completed", "failed"]
+    assert shown.best_batch_size is None
+    assert (await server.service.register(server.job))[1] is False
+    with pytest.raises(PolicyNotInstalledError):
+        await server.store.read(differences, server.job_id)
+    await server.discard(running)
     packages.install("latest", "my_policy", EXAMPLE)
-    async with job_service(database_url, policy="my_policy") as server:
-        await server.reach(await server.suggest(), cost_j=700)
-        running, crashing = await server.suggest(), await server.suggest()
-        packages.uninstall("latest")
-        with pytest.raises(
-            PolicyNotInstalledError, match=r"'my_policy' is not installed .* install the package"
-        ) as told:
-            await server.suggest()
-        assert told.value.field == "policy"
-        assert not (await server.report(running, cost_j=100)).stop_train
-        await server.reach(running, cost_j=400)
-        await server.end(crashing)
-        shown = await server.show()
-        assert [trial.state for trial in shown.trials] == [
-            TrialState.COMPLETED,
-            TrialState.COMPLETED,
-            TrialState.FAILED,
-        ]
-        assert shown.best_batch_size is None
-        assert (await server.service.register(server.job))[1] is False
-        with pytest.raises(PolicyNotInstalledError):
-            await server.store.read(differences, server.job_id)
-        await server.discard(running)
-        packages.install("latest", "my_policy", EXAMPLE)
-        assert (await server.suggest()).batch_size == 16
-        assert await server.store.read(differences, server.job_id) == []
+    assert (await server.suggest()).batch_size == 16
+    assert await server.store.read(differences, server.job_id) == []
 
 
 async def test_a_job_whose_policy_is_not_installed_is_neither_registered_nor_imported(
-    packages: Packages, database_url: str
+    packages: Packages, server: JobService
 ) -> None:
-    packages.install("latest", "my_policy", EXAMPLE)
-    async with job_service(database_url, policy="my_policy") as server:
-        await server.reach(await server.suggest())
-        other = server.job.model_copy(update={"job_id": f"{server.job_id}-2"})
-        copy = renamed(await exported(server.store, server.job_id), other.job_id)
-        packages.uninstall("latest")
-        with pytest.raises(PolicyNotInstalledError, match="which has gp_voi and zeus"):
-            await server.service.register(other)
-        with pytest.raises(PolicyNotInstalledError):
-            await server.service.imports.import_job(pieces_of(copy))
-        packages.install("latest", "my_policy", EXAMPLE)
+    await server.reach(await server.suggest())
+    other = server.job.model_copy(update={"job_id": f"{server.job_id}-2"})
+    copy = renamed(await exported(server.store, server.job_id), other.job_id)
+    packages.uninstall("latest")
+    with pytest.raises(PolicyNotInstalledError, match="which has gp_voi and zeus"):
+        await server.service.register(other)
+    with pytest.raises(PolicyNotInstalledError):
         await server.service.imports.import_job(pieces_of(copy))
-        assert await server.store.read(differences, other.job_id) == []
+    packages.install("latest", "my_policy", EXAMPLE)
+    await server.service.imports.import_job(pieces_of(copy))
+    assert await server.store.read(differences, other.job_id) == []
 
 
 def test_a_refusal_names_the_field_over_http(any_server: ServerProcess) -> None:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,6 +43,9 @@ def test_our_policies_conform_at_length(policy: str) -> None:
     check_policy(policy, seeds=range(30), trials=80)
 
 
+Suggesting = Callable[[History, np.random.Generator], Suggestion]
+
+
 def smallest(history: History, rng: np.random.Generator) -> Suggestion:
     """The smallest size, over and over."""
     del rng
@@ -55,12 +57,12 @@ def smallest(history: History, rng: np.random.Generator) -> Suggestion:
 RIGHT = Policy(version="1", suggest=smallest)
 
 
-def changed(**fields: object) -> Callable[[History, np.random.Generator], Suggestion]:
+def changed(**fields: object) -> Policy:
     """The same suggestion with other fields."""
-    return lambda history, rng: replace(smallest(history, rng), **fields)
+    return replace(RIGHT, suggest=lambda history, rng: replace(smallest(history, rng), **fields))
 
 
-def drawing(draw: Callable[[list[int]], int]) -> Callable[[History, np.random.Generator], Suggestion]:
+def drawing(draw: Callable[[list[int]], int]) -> Suggesting:
     return lambda history, rng: replace(smallest(history, rng), batch_size=draw(sorted(history.runnable_sizes)))
 
 
@@ -87,17 +89,9 @@ def endless(history: History, rng: np.random.Generator) -> Suggestion:
     return smallest(history, rng)
 
 
-def as_it_was(memory: Any, job: CreatedJob, trial: TrialRecord) -> Any:
-    del job, trial
-    return memory
-
-
 def kept(after: Callable[[list[int], TrialRecord], list[int]]) -> Policy:
-    def step(memory: list[int], job: CreatedJob, trial: TrialRecord) -> list[int]:
-        del job
-        return after(memory, trial)
-
-    return replace(RIGHT, memory=Memory(list[int], lambda job: [0] * len(job.batch_sizes), step))
+    memory = Memory(list[int], lambda job: [0] * len(job.batch_sizes), lambda memory, _, trial: after(memory, trial))
+    return replace(RIGHT, memory=memory)
 
 
 def changing(memory: list[int], trial: TrialRecord) -> list[int]:
@@ -105,44 +99,35 @@ def changing(memory: list[int], trial: TrialRecord) -> list[int]:
     return memory
 
 
+def expecting(costs: dict[int, float], best: int) -> Policy:
+    expected = Expectations({size: ExpectedCost(cost_j, None) for size, cost_j in costs.items()}, best)
+    return replace(RIGHT, expectations=lambda _: expected)
+
+
+NO_JSON = Memory(float, lambda _: math.nan, lambda memory, *_: memory)
 WRONG = {
-    "unknown size": (replace(RIGHT, suggest=changed(batch_size=9)), "9 was suggested"),
-    "no reason": (replace(RIGHT, suggest=changed(reason="")), "a reason is a sentence"),
-    "offline": (replace(RIGHT, suggest=changed(origin=Origin.OFFLINE)), "nobody suggested"),
-    "bandit alone": (replace(RIGHT, suggest=changed(origin=Origin.BANDIT)), "both or neither"),
-    "bandit without pruning": (
-        replace(RIGHT, suggest=changed(origin=Origin.BANDIT, survivors=(8,))),
-        "say prunes=True",
-    ),
-    "bound": (replace(RIGHT, suggest=changed(bound=EpochBound(21, "long"))), "stopped after 21"),
+    "unknown size": (changed(batch_size=9), "9 was suggested"),
+    "no reason": (changed(reason=""), "a reason is a sentence"),
+    "offline": (changed(origin=Origin.OFFLINE), "nobody suggested"),
+    "bandit alone": (changed(origin=Origin.BANDIT), "both or neither"),
+    "bandit without pruning": (changed(origin=Origin.BANDIT, survivors=(8,)), "say prunes=True"),
+    "bound": (changed(bound=EpochBound(21, "long")), "stopped after 21"),
     "stop rule": (replace(RIGHT, stop_rule=lambda *_: StopRule(max_epochs=99)), "stopped after 99"),
     "counts calls": (replace(RIGHT, suggest=drawing(in_turns)), "draw from the generator alone"),
     "global generator": (replace(RIGHT, suggest=drawing(random.choice)), "global generator"),
     "NumPy's generator": (
-        replace(RIGHT, suggest=drawing(lambda sizes: int(np.random.choice(sizes)))),
+        replace(RIGHT, suggest=drawing(lambda each: int(np.random.choice(each)))),
         "global generator",
     ),
     "spoils": (replace(RIGHT, suggest=spoiling), "has changed what it was given"),
     "gives up": (replace(RIGHT, suggest=giving_up), "suggest one of them"),
     "endless": (replace(RIGHT, suggest=endless), "takes more than 0.5 s"),
-    "best without a cost": (
-        replace(RIGHT, expectations=lambda _: Expectations({}, 8)),
-        "no cost is expected of the best",
-    ),
-    "infinite cost": (
-        replace(RIGHT, expectations=lambda _: Expectations({8: ExpectedCost(float("inf"), None)}, 8)),
-        "expected costs are",
-    ),
-    "cost of an unknown size": (
-        replace(RIGHT, expectations=lambda _: Expectations({9: ExpectedCost(1.0, None)}, 9)),
-        "unknown sizes",
-    ),
+    "best without a cost": (expecting({}, 8), "no cost is expected of the best"),
+    "infinite cost": (expecting({8: math.inf}, 8), "expected costs are"),
+    "cost of an unknown size": (expecting({9: 1.0}, 9), "unknown sizes"),
     "memory changed": (kept(changing), "has changed what it was given"),
     "memory grows": (kept(lambda memory, trial: [*memory, *[trial.trial_number] * 200]), "keep summaries"),
-    "memory is no JSON": (
-        replace(RIGHT, memory=Memory(float, lambda _: math.nan, as_it_was)),
-        "not read back from its JSON",
-    ),
+    "memory is no JSON": (replace(RIGHT, memory=NO_JSON), "not read back from its JSON"),
     "memory of its own": (kept(lambda memory, _: [*memory[1:], next(CALLS)]), "a replay of all trials"),
     "no decision": (replace(RIGHT, explain=lambda *_: None), "explain gives a Decision"),
 }

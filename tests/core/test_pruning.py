@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bso_server.core.model import UNCOUNTED, TrialRecord
-from bso_server.core.zeus import Explore, Survivors, Wait, explore
+from bso_server.core.zeus import Explore, explore
 from bso_server.errors import NoSurvivorError
 from tests.support.histories import Life, make_job
 from zeus_plugins.protocol import CreatedJob, Origin, TrialState
@@ -28,77 +28,65 @@ def end(life: Life, trial: TrialRecord, outcome: Outcome) -> None:
         life.complete(trial, outcome)
 
 
-def walk(job: CreatedJob, outcomes: Mapping[int, list[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
+def walk(job: CreatedJob, outcomes: Mapping[int, Sequence[Outcome]]) -> tuple[list[list[int]], tuple[int, ...]]:
     """The sizes explored in each round when the n-th trial of a size has its n-th outcome, and the survivors."""
     life, remaining = Life(job), {size: iter(of_size) for size, of_size in outcomes.items()}
     rounds: list[list[int]] = [[] for _ in range(job.num_pruning_rounds)]
     while isinstance(step := explore(life.history), Explore):
         rounds[step.round_number - 1].append(step.batch_size)
         end(life, life.dispatch(step.batch_size), next(remaining[step.batch_size]))
-    assert isinstance(step, Survivors)
+    assert isinstance(step, tuple)
     assert not any(list(rest) for rest in remaining.values()), "outcomes were given that no trial took"
-    return rounds, step.batch_sizes
+    return rounds, step
+
+
+EXHAUSTED, STOPPED = TrialState.EXHAUSTED, TrialState.EARLY_STOPPED
+ONE_ROUND, TWO_ROUNDS = make_job(SIZES, 32, num_pruning_rounds=1), make_job(SIZES, 32)
 
 
 def test_a_round_goes_down_from_the_default_and_then_up() -> None:
-    job = make_job(SIZES, 32, num_pruning_rounds=1)
-    rounds, survivors = walk(job, {8: [80.0], 16: [70.0], 32: [60.0], 64: [50.0], 128: [40.0]})
-    assert rounds == [[32, 16, 8, 64, 128]]
-    assert survivors == SIZES
+    outcomes = {8: [80.0], 16: [70.0], 32: [60.0], 64: [50.0], 128: [40.0]}
+    assert walk(ONE_ROUND, outcomes) == ([[32, 16, 8, 64, 128]], SIZES)
 
 
 @pytest.mark.parametrize("failure", DID_NOT_REACH)
 def test_a_size_that_does_not_reach_the_target_ends_its_way(failure: TrialState) -> None:
-    job = make_job(SIZES, 32, num_pruning_rounds=1)
-    down = walk(job, {32: [60.0], 16: [failure], 64: [50.0], 128: [40.0]})
+    down = walk(ONE_ROUND, {32: [60.0], 16: [failure], 64: [50.0], 128: [40.0]})
     assert down == ([[32, 16, 64, 128]], (32, 64, 128))
-    up = walk(job, {32: [60.0], 16: [70.0], 8: [80.0], 64: [failure]})
+    up = walk(ONE_ROUND, {32: [60.0], 16: [70.0], 8: [80.0], 64: [failure]})
     assert up == ([[32, 16, 8, 64]], (8, 16, 32))
 
 
 def test_a_default_that_fails_leaves_the_way_up() -> None:
-    job = make_job(SIZES, 32, num_pruning_rounds=1)
-    rounds, survivors = walk(job, {32: [TrialState.EXHAUSTED], 64: [50.0], 128: [TrialState.EXHAUSTED]})
-    assert rounds == [[32, 64, 128]]
-    assert survivors == (64,)
+    outcomes = {32: [EXHAUSTED], 64: [50.0], 128: [EXHAUSTED]}
+    assert walk(ONE_ROUND, outcomes) == ([[32, 64, 128]], (64,))
 
 
-@pytest.mark.parametrize(("default", "order"), [(8, [8, 16, 32]), (32, [32, 16, 8])])
-def test_a_default_at_the_edge_has_one_way_to_go(default: int, order: list[int]) -> None:
-    job = make_job((8, 16, 32), default, num_pruning_rounds=1)
+@pytest.mark.parametrize("order", [[8, 16, 32], [32, 16, 8]])
+def test_a_default_at_the_edge_has_one_way_to_go(order: list[int]) -> None:
+    job = make_job((8, 16, 32), order[0], num_pruning_rounds=1)
     assert walk(job, {8: [1.0], 16: [1.0], 32: [1.0]})[0] == [order]
 
 
 def test_the_second_round_starts_at_the_cheapest_survivor() -> None:
-    job = make_job(SIZES, 32)
-    rounds, survivors = walk(
-        job, {32: [60.0, 61.0], 16: [55.0, 56.0], 8: [80.0, 81.0], 64: [70.0, 71.0], 128: [TrialState.EARLY_STOPPED]}
-    )
-    assert rounds == [[32, 16, 8, 64, 128], [16, 8, 32, 64]]
-    assert survivors == (8, 16, 32, 64)
+    outcomes = {32: [60.0, 61.0], 16: [55.0, 56.0], 8: [80.0, 81.0], 64: [70.0, 71.0], 128: [STOPPED]}
+    assert walk(TWO_ROUNDS, outcomes) == ([[32, 16, 8, 64, 128], [16, 8, 32, 64]], (8, 16, 32, 64))
 
 
 def test_the_second_round_asks_survivors_only_and_skips_over_the_others() -> None:
     # 16 fails on the way down, so that 8 is never tried; 64 is the cheapest. Round 2 walks 64, 32, then 128.
-    job = make_job(SIZES, 32)
-    rounds, survivors = walk(
-        job, {32: [60.0, 61.0], 16: [TrialState.EXHAUSTED], 64: [50.0, 51.0], 128: [70.0, TrialState.EARLY_STOPPED]}
-    )
-    assert rounds == [[32, 16, 64, 128], [64, 32, 128]]
-    assert survivors == (32, 64)
+    outcomes = {32: [60.0, 61.0], 16: [EXHAUSTED], 64: [50.0, 51.0], 128: [70.0, STOPPED]}
+    assert walk(TWO_ROUNDS, outcomes) == ([[32, 16, 64, 128], [64, 32, 128]], (32, 64))
 
 
 def test_a_survivor_beyond_a_failure_of_the_second_round_is_out_untried() -> None:
-    job = make_job((8, 16, 32, 64), 32)
-    rounds, survivors = walk(job, {32: [60.0, TrialState.EXHAUSTED], 16: [50.0, 51.0], 8: [80.0, 81.0], 64: [70.0]})
-    assert rounds == [[32, 16, 8, 64], [16, 8, 32]]
-    assert survivors == (8, 16)
+    outcomes = {32: [60.0, EXHAUSTED], 16: [50.0, 51.0], 8: [80.0, 81.0], 64: [70.0]}
+    assert walk(make_job((8, 16, 32, 64), 32), outcomes) == ([[32, 16, 8, 64], [16, 8, 32]], (8, 16))
 
 
 def test_of_equally_cheap_sizes_the_one_tried_first_starts_the_next_round() -> None:
-    job = make_job((8, 16, 32), 16)
-    rounds, _ = walk(job, {8: [50.0, 50.0], 16: [60.0, 60.0], 32: [50.0, 50.0]})
-    assert rounds == [[16, 8, 32], [8, 16, 32]]
+    outcomes = {8: [50.0, 50.0], 16: [60.0, 60.0], 32: [50.0, 50.0]}
+    assert walk(make_job((8, 16, 32), 16), outcomes)[0] == [[16, 8, 32], [8, 16, 32]]
 
 
 def test_each_round_is_told_by_its_number_and_start() -> None:
@@ -118,23 +106,21 @@ def test_a_size_that_was_given_up_beside_the_exploration_ends_its_direction() ->
         explored.append(step.batch_size)
         life.complete(life.dispatch(step.batch_size), 10.0)
     assert explored == [32, 64, 128]
-    assert step == Survivors((32, 64, 128))
+    assert step == (32, 64, 128)
 
 
 @pytest.mark.parametrize("crash", [TrialState.FAILED, TrialState.ABANDONED])
 def test_a_crashed_exploration_is_owed_again(crash: TrialState) -> None:
-    job = make_job((8, 16), 16)
-    rounds, survivors = walk(job, {16: [crash, crash, 60.0, crash, 61.0], 8: [50.0, crash, 51.0]})
-    assert rounds == [[16, 16, 16, 8], [8, 8, 16, 16]]
-    assert survivors == (8, 16)
+    outcomes = {16: [crash, crash, 60.0, crash, 61.0], 8: [50.0, crash, 51.0]}
+    assert walk(make_job((8, 16), 16), outcomes) == ([[16, 16, 16, 8], [8, 8, 16, 16]], (8, 16))
 
 
 def test_exploration_waits_for_a_trial_that_runs_or_is_suspended() -> None:
     life = Life(make_job((8, 16), 16))
     running = life.dispatch(16)
-    assert explore(life.history) == Wait(running)
+    assert explore(life.history) == running
     suspended = life.move(running, TrialState.SUSPENDED)
-    assert explore(life.history) == Wait(suspended)
+    assert explore(life.history) == suspended
     life.move(suspended, TrialState.ABANDONED)
     assert explore(life.history) == Explore(16, round_number=1, start=16)
 
@@ -147,7 +133,7 @@ def test_only_exploration_trials_count() -> None:
 
 
 def test_without_rounds_every_size_survives_at_once() -> None:
-    assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == Survivors(SIZES)
+    assert explore(Life(make_job(SIZES, 32, num_pruning_rounds=0)).history) == SIZES
 
 
 def test_no_survivor_says_what_to_change() -> None:
@@ -223,9 +209,9 @@ def lived(job: CreatedJob, plan: Plan, random: Random) -> tuple[Life, tuple[int,
             except NoSurvivorError:
                 return life, None
             if trial.origin is Origin.BANDIT:
-                outcome = explore(life.history)
-                assert isinstance(outcome, Survivors)
-                return life, outcome.batch_sizes
+                survivors = explore(life.history)
+                assert isinstance(survivors, tuple)
+                return life, survivors
             running.append(trial)
             continue
         trial = running.pop(random.randrange(len(running)))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from bso_server.core.savings import Sums, Tally, savings, student_quantile
+from bso_server.core.savings import Tally, savings, student_quantile
 from tests.support.histories import make_job
 from tests.support.properties import examples
 from zeus_plugins.protocol import Origin, SavedView, SavingsView, TrialState
@@ -27,7 +27,7 @@ Run = tuple[int, TrialState, float, float]
 def tallies(runs: Sequence[Run], origin: Origin = Origin.INCUMBENT) -> list[Tally]:
     """One for each trial."""
     return [
-        Tally(size, state, origin, 1, Sums(energy_j, time_s, energy_j**2, time_s**2, energy_j * time_s))
+        Tally(size, state, origin, 1, energy_j, time_s, energy_j**2, time_s**2, energy_j * time_s)
         for size, state, energy_j, time_s in runs
     ]
 
@@ -93,15 +93,11 @@ def test_what_exploring_took() -> None:
 
 
 def test_sums_over_several_trials_are_those_of_each() -> None:
-    runs: list[Run] = [
-        (16, COMPLETED, 400, 4),
-        (16, COMPLETED, 420, 5),
-        (32, COMPLETED, 90, 2),
-        (32, COMPLETED, 110, 2),
-    ]
-    at_16 = Tally(16, COMPLETED, Origin.INCUMBENT, 2, Sums(820, 9, 400**2 + 420**2, 41, 3700))
-    at_32 = Tally(32, COMPLETED, Origin.INCUMBENT, 2, Sums(200, 4, 90**2 + 110**2, 8, 400))
-    assert savings(JOB, [at_16, at_32], None) == found(*runs)
+    at_16 = Tally(16, COMPLETED, Origin.INCUMBENT, 2, 820, 9, 400**2 + 420**2, 41, 3700)
+    at_32 = Tally(32, COMPLETED, Origin.INCUMBENT, 2, 200, 4, 90**2 + 110**2, 8, 400)
+    assert savings(JOB, [at_16, at_32], None) == found(
+        (16, COMPLETED, 400, 4), (16, COMPLETED, 420, 5), (32, COMPLETED, 90, 2), (32, COMPLETED, 110, 2)
+    )
 
 
 @pytest.mark.parametrize("freedom", [1, 2, 3, 4, 10, 100, 10**6])

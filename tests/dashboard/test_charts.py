@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bso_server.core.savings import Line, Sums, Tally, best_by_eta, cost_of_default_j, gain_j, savings
+from bso_server.core.savings import Line, Tally, best_by_eta, cost_of_default_j, gain_j, savings
 from bso_server.service.views import SizeMeans
 from bso_server.ui import units
 from bso_server.ui.charts import COLOURS, colours, pareto
@@ -174,11 +174,10 @@ TRIALS = st.lists(
 def test_what_trials_have_saved_adds_up_to_what_the_job_has(trials: list[tuple[int, TrialState, float]]) -> None:
     job = make_job((8, 16, 32), 16)
     tallies = [
-        Tally(size, state, Origin.EXPLORATION, 1, Sums(cost_j, 0.0, cost_j**2, 0.0, 0.0))
-        for size, state, cost_j in trials
+        Tally(size, state, Origin.EXPLORATION, 1, cost_j, 0.0, cost_j**2, 0.0, 0.0) for size, state, cost_j in trials
     ]
     view, default_j = savings(job, tallies, None), cost_of_default_j(job, tallies)
     assert (view is None) == (default_j is None)
     if view is not None and default_j is not None:
-        gains = [gain_j(job, each.batch_size, each.state, each.sums.energy_j, default_j) for each in tallies]
+        gains = [gain_j(job, each.batch_size, each.state, each.energy_j, default_j) for each in tallies]
         assert sum(gains) == pytest.approx(view.cost_j.saved, rel=1e-6, abs=1e-3)

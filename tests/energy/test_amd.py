@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
@@ -133,12 +132,6 @@ def test_half_a_card_is_unavailable(indices: list[int]) -> None:
 def test_a_driver_that_does_not_answer_is_no_gpu() -> None:
     with pytest.raises(NoGpuError, match="the AMD driver does not answer: not loaded"):
         AmdSmiMonitor(amdsmi=FakeAmdSmi(broken="not loaded")).gpus()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("amdsmi") is not None, reason="amdsmi is installed here")
-def test_without_the_package_there_is_no_gpu() -> None:
-    with pytest.raises(NoGpuError, match="the package amdsmi cannot be imported"):
-        AmdSmiMonitor().gpus()
 
 
 # ---- Counters that are in another unit than they say ---------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.energy_bench import NOWHERE, probes_of, window
+from tests.support.energy_bench import probes_of, window
 from tests.support.fake_amdsmi import FakeAmdGpu, FakeAmdSmi
 from tests.support.fake_nvml import H200, V100, Clock, FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.fake_powercap import make_powercap
@@ -36,14 +37,11 @@ NO_DRIVER = FakeNvml(broken="Driver Not Loaded")
 def auto(
     estimated_power_w: float | None = None,
     *,
-    powercap: Path = NOWHERE,
     device_indices: Sequence[int] | None = None,
     nvml: FakeNvml | None = None,
-    amdsmi: FakeAmdSmi | None = None,
-    hwmon: Path = NOWHERE,
+    **others: Any,
 ) -> EnergyMonitor:
-    probes = probes_of(nvml, amdsmi=amdsmi, powercap=powercap, hwmon=hwmon)
-    return energy.auto(estimated_power_w, device_indices=device_indices, probes=probes)
+    return energy.auto(estimated_power_w, device_indices=device_indices, probes=probes_of(nvml, **others))
 
 
 def test_counters_are_preferred_and_nothing_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,7 +317,7 @@ def test_a_new_counter_is_a_probe_in_the_list() -> None:
     mine = EstimateMonitor(1.0, basis="told by my meter")
 
     def probe(request: MonitorRequest) -> Choice:
-        return request.choice(lambda _: mine)
+        return request.choice(lambda: mine)
 
     assert energy.auto().source == "estimate: 65 W assumed"
     assert energy.auto(probes=[probe, *PROBES]) is mine

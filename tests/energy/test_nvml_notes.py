@@ -13,7 +13,6 @@ from tests.support.energy_bench import window
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml, FakeNvmlError
 from tests.support.power_limit_bench import LIMITS_W, machine, profiler, train
 from zeus_plugins.energy import NvmlMonitor, NvmlPowerMonitor
-from zeus_plugins.energy.nvml import compare_nvml
 from zeus_plugins.power_limit import PowerLimitProfile, PowerLimitSample
 from zeus_plugins.protocol import JobView
 from zeus_plugins.training.announce import warn_of_scopes
@@ -87,16 +86,6 @@ def test_the_scope_of_a_superchip_stands_in_the_source(
 def test_scope_and_company_are_told_together() -> None:
     gpu = FakeGpu(power_mw=600_000, scopes_mw={0: 400_000, 1: 600_000}, pids=[1, 2])
     assert source_of(gpu) == f"nvml, module scope, {OTHERS}"
-
-
-def test_the_doctors_comparison_is_not_disturbed_by_notes() -> None:
-    nvml, clock = FakeNvml([FakeGpu(power_mw=100_000, pids=[1, 2])]), Clock()
-
-    def run() -> None:
-        clock.now_s += 1.0
-        nvml.machine[0].counter_mj = 7_100_000
-
-    assert compare_nvml(run, nvml=nvml, clock=clock).agrees
 
 
 @pytest.mark.parametrize(("earlier", "warnings"), [("nvml, GPU scope", 1), ("nvml, module scope", 0), ("", 0)])

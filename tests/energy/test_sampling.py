@@ -61,8 +61,11 @@ class CountingNvml(FakeNvml):
         return super().nvmlDeviceGetPowerUsage(handle)
 
 
+Samplers = Callable[[], list[threading.Thread]]
+
+
 @pytest.fixture(name="samplers")
-def make_samplers() -> Callable[[], list[threading.Thread]]:
+def make_samplers() -> Samplers:
     """The threads that this test has started and that run."""
     gc.collect()
     before = set(threading.enumerate())
@@ -70,18 +73,6 @@ def make_samplers() -> Callable[[], list[threading.Thread]]:
 
 
 # ---- The integral --------------------------------------------------------------------------------------------------
-
-
-def test_the_area_below_straight_lines_is_added_up() -> None:
-    meter, clock = Meter(100.0), Clock()
-    integral = IntegratedPower(meter, clock)
-
-    assert integral.energy_uj() == 0
-    clock.now_s += 0.5
-    meter.power = 200.0
-    assert integral.energy_uj() == 75_000_000  # half a second at 150 W in the mean
-    clock.now_s += 0.25
-    assert integral.energy_uj() == 125_000_000
 
 
 @settings(deadline=None)
@@ -174,9 +165,7 @@ def test_a_gpu_that_does_not_tell_its_power_is_unavailable() -> None:
 # ---- The thread ----------------------------------------------------------------------------------------------------
 
 
-def test_a_thread_reads_while_a_window_is_open_and_ends_with_the_last(
-    samplers: Callable[[], list[threading.Thread]],
-) -> None:
+def test_a_thread_reads_while_a_window_is_open_and_ends_with_the_last(samplers: Samplers) -> None:
     nvml = CountingNvml([old_gpu()])
     monitor = NvmlPowerMonitor(nvml=nvml, interval_s=0.01)
     monitor.gpus()
@@ -196,7 +185,7 @@ def test_a_thread_reads_while_a_window_is_open_and_ends_with_the_last(
     monitor.end_window("again")
 
 
-def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Callable[[], list[threading.Thread]]) -> None:
+def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Samplers) -> None:
     nvml = FakeNvml([old_gpu()])
     monitor = NvmlPowerMonitor(nvml=nvml)
     monitor.gpus()
@@ -207,9 +196,7 @@ def test_a_window_that_cannot_begin_leaves_no_thread(samplers: Callable[[], list
     assert samplers() == []
 
 
-def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(
-    samplers: Callable[[], list[threading.Thread]],
-) -> None:
+def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(samplers: Samplers) -> None:
     monitor = NvmlPowerMonitor(nvml=FakeNvml([old_gpu()]), interval_s=0.01)
     monitor.begin_window("training")
     (thread,) = samplers()
@@ -219,9 +206,7 @@ def test_a_monitor_that_is_dropped_with_a_window_open_is_read_no_more(
     assert not thread.is_alive()
 
 
-def test_readings_that_fail_are_bridged(
-    caplog: pytest.LogCaptureFixture, samplers: Callable[[], list[threading.Thread]]
-) -> None:
+def test_readings_that_fail_are_bridged(caplog: pytest.LogCaptureFixture, samplers: Samplers) -> None:
     failed_twice = threading.Event()
     calls = 0
 
@@ -232,9 +217,8 @@ def test_readings_that_fail_are_bridged(
             failed_twice.set()
         raise EnergyUnavailableError("GPU 0 gives no power reading")
 
-    sampler = Sampler(fail, 0.01)
     with caplog.at_level(logging.DEBUG, logger="zeus_plugins.energy"):
-        sampler.start()
+        sampler = Sampler(fail, 0.01)
         assert failed_twice.wait(LONG_S)
         assert samplers()
         sampler.stop()
@@ -321,12 +305,9 @@ def test_what_has_not_moved_for_a_second_is_estimated_and_told_of(
     ]
 
 
-def test_a_counter_may_stand_still_for_less_than_a_second() -> None:
+def test_a_counter_may_stand_still_for_less_than_a_second_even_over_short_windows() -> None:
     monitor, _, clock = frozen(NvmlMonitor)
     assert window(monitor, clock, 0.99) == Measurement(pytest.approx(0.99), 0.0, "nvml")
-
-
-def test_short_windows_do_not_hide_that_a_counter_stands_still() -> None:
     monitor, _, clock = frozen(NvmlMonitor)
     assert [window(monitor, clock, 0.5).energy_j for _ in range(3)] == [0.0, 350.0, 350.0]
 
@@ -359,7 +340,8 @@ def test_a_counter_that_fell_is_not_taken_for_a_gain(caplog: pytest.LogCaptureFi
     ("counted_mj", "agrees"), [(100_000, True), (84_000, True), (83_000, False), (126_000, False), (100, False)]
 )
 def test_a_counter_is_compared_with_the_integral_of_power(counted_mj: int, agrees: bool) -> None:
-    nvml, clock = FakeNvml([FakeGpu(power_mw=100_000)]), Clock()
+    # Other processes, which a measurement's source names, do not matter here.
+    nvml, clock = FakeNvml([FakeGpu(power_mw=100_000, pids=[1, 2])]), Clock()
 
     def run() -> None:
         clock.now_s += 1.0
@@ -367,12 +349,10 @@ def test_a_counter_is_compared_with_the_integral_of_power(counted_mj: int, agree
 
     compared = compare_nvml(run, nvml=nvml, clock=clock)
     assert (compared.integrated_j, compared.counter_j) == (pytest.approx(100.0), counted_mj / 1000)
-    assert compared.problem is None
-    assert compared.agrees is agrees
+    assert compared.problem == (None if agrees else "they differ by more than 20%")
 
 
 def test_a_counter_that_stands_still_agrees_with_nothing() -> None:
     nvml, clock = FakeNvml([FakeGpu(power_mw=700_000)]), Clock()
     compared = compare_nvml(lambda: setattr(clock, "now_s", clock.now_s + 1.0), nvml=nvml, clock=clock)
-    assert not compared.agrees
     assert "estimate: 700 W" in str(compared.problem)

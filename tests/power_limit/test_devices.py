@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.power_limit_bench import FileDevice, Forbidden, machine
-from zeus_plugins.energy import EstimateMonitor
 from zeus_plugins.errors import ZeusBSOConfigError
 from zeus_plugins.power_limit import (
     COMMAND_VARIABLE,
@@ -220,14 +219,3 @@ def test_a_configured_command_sets_what_the_driver_reads(
         device.set_limit_w(300.0)
     assert {path.name for path in tmp_path.iterdir()} == {"0-300", "1-300"}
     assert [device.limit_w() for device in devices] == [700.0, 700.0]
-
-
-def test_a_command_that_may_not_is_one_warning(gpu: FileDevice, caplog: pytest.LogCaptureFixture) -> None:
-    device = CommandDevice("false {index} {watts}", gpu)
-    profiler = PowerLimitProfiler([device], Energy(), monitor=EstimateMonitor(100.0), warmup_steps=0, profile_steps=1)
-    profiler.on_epoch_begin()
-    profiler.on_step_end()
-    assert profiler.profile is not None
-    assert profiler.profile.limits_w == (250.0,)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    profiler.close()

@@ -71,19 +71,25 @@ def assert_put_back(limit: Path) -> None:
     assert recall("GPU-file") is None
 
 
-@pytest.mark.parametrize(("way", "status"), [("closed", 0), ("forgotten", 0), ("raised", 1), ("exit", 3)])
-def test_a_training_that_ends_by_itself_puts_the_limit_back(begin: Begin, limit: Path, way: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("way", "number", "status"),
+    [
+        ("closed", None, 0),
+        ("forgotten", None, 0),
+        ("raised", None, 1),
+        ("exit", None, 3),
+        ("signal", signal.SIGTERM, 128 + signal.SIGTERM),
+        ("signal", signal.SIGINT, -signal.SIGINT),
+    ],
+)
+def test_a_training_that_ends_by_itself_or_is_asked_to_puts_the_limit_back(
+    begin: Begin, limit: Path, way: str, number: signal.Signals | None, status: int
+) -> None:
     training = begin(way)
+    if number is not None:
+        assert float(limit.read_text()) == TRIED_W
+        training.process.send_signal(number)
     assert training.process.wait() == status
-    assert float(limit.read_text()) == FOUND_W
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_training_that_is_asked_to_end_puts_the_limit_back(begin: Begin, limit: Path, number: signal.Signals) -> None:
-    training = begin("signal")
-    assert float(limit.read_text()) == TRIED_W
-    training.process.send_signal(number)
-    assert training.process.wait() != 0
     assert float(limit.read_text()) == FOUND_W
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 from hypothesis import event, example, given, settings
 
-from tests.support.power_limit_bench import LIMITS_W, TABLE, Wrapped, profiler
+from tests.support.power_limit_bench import LIMITS_W, MOVES, TABLE, Wrapped, profiler
 from tests.support.properties import examples
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
@@ -22,7 +22,6 @@ from zeus_plugins.power_limit import (
     Warmup,
     ZeusCost,
 )
-from zeus_plugins.power_limit.plan import TRANSITIONS
 from zeus_plugins.protocol import GpuConfig
 
 EVENTS = st.one_of(
@@ -169,7 +168,7 @@ def test_every_gpu_has_a_limit_it_is_entitled_to(
                 zeus.close()
                 is_closed = True
         if isinstance(before, Ready | Warmup | Profiling) and not is_closed and what in ("step", "end"):
-            assert type(zeus.state) is type(before) or type(zeus.state) in TRANSITIONS[type(before)]
+            assert type(zeus.state) is type(before) or type(zeus.state) in MOVES[type(before)]
         assert isinstance(zeus.state, Profiling) or monitor.open == 0
         limits_w = {device.limit_w() for device in devices}
         if not any(device.is_broken for device in devices):

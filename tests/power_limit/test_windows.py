@@ -94,11 +94,13 @@ def test_a_window_without_a_move_of_the_counter_is_refused(caplog: pytest.LogCap
 
 
 def test_a_window_grows_at_the_pace_of_its_steps() -> None:
-    pace = Pace(Window(10, 40), 0.5, 2.0)
     too_short, long_enough, timeless = (Part(40, time_s, 1.0) for time_s in (0.06, 4.0, 0.0))
-    assert pace.measured(too_short) == (Pace(Window(334, 1400), 0.5, 2.0, part=too_short), None)
-    assert pace.measured(long_enough) == (pace, long_enough)
-    assert pace.measured(timeless) == (pace, timeless)
+    for part in (long_enough, timeless):
+        pace = Pace(Window(10, 40), 0.5, 2.0)
+        assert pace.measured(part) == part
+        assert pace == Pace(Window(10, 40), 0.5, 2.0)
+    assert pace.measured(too_short) is None
+    assert pace == Pace(Window(334, 1400), 0.5, 2.0, part=too_short)
 
 
 def test_steps_of_several_epochs_count_together() -> None:

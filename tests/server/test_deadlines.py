@@ -196,6 +196,34 @@ class TestRowsThatStayLocked:
                 assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 2
             assert await epochs(server, trial) == []
 
+    async def test_of_several_trials_end_none_while_their_job_is_locked(self, database_url: str) -> None:
+        """A job that is written without its lock would lose what others did to it, such as the numbers of trials."""
+        async with open_store(database_url) as store:
+            server = await job_on(store)
+            trials = [await server.suggest() for _ in range(3)]
+            reports = [
+                (
+                    TrainingResult(
+                        job_id=trial.job_id,
+                        batch_size=trial.batch_size,
+                        trial_number=trial.trial_number,
+                        time=1,
+                        energy=1,
+                        metric=0.95,
+                        current_epoch=1,
+                    ),
+                    UNRESTRICTED,
+                )
+                for trial in trials
+            ]
+
+            def outcomes(transaction: Transaction) -> list[Outcome]:
+                return ReportBatch(transaction, reports, server.service.commands.moment(), waits=False).take()
+
+            async with locked(database_url, row_of(server)):
+                assert await store.write_at_once(outcomes) == [RowLocked.ROW_LOCKED] * 3
+            assert await server.states() == [TrialState.RUNNING] * 3
+
     async def test_end_a_trial_once_its_job_can_be_had(self, database_url: str) -> None:
         """PostgreSQL locks the job after the trial, which has been locked by then; other databases both at once."""
         async with open_store(database_url, patience_s=LONG_S) as store:

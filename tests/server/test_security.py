@@ -151,7 +151,7 @@ def test_what_each_route_asks_for(tmp_path: Path) -> None:
     assert needed["report"] == {
         "POST /jobs",
         "GET /jobs/batch_size",
-        "any /report",
+        "POST /report",
         "POST /trials",
         "PATCH /trials",
         "PATCH /trials/heartbeat",
@@ -494,6 +494,7 @@ class TestLimits:
             [get("/page", opt=PAGE)(none), get("/data")(none), post("/page", opt={**PAGE, **needs(Scope.READ)})(none)],
             middleware=[AccessControl(authenticator, ["*"], read_timeout_s=60)],
             exception_handlers=EXCEPTION_HANDLERS,
+            logging_config=None,  # Litestar's own would set the level of the root logger for all later tests
         )
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
 

@@ -311,4 +311,4 @@ def test_unknown_routes_and_methods(http: httpx.Client) -> None:
     assert_refused(http.put("/jobs"), 405, None)
     response = http.put("/report")
     assert_refused(response, 405, None)
-    assert response.headers["Allow"] == "POST"
+    assert response.headers["Allow"] == "POST, OPTIONS"

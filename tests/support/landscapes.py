@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,27 +28,12 @@ def workload(
 
 
 @dataclass(frozen=True)
-class Changing(Conditions):
-    """Trials with these numbers cost four times as much; from a recurrence on, the landscape is another."""
-
-    slowed: tuple[int, ...] = ()
-    later: Landscape | None = None
-    changes_at: int = 0
-    noise: float = 0.0
-
-    def landscape_at(self, recurrence: int) -> Landscape:
-        """The landscape before or after the change."""
-        return self.landscape if self.later is None or recurrence < self.changes_at else self.later
-
-    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
-        """That of a busy machine, in which `noise` is the σ of its log."""
-        factor = math.exp(self.noise * draws.standard_normal()) if self.noise else 1.0
-        return 4.0 * factor if trial_number in self.slowed else factor
-
-
-@dataclass(frozen=True)
 class Case:
-    """A workload, and what happens to it."""
+    """A workload, and what happens to it.
+
+    Trials with the numbers `slowed` cost four times as much. From recurrence `changes_at` on, the workload is `later`.
+    `noise` is the σ of the log of a trial's cost on a busy machine.
+    """
 
     workload: Workload
     slowed: tuple[int, ...] = ()
@@ -58,20 +43,32 @@ class Case:
 
     def play(self, recurrences: int, *, seed: int = 0, concurrency: int = 1, beta: float | None = 2.0) -> Outcomes:
         """Let a job of policy `gp_voi` recur so many times."""
-        first = landscape(self.workload, eta=1.0, optimal_power_limits=False)
-        later = None if self.later is None else landscape(self.later, eta=1.0, optimal_power_limits=False)
-        job = job_of(
-            first,
-            GP_VOI,
-            seed=seed,
-            max_power=_POWER_W,
-            eta_knob=1.0,
-            beta_knob=beta,
-            max_epochs=self.workload.max_epochs,
+        first, later = (
+            landscape(each, eta=1.0, optimal_power_limits=False)
+            for each in (self.workload, self.later or self.workload)
         )
-        conditions = Changing(first, slowed=self.slowed, later=later, changes_at=self.changes_at, noise=self.noise)
+        fields = {"max_power": _POWER_W, "eta_knob": 1.0, "beta_knob": beta, "max_epochs": self.workload.max_epochs}
+        job = job_of(first, GP_VOI, seed=seed, **fields)
+        conditions = Changing(first, case=self, later=later)
         played = Simulation(job, conditions, recurrences=recurrences, concurrency=concurrency, seed=seed).play()
-        return Outcomes(played, {size: each.expected_cost_j for size, each in (later or first).profiles.items()})
+        return Outcomes(played, {size: each.expected_cost_j for size, each in later.profiles.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changing(Conditions):
+    """The conditions of a case; `later` is the landscape after its change."""
+
+    case: Case
+    later: Landscape
+
+    def landscape_at(self, recurrence: int) -> Landscape:
+        """The landscape before or after the change."""
+        return self.landscape if recurrence < self.case.changes_at else self.later
+
+    def slowness(self, trial_number: int, draws: np.random.Generator) -> float:
+        """That of a busy machine, in which `noise` is the σ of its log."""
+        factor = math.exp(self.case.noise * draws.standard_normal()) if self.case.noise else 1.0
+        return 4.0 * factor if trial_number in self.case.slowed else factor
 
 
 @dataclass(frozen=True)
@@ -80,10 +77,11 @@ class Outcomes:
 
     played: Played
     costs_j: dict[int, float]
-    best_j: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "best_j", min(self.costs_j.values()))
+    @property
+    def best_j(self) -> float:
+        """The lowest of these costs."""
+        return min(self.costs_j.values())
 
     def sizes_of_last(self, recurrences: int) -> list[int]:
         """Sizes of the trials of so many recurrences at the end."""

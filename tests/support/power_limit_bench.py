@@ -11,12 +11,17 @@ import pytest
 
 from zeus_plugins.energy import EnergyUnavailableError, Measurement
 from zeus_plugins.power_limit import (
+    Done,
     OptimumSelector,
     PowerLimitProfile,
     PowerLimitProfiler,
     PowerLimitUnavailableError,
+    Profiling,
+    Ready,
     ReplayMachine,
     ReplayPoint,
+    State,
+    Warmup,
     ZeusCost,
 )
 from zeus_plugins.protocol import GpuConfig
@@ -36,6 +41,13 @@ TABLE = {
 LIMITS_W = (250.0, 200.0, 150.0, 100.0)
 BEST_W = 200.0
 FOUND_W = 250.0
+
+# The states that may follow each state of a profiler.
+MOVES: Mapping[type[State], set[type[State]]] = {
+    Ready: {Warmup, Profiling, Done},
+    Warmup: {Profiling, Ready, Done},
+    Profiling: {Warmup, Profiling, Ready, Done},
+}
 
 
 def machine(number_of_gpus: int = 1) -> ReplayMachine:

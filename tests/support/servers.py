@@ -79,11 +79,13 @@ def free_port() -> int:
     raise AssertionError("the ports are without end")
 
 
-def wait_until_up(process: warm.Process, url: str, log: Path) -> None:
+def wait_until_up(
+    process: warm.Process | subprocess.Popen[bytes], url: str, log: Path, path: str = "/health/live"
+) -> None:
     deadline = time.monotonic() + SERVER_START_S
     while True:
         try:
-            httpx.get(f"{url}/health/live").raise_for_status()
+            httpx.get(f"{url}{path}").raise_for_status()
         except httpx.HTTPError:
             if process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"the server did not start: {log.read_text()}") from None

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from tests.support.servers import SERVER_START_S, free_port
+from tests.support.servers import free_port, wait_until_up
 
 _HERE = Path(__file__).parent
 # As long as the suite may wait for an installation, which takes half a minute where packages are near.
@@ -65,7 +63,7 @@ class Peer:
             )
         url = f"http://127.0.0.1:{port}"
         try:
-            _wait_until_it_answers(process, url, log)
+            wait_until_up(process, url, log, "/openapi.json")
             yield url
         finally:
             process.terminate()
@@ -137,16 +135,3 @@ def _environment(**variables: str) -> dict[str, str]:
     """This process's environment without what is meant for this project, and with `variables`."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("ZEUS_", "PYTHONPATH"))}
     return inherited | variables
-
-
-def _wait_until_it_answers(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    deadline = time.monotonic() + SERVER_START_S
-    while True:
-        try:
-            httpx.get(url)
-        except httpx.TransportError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"Zeus's server did not start: {log.read_text()}") from None
-            time.sleep(0.05)
-        else:
-            return

@@ -19,7 +19,7 @@ from zeus_plugins.client.outbox import default_outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.energy import AmdSmiMonitor, EnergyMonitor, EnergyUnavailableError, RaplMonitor
 from zeus_plugins.energy.auto import choose
-from zeus_plugins.energy.nvml import AGREEMENT, compare_nvml, open_gpus
+from zeus_plugins.energy.nvml import compare_nvml, open_gpus
 from zeus_plugins.environment import STATE_DIRECTORY, VARIABLES
 from zeus_plugins.errors import (
     ZeusBSOConfigError,
@@ -150,10 +150,9 @@ def _comparison() -> Finding:
         return Finding("nvidia", Level.WARNING, f"counters and power readings cannot be compared: {error}")
     told = f"{compared.counter_j:.4g} J by the counters, {compared.integrated_j:.4g} J by power readings"
     details = {"counter_j": compared.counter_j, "integrated_j": compared.integrated_j, "time_s": compared.time_s}
-    if compared.agrees:
+    if compared.problem is None:
         return Finding("nvidia", Level.OK, f"in {compared.time_s:.3g} s {told}: they agree", details)
-    why = compared.problem or f"they differ by more than {AGREEMENT:.0%}"
-    return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {why}", details)
+    return Finding("nvidia", Level.WARNING, f"in {compared.time_s:.3g} s {told}: {compared.problem}", details)
 
 
 def _described(check: str, monitor: EnergyMonitor) -> Finding:

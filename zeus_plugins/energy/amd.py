@@ -1,7 +1,6 @@
 """AMD GPUs, by their energy counters (the package `amdsmi`, which comes with ROCm).
 
-Written against the interface of amdsmi 7.0.2 and the reports of those who use it. No AMD GPU was at hand: nothing here
-has met a real one, and the tests pretend one.
+Written against the interface of amdsmi 7.0.2 and reports of its users, and tested only with a simulated GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,11 +27,17 @@ from zeus_plugins.energy.visible import check_one_model, chosen_indices
 from zeus_plugins.environment import CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, ROCR_VISIBLE_DEVICES
 
 AmdSmi = Any
-"""The package `amdsmi`, which may be absent, or what a test gives in its place."""
+"""The package `amdsmi`, which may be absent, or a test's replacement."""
+
+COMPARED_S = 0.25
+"""Seconds for which a counter is first compared with the power reading."""
+
+# Generous, as the readings are means of different lengths under a load that may just have begun: finds a wrong unit.
+_PLAUSIBLE = (0.1, 10.0)
 
 
 def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | None:
-    """Choose a monitor of the AMD GPUs that train, unless NVIDIA's do; see `Probe`."""
+    """Choose a monitor of the AMD GPUs that train, unless NVIDIA GPUs do; see `Probe`."""
     indices = [each for each in request.device_indices or () if isinstance(each, int)]
     names_others = len(indices) < len(request.device_indices or ())
     is_absent = amdsmi is None and importlib.util.find_spec("amdsmi") is None
@@ -41,8 +46,8 @@ def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | Non
     try:
         _open_gpus(amdsmi, indices or None)
         return request.counted_or_integrated(
-            lambda max_power_w: AmdSmiMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
-            lambda max_power_w: AmdSmiPowerMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
+            partial(AmdSmiMonitor, indices or None, amdsmi=amdsmi),
+            partial(AmdSmiPowerMonitor, indices or None, amdsmi=amdsmi),
         )
     except NoGpuError:
         raise
@@ -51,26 +56,24 @@ def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | Non
 
 
 class AmdSmiMonitor(CounterMonitor):
-    """An `EnergyMonitor` over the visible AMD GPUs. Experimental: it was tried on no real GPU yet.
+    """An `EnergyMonitor` over the visible AMD GPUs. Experimental: not yet tested on a real GPU.
 
-    The driver is first asked when `gpus` or `begin_window` is called, and ``ROCR_VISIBLE_DEVICES``,
-    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` are read then.
+    `gpus` and `begin_window` open the driver and read ``ROCR_VISIBLE_DEVICES``, ``HIP_VISIBLE_DEVICES`` and
+    ``CUDA_VISIBLE_DEVICES``. The first use compares each counter with the power reading, if available, because some
+    driver versions count in another unit than they state.
 
-    Of a card with two dies (MI250) the first die's counter counts for both, and the second's stands at 0: such a card
-    is measured where the training has both dies, and unavailable where it has one.
+    On a card with two dies (MI250) the first die's counter counts for both, and the second die's stays at 0. Such a
+    card can be measured only if the training uses both dies.
 
     Args:
-        device_indices: Which of the visible GPUs train, counting from 0. None: all of them.
-        max_power_w: The most that they draw together, in watts, should a driver tell no power limit.
-        amdsmi: A stand-in for the installed `amdsmi`.
-
-    On first use each counter is compared with the power reading for a quarter of a second, where there is one: in some
-    versions the unit of the counter was another one than was told.
+        device_indices: Indices among the visible GPUs. None: all of them.
+        max_power_w: Their summed maximum power in watts, if the driver gives no power limit.
+        amdsmi: A replacement for the installed `amdsmi`.
 
     Raises:
-        EnergyUnavailableError: On first use: no driver, no visible GPU, or a GPU without a counter of its own, or with
-            one that counts less than a tenth, or more than ten times, of what its power amounts to.
-        ZeusBSOConfigError: On first use: the GPUs are of several models, or one that was named does not exist.
+        EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU without a counter of its own, or a
+            counter that differs from the power reading by more than a factor of ten.
+        ZeusBSOConfigError: On first use: the GPUs are of several models, or a named GPU does not exist.
     """
 
     def __init__(
@@ -82,14 +85,16 @@ class AmdSmiMonitor(CounterMonitor):
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        super().__init__("amdsmi", partial(_counting, amdsmi, device_indices, max_power_w, clock, sleep), clock)
+        super().__init__(
+            "amdsmi", partial(_counting, amdsmi, device_indices, clock, sleep), clock, max_power_w=max_power_w
+        )
 
 
 class AmdSmiPowerMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` over the visible AMD GPUs that reads their power, for those without a counter to trust.
+    """An `EnergyMonitor` that integrates power readings of the visible AMD GPUs, if their counters are unusable.
 
-    Experimental, as `AmdSmiMonitor`, whose arguments and errors these are. A GPU that tells no power, as the second die
-    of an MI250 does, is unavailable.
+    Experimental. Arguments and errors are those of `AmdSmiMonitor`. A GPU without a power reading, such as the second
+    die of an MI250, is unavailable.
     """
 
     def __init__(
@@ -101,36 +106,33 @@ class AmdSmiPowerMonitor(IntegratedPowerMonitor):
         amdsmi: AmdSmi | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("amdsmi power", partial(_telling, amdsmi, device_indices, max_power_w), clock, interval_s)
+        super().__init__("amdsmi power", partial(_readable, amdsmi, device_indices), clock, interval_s, max_power_w)
 
 
 @dataclass(frozen=True)
 class _Gpu:
-    """One GPU, or one die of two; `index` counts those of the machine from 0, as HIP does."""
+    """One GPU, or one die of two; `index` is its number on the machine as HIP counts."""
 
     amdsmi: AmdSmi
     handle: Any
     index: int
     name: str
     uuid: str
-    stated_power_w: float | None = None
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
 
     @property
     def max_power_w(self) -> float:
-        """The highest power limit that can be set, in watts; amdsmi tells it in microwatts."""
+        """The highest settable power limit in watts; amdsmi gives microwatts."""
         try:
             limits = self._ask("power limits", self.amdsmi.amdsmi_get_power_cap_info)
             return self._number("power limits", limits, "max_power_cap") / MICRO
         except EnergyUnavailableError as unavailable:
-            if self.stated_power_w is not None:
-                return self.stated_power_w
             raise NoPowerLimitError(unavailable.cause) from unavailable
 
     def power_w(self) -> float:
-        """The power that the GPU draws, in watts; which of the readings there is depends on the model."""
+        """Read the power in watts, from the field that this model fills."""
         told = self._ask("power reading", self.amdsmi.amdsmi_get_power_info)
         for key in ("socket_power", "current_socket_power", "average_socket_power"):
             number = told.get(key)
@@ -139,10 +141,8 @@ class _Gpu:
         raise EnergyUnavailableError(f"{self} gives no power reading: amdsmi answers {dict(told)!r}")
 
     def energy_uj(self) -> int:
-        """Energy in microjoules since the driver was loaded."""
         count = self._ask("energy counter", self.amdsmi.amdsmi_get_energy_count)
-        # It was called `power` before ROCm 6.2.
-        key = "energy_accumulator" if "energy_accumulator" in count else "power"
+        key = "energy_accumulator" if "energy_accumulator" in count else "power"  # "power" before ROCm 6.2
         return round(
             self._number("energy counter", count, key) * self._number("energy counter", count, "counter_resolution")
         )
@@ -155,40 +155,34 @@ class _Gpu:
 
     def _number(self, what: str, answer: Mapping[str, Any], key: str) -> float:
         number = answer.get(key)
-        if not isinstance(number, int | float):  # amdsmi says "N/A"
+        if not isinstance(number, int | float):  # amdsmi returns "N/A"
             raise EnergyUnavailableError(f"{self} gives no {what}: amdsmi answers {key}={number!r}")
         return number
 
 
-def _installed_amdsmi() -> AmdSmi:
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # Some versions print what they miss, into a command's own output.
-            import amdsmi
-    # Where ROCm's library is missing the import raises KeyError in some versions and OSError in others.
-    except Exception as error:
-        raise NoGpuError(f"the package amdsmi cannot be imported: {error!r}") from error
-    return amdsmi
+def _counting(
+    amdsmi: AmdSmi | None, indices: Sequence[int] | None, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> Found:
+    gpus, machine = _open_gpus(amdsmi, indices)
+    counting = _first_dies(gpus, machine)
+    _compare(counting, clock, sleep)
+    return Found(counting, len(gpus), gpus[0].name)
 
 
-COMPARED_S = 0.25
-"""Seconds for which a counter is compared with a power reading at first."""
-
-# The readings are means of different lengths, at a load that may just have begun: this finds another unit.
-_PLAUSIBLE = (0.1, 10.0)
+def _readable(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> Found:
+    gpus, _machine = _open_gpus(amdsmi, indices)
+    return Found(gpus, len(gpus), gpus[0].name)
 
 
 def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[float], None]) -> None:
-    """Refuse counters that have nothing to do with the power that the GPUs tell, where they tell it."""
-    telling = []
+    """Refuse counters that disagree with the power readings of their GPUs; skip GPUs without a reading."""
+    readings = []
     for gpu in gpus:
-        try:
-            telling.append((gpu, gpu.power_w(), gpu.energy_uj(), clock()))
-        except (EnergyUnavailableError, AttributeError):
-            continue
-    if not telling:
-        return
-    sleep(COMPARED_S)
-    for gpu, power_w, begun_uj, begun_s in telling:
+        with contextlib.suppress(EnergyUnavailableError, AttributeError):
+            readings.append((gpu, gpu.power_w(), gpu.energy_uj(), clock()))
+    if readings:
+        sleep(COMPARED_S)
+    for gpu, power_w, begun_uj, begun_s in readings:
         counted_w = (gpu.energy_uj() - begun_uj) / MICRO / max(clock() - begun_s, 1e-9)
         lowest, highest = _PLAUSIBLE
         if not lowest * power_w <= counted_w <= highest * power_w:
@@ -197,32 +191,8 @@ def _compare(gpus: Sequence[_Gpu], clock: Callable[[], float], sleep: Callable[[
             )
 
 
-def _counting(
-    amdsmi: AmdSmi | None,
-    indices: Sequence[int] | None,
-    max_power_w: float | None,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> Found:
-    """The GPUs that count for those that train."""
-    gpus, machine = _open_gpus(amdsmi, indices)
-    counting = _with_stated_power(_first_dies(gpus, machine), max_power_w)
-    _compare(counting, clock, sleep)
-    return Found(counting, len(gpus), gpus[0].name)
-
-
-def _telling(amdsmi: AmdSmi | None, indices: Sequence[int] | None, max_power_w: float | None) -> Found:
-    """The GPUs that train, which are to tell their power."""
-    gpus, _machine = _open_gpus(amdsmi, indices)
-    return Found(_with_stated_power(gpus, max_power_w), len(gpus), gpus[0].name)
-
-
-def _with_stated_power(gpus: Sequence[_Gpu], max_power_w: float | None) -> list[_Gpu]:
-    return [replace(gpu, stated_power_w=None if max_power_w is None else max_power_w / len(gpus)) for gpu in gpus]
-
-
 def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[list[_Gpu], list[_Gpu]]:
-    """The GPUs that train, each whole, and all of the machine."""
+    """Return the GPUs that train, none of them partitioned, and all GPUs of the machine."""
     machine = _open_machine(amdsmi or _installed_amdsmi())
     visible = _visible(machine)
     gpus = [visible[index] for index in chosen_indices(indices, len(visible))]
@@ -230,7 +200,7 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
     for gpu in gpus:
         try:
             partition = gpu.amdsmi.amdsmi_get_gpu_compute_partition(gpu.handle)
-        except (AttributeError, gpu.amdsmi.AmdSmiException):  # what does not know partitions (MI300's) has none
+        except (AttributeError, gpu.amdsmi.AmdSmiException):  # only MI300 and later know partitions
             continue
         if partition not in ("SPX", "N/A", ""):
             raise EnergyUnavailableError(
@@ -238,6 +208,16 @@ def _open_gpus(amdsmi: AmdSmi | None, indices: Sequence[int] | None) -> tuple[li
                 " others"
             )
     return gpus, machine
+
+
+def _installed_amdsmi() -> AmdSmi:
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # Some versions print what they miss.
+            import amdsmi
+    # Without ROCm's library the import raises KeyError in some versions and OSError in others.
+    except Exception as error:
+        raise NoGpuError(f"the package amdsmi cannot be imported: {error!r}") from error
+    return amdsmi
 
 
 def _open_machine(amdsmi: AmdSmi) -> list[_Gpu]:
@@ -252,23 +232,19 @@ def _open_machine(amdsmi: AmdSmi) -> list[_Gpu]:
             name = amdsmi.amdsmi_get_gpu_asic_info(handle)["market_name"]
         except amdsmi.AmdSmiException as error:
             raise EnergyUnavailableError(f"AMD GPU {place} does not tell its model: {error}") from error
-        index, uuid = _enumeration(amdsmi, handle, place)
-        gpus.append(_Gpu(amdsmi, handle, index, name, uuid))
+        # HIP's numbers are known since ROCm 6.4; before, both list GPUs in the same order as a rule.
+        try:
+            known = amdsmi.amdsmi_get_gpu_enumeration_info(handle)
+        except (AttributeError, amdsmi.AmdSmiException):
+            known = {}
+        index = known.get("hip_id")
+        uuid = str(known.get("hip_uuid", ""))
+        gpus.append(_Gpu(amdsmi, handle, index if isinstance(index, int) else place, name, uuid))
     return sorted(gpus, key=lambda gpu: gpu.index)
 
 
-def _enumeration(amdsmi: AmdSmi, handle: Any, place: int) -> tuple[int, str]:
-    """HIP's index and id of a GPU; amdsmi knows them since ROCm 6.4, and lists GPUs in the same order as a rule."""
-    try:
-        known = amdsmi.amdsmi_get_gpu_enumeration_info(handle)
-    except (AttributeError, amdsmi.AmdSmiException):
-        return place, ""
-    index = known.get("hip_id")
-    return (index if isinstance(index, int) else place), str(known.get("hip_uuid", ""))
-
-
 def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
-    # ROCR_VISIBLE_DEVICES hides GPUs from everything that runs on ROCm. Of the others, HIP obeys the first that is set.
+    # ROCR_VISIBLE_DEVICES hides GPUs from all of ROCm. HIP obeys the first of the other two variables that is set.
     hip = HIP_VISIBLE_DEVICES.text()
     hip = CUDA_VISIBLE_DEVICES.text() if hip is None else hip
     visible = machine
@@ -281,7 +257,7 @@ def _visible(machine: Sequence[_Gpu]) -> Sequence[_Gpu]:
 
 
 def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
-    """The GPUs of a list of indices and ids, up to the first entry that names none."""
+    """Return the GPUs of a list of indices and ids, up to the first entry without a GPU."""
     listed: list[_Gpu] = []
     for entry in (part.strip().lower() for part in setting.split(",")):
         named = [gpu for place, gpu in enumerate(gpus) if entry and entry in (str(place), gpu.uuid.lower())]
@@ -292,7 +268,7 @@ def _listed(setting: str, gpus: Sequence[_Gpu]) -> Sequence[_Gpu]:
 
 
 def _first_dies(gpus: Sequence[_Gpu], machine: Sequence[_Gpu]) -> list[_Gpu]:
-    """Those whose counters count for all of these: of two dies on one card, the first."""
+    """Return the GPUs whose counters together count for `gpus`: of two dies on one card, the first."""
     counting = []
     for gpu in gpus:
         place = machine.index(gpu)

@@ -24,7 +24,7 @@ from zeus_plugins.energy.monitor import (
 from zeus_plugins.environment import ESTIMATED_POWER_W
 
 PROBES: tuple[Probe, ...] = (nvml.probe, amd.probe, probe_jetson, probe_rapl)
-"""All kinds of devices that can be measured, the preferred ones first. A new energy counter adds its `probe` here."""
+"""The probes of all kinds of devices, in order of preference. A new energy counter adds its `probe` here."""
 
 
 def auto(
@@ -33,25 +33,21 @@ def auto(
     device_indices: Sequence[int | str] | None = None,
     probes: Sequence[Probe] = PROBES,
 ) -> EnergyMonitor:
-    """Choose the best monitor that this machine offers.
+    """Choose the best monitor that this machine offers, unused so that it can be pickled.
 
-    In this order: the energy counters of NVIDIA's GPUs; their power, integrated; the counters of AMD's GPUs, or their
-    power; the power sensors of a Jetson module; where no GPU trains, the counters of the CPU packages (RAPL); and where
-    nothing is measured, an estimate that says so.
-
-    A fallback is logged as a warning, once per process for each cause. The monitor returned is unused and can be
-    pickled.
+    The order of preference: energy counters of NVIDIA GPUs; their power, integrated; counters of AMD GPUs, or their
+    power; power sensors of a Jetson module; counters of the CPU packages (RAPL), if no GPU trains; an estimate that
+    says so. Each cause of a fallback is logged as a warning once per process.
 
     Args:
-        estimated_power_w: Watts to assume without a counter. None: those in the environment variable
-            ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power limits where they tell them, else
-            `DEFAULT_ESTIMATED_POWER_W`.
-        device_indices: Which of the visible GPUs train, counting from 0, or NVIDIA GPUs by their UUIDs. None: all of
-            them. Empty: none, the training uses another device, so that an idle GPU beside it must not be measured.
+        estimated_power_w: Watts to assume without a counter. None: ``ZEUS_ESTIMATED_POWER_W``, else the GPUs' power
+            limits if known, else `DEFAULT_ESTIMATED_POWER_W`.
+        device_indices: Indices among the visible GPUs, or UUIDs of NVIDIA GPUs. None: all visible GPUs. Empty: the
+            training uses another device, and idle GPUs beside it are not measured.
         probes: The kinds of devices to look for, in this order.
 
     Raises:
-        ZeusBSOConfigError: The visible GPUs cannot be measured together, or the watts to assume make no sense.
+        ZeusBSOConfigError: The visible GPUs cannot be measured together, or the watts to assume are invalid.
     """
     choice = choose(estimated_power_w, device_indices=device_indices, probes=probes)
     if choice.warning is not None:
@@ -65,7 +61,7 @@ def choose(
     device_indices: Sequence[int | str] | None = None,
     probes: Sequence[Probe] = PROBES,
 ) -> Choice:
-    """Choose as `auto` does, and say why. Arguments and errors are those of `auto`."""
+    """Choose like `auto` and return the reasons, too."""
     request = MonitorRequest(device_indices, estimated_power_w)
     causes: list[str] = []
     gpus = UnmeasuredGpuError("no GPU was found")
@@ -106,7 +102,7 @@ def _estimate(request: MonitorRequest, gpus: UnmeasuredGpuError, causes: Sequenc
 
 
 def _cuda_model() -> str | None:
-    """Return the GPU's name as PyTorch gives it, for a driver that tells nothing."""
+    """Return PyTorch's name of the GPU, if its driver gives none."""
     torch = sys.modules.get("torch")
     try:
         return str(torch.cuda.get_device_properties(0).name) if torch and torch.cuda.is_initialized() else None
@@ -114,6 +110,6 @@ def _cuda_model() -> str | None:
         return None
 
 
-@functools.cache  # a recurring cause is told once
+@functools.cache  # logs each cause once
 def _warn_once(warning: str) -> None:
     logger.warning("%s", warning)

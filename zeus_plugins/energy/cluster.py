@@ -1,4 +1,4 @@
-"""One measurement for a training that runs on several machines (nodes). Knows no framework."""
+"""One measurement for a training on several machines (nodes), without a framework."""
 
 from __future__ import annotations
 
@@ -16,24 +16,22 @@ _WINDOW = "zeus_node"
 
 
 class ClusterMonitor:
-    """An `EnergyMonitor` on rank 0 that adds up what the first rank of each node measures.
+    """An `EnergyMonitor` on rank 0 that adds up the measurements of the first rank of each node.
 
-    Every rank makes one, in the process that uses it: the constructor and `synchronize` are collective calls, which
-    each rank makes at the same point of the training. `gpus`, `begin_window` and `end_window` are for rank 0 alone, at
-    any time and without collectives: a window there holds rank 0's node up to its end, and the others up to the latest
-    `synchronize`; what they use after that is part of the window in which the next one falls. So synchronize right
-    before each window begins or ends whose energy is to be reported.
-
-    A node that fails to measure in between is taken to have drawn its maximum power, and the source says so.
+    Every rank makes one, in the process that uses it. The constructor and `synchronize` are collective calls, made by
+    all ranks at the same point of the training. `gpus`, `begin_window` and `end_window` are for rank 0 only and need no
+    collectives: a window covers rank 0's node up to its end, and the other nodes up to the latest `synchronize`. The
+    energy that they use later counts for the window of the next `synchronize`. So call it right before a window begins
+    or ends. If a node fails to measure, its maximum power counts, and the source says so.
 
     Args:
         measure: Makes the monitor of this node's devices, on the first rank of each node; None on the others.
-        rank: Of this process, among all; rank 0 is the first of its node.
+        rank: The global rank of this process; rank 0 is the first of its node.
         all_gather: Takes an object and returns the objects of all ranks, in order of rank.
 
     Raises:
-        Exception: On every rank, what the first of the nodes that cannot measure has raised.
-        ZeusBSOConfigError: On every rank: the nodes have GPUs of different models.
+        Exception: The error of the first node that cannot measure, on every rank.
+        ZeusBSOConfigError: The nodes have GPUs of different models, on every rank.
     """
 
     def __init__(
@@ -53,17 +51,16 @@ class ClusterMonitor:
             try:
                 self._monitor = as_energy_monitor(measure())
                 told = self._monitor.gpus()
-            except Exception as error:  # Raised below, on all ranks alike: alone it would hang the others.
+            except Exception as error:  # Raised below on all ranks, which would hang if one of them raised here.
                 told = error
-        # By the rank that measures the node.
-        self._node_gpus: dict[int, GpuConfig] = {}
+        self._node_gpus: dict[int, GpuConfig] = {}  # by the rank that measures the node
         for each, gpus in enumerate(all_gather(told)):
             if isinstance(gpus, Exception):
                 raise gpus
             if gpus is not None:
                 self._node_gpus[each] = gpus
         self._gpus = sum_of_nodes(list(self._node_gpus.values()))
-        # What the other nodes have used up to the latest `synchronize`, and how they measured that.
+        # Of the other nodes, up to the latest `synchronize`.
         self._others_j = 0.0
         self._others_sources: tuple[str, ...] = ()
         self._others_j_at_begin: dict[str, float] = {}
@@ -72,7 +69,7 @@ class ClusterMonitor:
 
     @property
     def source(self) -> str:
-        """The way in which the energy is obtained on rank 0's node and on the others, and how many they are."""
+        """The number of nodes, and how they obtain the energy."""
         return self._joined(() if self._monitor is None else (self._monitor.source,))
 
     def gpus(self) -> GpuConfig:
@@ -80,7 +77,7 @@ class ClusterMonitor:
         return self._gpus
 
     def synchronize(self) -> None:
-        """Tell rank 0 what each node has used since the latest `synchronize`; the first one only begins to measure."""
+        """Send each node's energy since the latest `synchronize` to rank 0; the first call only begins to measure."""
         shares: Sequence[Measurement | None] = self._all_gather(self._share())
         now_s, then_s = self._clock(), self._synchronized_s
         self._synchronized_s = now_s
@@ -98,18 +95,18 @@ class ClusterMonitor:
         self._others_sources = tuple(sources)
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`. On rank 0 only."""
+        """See `EnergyMonitor.begin_window`. Only on rank 0."""
         self._own.begin_window(name)
         self._others_j_at_begin[name] = self._others_j
 
     def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began, and what all nodes used in it. On rank 0 only."""
+        """Return the time of the window and the energy of all nodes. Only on rank 0."""
         own = self._own.end_window(name)
         others_j = self._others_j - self._others_j_at_begin.pop(name)
         return Measurement(own.time_s, own.energy_j + others_j, self._joined((own.source,)))
 
     def close(self) -> None:
-        """Stop measuring on this rank. No collective, and it never raises: it is called on the way out."""
+        """Stop measuring on this rank, without a collective. Never raises, so that it can be called after an error."""
         if self._monitor is None or not self._is_measuring:
             return
         self._is_measuring = False
@@ -125,10 +122,7 @@ class ClusterMonitor:
         return self._monitor
 
     def _share(self) -> Measurement | None:
-        """What this rank's node used since the latest `synchronize`; None where that is not measured.
-
-        Rank 0's own node is in its windows.
-        """
+        """Return the energy of this rank's node since the latest call; None on rank 0, or if it is not measured."""
         if self._rank == 0 or self._monitor is None:
             return None
         measured = None
@@ -138,7 +132,7 @@ class ClusterMonitor:
                 measured = self._monitor.end_window(_WINDOW)
             self._monitor.begin_window(_WINDOW)
             self._is_measuring = True
-        except Exception as error:  # The ranks wait for each other here, and a training is worth more than its energy.
+        except Exception as error:  # The other ranks wait in a collective, and the training must not end here.
             level = logging.DEBUG if self._has_warned else logging.WARNING
             self._has_warned = True
             logger.log(level, "this node's energy cannot be measured, its maximum power is taken instead: %s", error)
@@ -150,7 +144,7 @@ class ClusterMonitor:
 
 
 def sum_of_nodes(nodes: Sequence[GpuConfig]) -> GpuConfig:
-    """Sum up the devices of several nodes; raises `ZeusBSOConfigError` where they are of different models."""
+    """Sum up the devices of several nodes; raise `ZeusBSOConfigError` if their models differ."""
     models = sorted({node.gpu_model for node in nodes})
     if len(models) > 1:
         raise ZeusBSOConfigError(

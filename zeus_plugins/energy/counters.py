@@ -1,4 +1,4 @@
-"""Measurement windows over counters that only rise: a GPU's, a CPU package's, or power that is integrated here."""
+"""Measurement windows over counters that only rise: of a GPU, of a CPU package, or of power integrated here."""
 
 from __future__ import annotations
 
@@ -11,41 +11,38 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, OpenWindows, logger
+from zeus_plugins.energy.monitor import MAX_SOURCE_LENGTH, Measurement, NoPowerLimitError, OpenWindows, logger
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 STANDSTILL_S = 1.0
-"""A counter that has not moved for so many seconds does not count: all that are known move several times a second."""
+"""Seconds without a move after which a counter counts as broken: all known ones move several times a second."""
 
 SAMPLE_INTERVAL_S = 0.1
 """Seconds between two power readings."""
 
 LATE_S = 1.0
-"""Power readings further apart are told of: something held the interpreter."""
+"""Seconds between two power readings above which a measurement's source names the gap."""
 
 MICRO = 1_000_000
 
 
 class EnergyCounter(Protocol):
-    """A counter of the energy of one device. `str()` names the device for people.
-
-    What the device does not tell is an `EnergyUnavailableError`.
-    """
+    """The energy counter of one device; `str()` names the device. A failed reading raises `EnergyUnavailableError`."""
 
     @property
     def max_power_w(self) -> float:
-        """The most that the device draws, in watts."""
+        """The maximum power of the device in watts; raises `NoPowerLimitError` if the device gives none."""
 
     def energy_uj(self) -> int:
-        """Energy in microjoules since some instant of the past: whole, so that sums and differences are exact."""
+        """Return the microjoules since a fixed past instant, as an integer so that sums and differences are exact."""
 
 
 class IntegratedPower:
-    """An `EnergyCounter` made of power readings: the area below the straight lines between them (trapezoidal rule).
+    """An `EnergyCounter` that integrates power readings by the trapezoidal rule.
 
-    The device has `max_power_w` and `power_w()`, in watts. `late` counts the readings that came more than a second
-    after the one before.
+    The device has `max_power_w` and `power_w()`, in watts. `late` counts the readings that came more than `LATE_S`
+    after the previous reading.
     """
 
     def __init__(self, device: Any, clock: Callable[[], float]) -> None:
@@ -60,11 +57,11 @@ class IntegratedPower:
 
     @property
     def max_power_w(self) -> float:
-        """The most that the device draws, in watts."""
+        """The maximum power of the device in watts."""
         return float(self._device.max_power_w)
 
     def energy_uj(self) -> int:
-        """Microjoules since the first reading, up to now: each call reads the power and adds what was used since."""
+        """Read the power, add the energy since the previous reading, and return the microjoules since the first."""
         power_w = self._device.power_w()
         now_s = self._clock()
         if self._latest is not None:
@@ -76,9 +73,9 @@ class IntegratedPower:
 
 
 class Found(NamedTuple):
-    """The devices of a monitor, how they are described, and what a measurement's source is to say of them.
+    """The devices of a monitor, their description, and a function that returns notes for a measurement's source.
 
-    The devices are `EnergyCounter`s, or those of `IntegratedPower`.
+    The devices are `EnergyCounter`s, or the devices for `IntegratedPower`.
     """
 
     devices: Sequence[Any]
@@ -88,8 +85,6 @@ class Found(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """All counters at one instant."""
-
     time_s: float
     energies_uj: tuple[int, ...]
     late: int
@@ -98,13 +93,14 @@ class _Reading(NamedTuple):
 class CounterMonitor:
     """An `EnergyMonitor` over devices that have counters.
 
-    What a counter that stands still, or falls, does not tell is estimated as the device's maximum power × time, and the
-    measurement's source says so: 0 J would make the batch size that met with it look like the cheapest of all.
+    If a counter stands still or falls, the device's maximum power × time replaces it, and the measurement's source says
+    so: 0 J would make that batch size look like the cheapest.
 
     Args:
         source: See `EnergyMonitor.source`.
-        find: Finds the devices; called once, when they are first needed.
-        sample_interval_s: Seconds between two readings while a window is open. None: only its ends are read.
+        find: Finds the devices; called once, on first use.
+        sample_interval_s: Seconds between two readings while a window is open. None: read only at its ends.
+        max_power_w: The devices' summed maximum power in watts, if they give none.
     """
 
     def __init__(
@@ -113,60 +109,76 @@ class CounterMonitor:
         find: Callable[[], Found],
         clock: Callable[[], float],
         sample_interval_s: float | None = None,
+        max_power_w: float | None = None,
     ) -> None:
         self.source = source
         self._find = find
         self._clock = clock
         self._sample_interval_s = sample_interval_s
+        self._stated_power_w = max_power_w
         self._windows: OpenWindows[_Reading] = OpenWindows()
-        # For each counter, what it read when it was last seen to move, and when that was.
+        # For each counter, its reading when it last moved, and the time of that.
         self._moved: list[tuple[int, float]] = []
         self._suspected: set[str] = set()
+        self._sampler: Sampler | None = None  # while a window is open
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices; their maximum power is the sum of the highest limits that can be set, in watts."""
+        """Describe the devices; their maximum power is the sum of the highest settable limits, in watts."""
         devices, number, model, _notes = self._found
-        max_power_w = sum(counter.max_power_w for counter in devices)
+        max_power_w = sum(self._max_power_w(counter) for counter in devices)
         return GpuConfig(max_power=max_power_w, number_of_gpus=number, gpu_model=model)
 
     def begin_window(self, name: str) -> None:
         """See `EnergyMonitor.begin_window`."""
-        if self._sampler.is_inherited:
-            self._windows = OpenWindows()  # Discard windows inherited from the parent of a fork.
-        self._windows.refuse_open(name)
-        self._sampler.start()
+        if self._is_forked:
+            # The child of a fork has neither its parent's thread nor its windows.
+            self._windows, self._sampler = OpenWindows(), None
         try:
-            self._windows.open(name, self._read())
+            self._windows.open(name, self._begun)
         finally:
             self._rest()
 
     def end_window(self, name: str) -> Measurement:
-        """See `EnergyMonitor.end_window`; the energy is what the counters rose by, summed over all devices.
-
-        A window that another process has opened is refused.
-        """
-        self._sampler.require_own_process()
+        """See `EnergyMonitor.end_window`; a window that another process opened is refused, too."""
+        if self._sampler is not None and self._is_forked:
+            raise ZeusBSOOperationOrderError(
+                f"the measurement was begun by process {self._sampler.process_id}, and the thread that reads the device"
+                f" did not come along into its forked process {os.getpid()}: begin and end a window in one process"
+            )
         begun = self._windows.close(name)
         try:
             return self._between(begun, self._read())
         finally:
             self._rest()
 
+    def _max_power_w(self, counter: EnergyCounter) -> float:
+        try:
+            return counter.max_power_w
+        except NoPowerLimitError:
+            if self._stated_power_w is None:
+                raise
+            return self._stated_power_w / len(self._found.devices)
+
     @cached_property
     def _found(self) -> Found:
         found = self._find()
         for counter in found.devices:
-            counter.energy_uj()  # It counts, or this raises.
+            counter.energy_uj()  # Raises if the device cannot be read.
         return found
 
-    @cached_property
-    def _sampler(self) -> Sampler:
+    @property
+    def _is_forked(self) -> bool:
+        return self._sampler is not None and self._sampler.process_id != os.getpid()
+
+    def _begun(self) -> _Reading:
         counters = self._found.devices
-        return Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
+        if self._sampler is None and self._sample_interval_s is not None:
+            self._sampler = Sampler(lambda: [counter.energy_uj() for counter in counters], self._sample_interval_s)
+        return self._read()
 
     def _read(self) -> _Reading:
         counters = self._found.devices
-        with self._sampler.lock or contextlib.nullcontext():
+        with contextlib.nullcontext() if self._sampler is None else self._sampler.lock:
             energies_uj = tuple(counter.energy_uj() for counter in counters)
         now_s = self._clock()
         seen = self._moved or [(-1, now_s)] * len(energies_uj)
@@ -178,8 +190,9 @@ class CounterMonitor:
         return _Reading(now_s, energies_uj, late)
 
     def _rest(self) -> None:
-        if not self._windows:
+        if not self._windows and self._sampler is not None:
             self._sampler.stop()
+            self._sampler = None
 
     def _between(self, begun: _Reading, ended: _Reading) -> Measurement:
         counters = self._found.devices
@@ -191,7 +204,7 @@ class CounterMonitor:
             stands_still = last_uj == first_uj and ended.time_s - moved_s >= STANDSTILL_S
             if last_uj < first_uj or stands_still:
                 self._warn_once(counter, "has not moved" if stands_still else "has fallen")
-                estimated_w += counter.max_power_w
+                estimated_w += self._max_power_w(counter)
                 silent += 1
             else:
                 energy_uj += last_uj - first_uj
@@ -212,16 +225,12 @@ class CounterMonitor:
             "the energy counter of %s %s: while it does not count, %g W × time is taken instead, an estimate",
             counter,
             what,
-            counter.max_power_w,
+            self._max_power_w(counter),
         )
 
 
 class IntegratedPowerMonitor(CounterMonitor):
-    """The base of monitors that read power every `interval_s` seconds while a window is open.
-
-    Raises:
-        ZeusBSOConfigError: `interval_s` makes no sense.
-    """
+    """The base of monitors that integrate power readings while a window is open."""
 
     def __init__(
         self,
@@ -229,11 +238,12 @@ class IntegratedPowerMonitor(CounterMonitor):
         find: Callable[[], Found],
         clock: Callable[[], float],
         interval_s: float = SAMPLE_INTERVAL_S,
+        max_power_w: float | None = None,
     ) -> None:
         if not 0 < interval_s <= LATE_S:
             raise ZeusBSOConfigError(f"interval_s is {interval_s!r}: choose seconds above 0, {LATE_S:g} at most")
         self._find_devices = find
-        super().__init__(f"{what}, integrated every {interval_s:g} s", self._integrated, clock, interval_s)
+        super().__init__(f"{what}, integrated every {interval_s:g} s", self._integrated, clock, interval_s, max_power_w)
 
     def _integrated(self) -> Found:
         found = self._find_devices()
@@ -241,71 +251,45 @@ class IntegratedPowerMonitor(CounterMonitor):
 
 
 class Sampler:
-    """Calls a function in a daemon thread, every so many seconds between `start` and `stop`.
+    """A daemon thread that calls a function every `interval_s` seconds until `stop`.
 
-    What the function raises is logged, and the next call tries again. `lock` is held during each call, and is None
-    before the first `start`. A thread does not survive a fork, and a lock that it held stays locked in the child for
-    ever. So a forked process has to ask `is_inherited` first, and `start` makes a thread and a lock of its own. An
-    unused sampler can be pickled.
+    The thread logs an exception of the function and tries again. `lock` is held during each call. Neither thread nor
+    lock is usable in a forked process, which compares `process_id` with its own.
     """
 
-    def __init__(self, sample: Callable[[], object], interval_s: float | None) -> None:
-        self.interval_s = interval_s
-        self.lock: threading.Lock | None = None
+    def __init__(self, sample: Callable[[], object], interval_s: float) -> None:
+        self.lock = threading.Lock()
+        self.process_id = os.getpid()
         self._sample = sample
-        self._thread: threading.Thread | None = None
-        self._stopped: threading.Event | None = None
-        self._process_id: int | None = None
-
-    @property
-    def is_inherited(self) -> bool:
-        """True when it was started by another process, of which this one is a fork: there is no thread here."""
-        return self._process_id is not None and self._process_id != os.getpid()
-
-    def require_own_process(self) -> None:
-        """Refuse to go on with what another process has begun (`ZeusBSOOperationOrderError` if `is_inherited`)."""
-        if self.is_inherited:
-            raise ZeusBSOOperationOrderError(
-                f"the measurement was begun by process {self._process_id}, and the thread that reads the device did "
-                f"not come along into its forked process {os.getpid()}: begin and end a window in one process"
-            )
-
-    def start(self) -> None:
-        """Begin to sample; the first call comes after one interval. Nothing without one, or where it runs already."""
-        if self.interval_s is None or (self._process_id == os.getpid() and self._thread is not None):
-            return
-        self._process_id = os.getpid()
-        self.lock, self._stopped = threading.Lock(), threading.Event()
-        arguments = (weakref.ref(self), self._stopped, self.interval_s)
+        self._has_failed = False
+        self._stopped = threading.Event()
+        arguments = (weakref.ref(self), self._stopped, interval_s)
         self._thread = threading.Thread(target=_run, args=arguments, name="zeus-energy-sampler", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Sample no more; returns when the thread has ended. Nothing where it does not run."""
-        thread, self._thread = self._thread, None
-        if thread is None or self._stopped is None or self.is_inherited:
-            return
-        self._stopped.set()
-        thread.join()
+        """Stop sampling and wait for the thread's end."""
+        if self.process_id == os.getpid():
+            self._stopped.set()
+            self._thread.join()
 
-    def sample_or_log(self, *, again: bool) -> bool:
-        """Sample once; returns whether that failed. What fails `again` is logged for developers alone."""
+    def sample(self) -> None:
+        """Call the function; log its first failure as a warning and further ones for debugging."""
         try:
-            with self.lock or contextlib.nullcontext():
+            with self.lock:
                 self._sample()
         except Exception as error:
-            # The reading at the window's end raises what lasts; a thread that dies would lose what comes between.
-            logger.log(logging.DEBUG if again else logging.WARNING, "could not read a device's energy: %s", error)
-            return True
-        return False
+            # A lasting error is raised by the reading at the window's end; a dead thread would lose a passing one.
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            logger.log(level, "could not read a device's energy: %s", error)
+            self._has_failed = True
 
 
-# The thread holds no reference while it waits: a monitor that is dropped with a window open would be read for ever.
+# The thread holds only a weak reference, so that a monitor dropped with a window open is collected and its thread ends.
 def _run(sampler_of: weakref.ref[Sampler], stopped: threading.Event, interval_s: float) -> None:
-    has_failed = False
     while not stopped.wait(interval_s):
         sampler = sampler_of()
         if sampler is None:
             return
-        has_failed = sampler.sample_or_log(again=has_failed) or has_failed
+        sampler.sample()
         del sampler

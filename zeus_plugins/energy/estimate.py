@@ -17,21 +17,19 @@ MAX_MODEL_LENGTH = 255
 
 
 class EstimateMonitor:
-    """An `EnergyMonitor` that multiplies a stated power with the time measured.
-
-    Its costs rank batch sizes by time alone, since every size is taken to draw the same power.
+    """An `EnergyMonitor` that multiplies a stated power with the measured time, so costs rank batch sizes by time.
 
     Args:
         power_w: Power that the devices draw together while training, in watts.
-        number_of_devices: How many devices draw it.
-        device_model: What they are called; None: the name of this machine's CPU.
-        basis: Where the watts come from, in a word or two; part of the source of every figure.
+        number_of_devices: Number of these devices.
+        device_model: Their model. None: the name of this machine's CPU.
+        basis: Origin of the watts in a word or two, for the source of each measurement.
 
     Raises:
-        ZeusBSOConfigError: An argument is out of its range.
+        ZeusBSOConfigError: An argument is out of range.
     """
 
-    measures_exactly = True  # There is no counter, whose steps a short window would miss.
+    measures_exactly = True
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class EstimateMonitor:
         self._windows: OpenWindows[float] = OpenWindows()
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices as stated; their maximum power is the stated power."""
+        """Describe the devices as stated, with the stated power as their maximum power."""
         return GpuConfig(
             max_power=self._power_w,
             number_of_gpus=self._number_of_devices,
@@ -69,26 +67,26 @@ class EstimateMonitor:
         )
 
     def begin_window(self, name: str) -> None:
-        """Start to measure time; see `EnergyMonitor.begin_window`."""
-        self._windows.open(name, self._clock())
+        """See `EnergyMonitor.begin_window`."""
+        self._windows.open(name, self._clock)
 
     def end_window(self, name: str) -> Measurement:
-        """Return the time since the window began, and that time × the stated watts."""
+        """Return the time since the window began, and this time × the stated watts."""
         time_s = self._clock() - self._windows.close(name)
         return Measurement(time_s=time_s, energy_j=self._power_w * time_s, source=self.source)
 
 
 class ReplayMonitor:
-    """An `EnergyMonitor` that measures nothing and returns listed measurements in order.
+    """An `EnergyMonitor` that returns listed measurements in order.
 
     Args:
-        measurements: One for each `end_window` to come, whatever the window's name. Read as needed, so it may be
-            endless; the monitor can be pickled if the iterable's iterator can (a list's can, a generator's cannot).
-        gpus: The devices that the measurements were made on.
+        measurements: One for each `end_window`, whatever the window's name. The iterable may be endless. The monitor
+            can be pickled if the iterable's iterator can (a list's can, a generator's cannot).
+        gpus: The devices of these measurements.
     """
 
     measures_exactly = True
-    source = "replay"  # each measurement keeps the source that it was listed with
+    source = "replay"  # Each measurement keeps its listed source.
 
     def __init__(self, measurements: Iterable[Measurement], gpus: GpuConfig) -> None:
         self._remaining = iter(measurements)
@@ -97,19 +95,19 @@ class ReplayMonitor:
         self._windows: OpenWindows[None] = OpenWindows()
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices as given."""
+        """Return the given devices."""
         return self._gpus
 
     def begin_window(self, name: str) -> None:
-        """Open a window; see `EnergyMonitor.begin_window`."""
-        self._windows.open(name, None)
+        """See `EnergyMonitor.begin_window`."""
+        self._windows.open(name, lambda: None)
 
     def end_window(self, name: str) -> Measurement:
         """Close a window and return the next listed measurement.
 
         Raises:
-            ZeusBSOOperationOrderError: No window of that name is open.
-            ZeusBSOBadOperationError: Every listed measurement was given out.
+            ZeusBSOOperationOrderError: No window of this name is open.
+            ZeusBSOBadOperationError: All listed measurements have been returned.
         """
         self._windows.close(name)
         measurement = next(self._remaining, None)
@@ -123,10 +121,10 @@ class ReplayMonitor:
 
 
 def cpu_model_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Name this machine's CPU, in the same 1 to 255 characters at every call.
+    """Return the name of this machine's CPU, in 1 to 255 characters.
 
-    Without a model name in `cpuinfo` (other systems than Linux, many Arm kernels) the answer is the processor or
-    machine type that `platform` gives.
+    Without a model name in `cpuinfo` (not on Linux, or many Arm kernels), use the processor or machine type of
+    `platform`.
     """
     try:
         model = re.search(r"^model name\s*:(.*\S)", cpuinfo.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What Linux itself tells of energy: the counters of CPU packages (RAPL) and the power sensors of Jetson modules."""
+"""Energy readings of Linux: the counters of CPU packages (RAPL) and the power sensors of Jetson modules."""
 
 from __future__ import annotations
 
@@ -13,17 +13,14 @@ from zeus_plugins.energy.estimate import cpu_model_name
 from zeus_plugins.energy.monitor import Choice, EnergyUnavailableError, MonitorRequest, NoPowerLimitError
 
 POWERCAP = Path("/sys/class/powercap")
-
 RAPL_INTERVAL_S = 10.0
 
 HWMON = Path("/sys/class/hwmon")
-
 MODEL = Path("/proc/device-tree/model")
 
 _SENSOR = "ina3221"
 
-# Where a module measures its whole input, that is all of it. Where it does not (AGX Orin), its rails are added up,
-# without the one that another of them feeds.
+# Some modules measure their whole input. For others (AGX Orin) the rails are summed, except a rail fed by another one.
 _WHOLE = ("VDD_IN", "POM_5V_IN")
 _PARTS_OF_OTHERS = ("VDDQ_VDD2_1V8AO",)
 
@@ -32,28 +29,28 @@ def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
     """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
     if request.trains_on_gpu:
         return None
-    return request.choice(lambda max_power_w: RaplMonitor(root=root, max_power_w=max_power_w))
+    return request.choice(partial(RaplMonitor, root=root))
 
 
 class RaplMonitor(CounterMonitor):
-    """An `EnergyMonitor` over this machine's CPU packages and, where it is counted, their memory.
+    """An `EnergyMonitor` over this machine's CPU packages and, if counted, their memory.
 
-    The packages are described in the place of GPUs. Everything that runs on the machine counts, not this training
-    alone. The domains ``core`` and ``uncore`` are parts of a package and ``psys`` is the whole machine, so they are
-    left out, and so are the same packages' twins at ``intel-rapl-mmio``.
+    `gpus` describes the packages. The energy of everything that runs on the machine counts. The domains ``core`` and
+    ``uncore`` are parts of a package, ``psys`` is the whole machine, and ``intel-rapl-mmio`` repeats the packages, so
+    these are left out.
 
-    The counters wrap: at 300 W, one that ranges to 262 kJ does so every 15 minutes. A thread reads them every 10 s
-    while a window is open, which misses nothing as long as a package draws less than its range / 10 s (6.5 kW where
-    the range is 65 kJ). A wrap itself is off by at most one unit of the counter, 61 µJ on most machines.
+    The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. While a window is open, a thread reads them every
+    10 s, so that no wrap is missed as long as a package draws less than its range / 10 s (6.5 kW for 65 kJ). A wrap is
+    off by at most one unit of the counter, 61 µJ on most machines.
 
     Args:
-        root: Where Linux shows power zones.
-        max_power_w: The most that they draw together, in watts. None: the sum of their long-term power limits, which
-            Intel's packages state and AMD's do not.
+        root: Directory of the power zones.
+        max_power_w: Summed maximum power in watts. None: the sum of the long-term power limits, which Intel's packages
+            state and AMD's do not.
 
     Raises:
-        EnergyUnavailableError: On first use: no such counters, or this user may not read them. From `gpus`: the
-            packages state no power limit, and nobody else does.
+        EnergyUnavailableError: On first use: no such counters, or no permission to read them. From `gpus`: the packages
+            state no power limit, and `max_power_w` is None.
     """
 
     def __init__(
@@ -73,7 +70,7 @@ def _packages(root: Path, max_power_w: float | None) -> Found:
 
 @dataclass
 class Zone:
-    """One package, or its memory."""
+    """The power zone of one package or of its memory."""
 
     folder: Path
     name: str
@@ -87,12 +84,12 @@ class Zone:
 
     @property
     def is_package(self) -> bool:
-        """True for a package, false for memory."""
+        """True for a package, False for memory."""
         return self.name.startswith("package")
 
     @property
     def max_power_w(self) -> float:
-        """The stated power, else its long-term limit; for memory, which often has none, 0."""
+        """The stated power in watts, else the long-term limit; 0 for memory without a limit."""
         if self.stated_power_w is not None:
             return self.stated_power_w
         for limit in ("constraint_0_max_power_uw", "constraint_0_power_limit_uw"):
@@ -107,7 +104,7 @@ class Zone:
         return 0.0
 
     def energy_uj(self) -> int:
-        """Microjoules since the first reading, through wraps that were not missed."""
+        """Return the microjoules since the first reading, corrected for at most one wrap between readings."""
         try:
             reading_uj = _number(self.folder / "energy_uj")
         except (OSError, ValueError) as error:
@@ -120,7 +117,7 @@ class Zone:
 
 
 def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
-    """Find what counts, and make sure that it can be read and counts at all."""
+    """Find the zones that count energy; raise `EnergyUnavailableError` if one of them cannot be read or stays at 0."""
     named = [(folder, line_of(folder / "name", "")) for folder in sorted(root.glob("intel-rapl:*"))]
     packages = [(folder, name) for folder, name in named if name.startswith("package")]
     if not packages:
@@ -128,14 +125,14 @@ def open_zones(root: Path, max_power_w: float | None) -> tuple[Zone, ...]:
     memory = [(folder, name) for folder, name in named if name.startswith("dram")]
     zones = []
     for folder, name in packages + memory:
-        # What is stated holds for all of them together; how it is spread matters only where counters stand still.
+        # The stated power is a sum; how it is shared out matters only for counters that stand still.
         share_w = None if max_power_w is None else max_power_w / len(packages) if (folder, name) in packages else 0.0
         try:
             zone = Zone(folder, name, _number(folder / "max_energy_range_uj"), share_w)
             counts = _number(folder / "energy_uj") > 0
         except (OSError, ValueError) as error:
             raise _unreadable(folder, error) from error
-        if not counts:  # as in virtual machines whose host keeps it to itself
+        if not counts:  # as in some virtual machines
             raise EnergyUnavailableError(f"{folder / 'energy_uj'} stands at 0")
         zones.append(zone)
     return tuple(zones)
@@ -155,24 +152,24 @@ def _number(path: Path) -> int:
 
 
 def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
-    """Choose a monitor of this Jetson module, whatever of it trains; None on another machine; see `Probe`."""
+    """Choose a monitor of this Jetson module, whether its GPU or CPU trains; see `Probe`."""
     if not _open_rails(root):
         return None
-    return request.choice(lambda max_power_w: JetsonMonitor(root=root, max_power_w=max_power_w))
+    return request.choice(partial(JetsonMonitor, root=root))
 
 
 class JetsonMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` over the power rails of a Jetson module, read every 0.1 s while a window is open.
 
-    GPU, CPU and memory share the module and count together, with everything that runs on it.
+    The energy of GPU, CPU and memory, and of everything that runs on the module, counts.
 
     Args:
-        root: Where Linux shows its sensors.
-        max_power_w: The most that the module draws, in watts: no sensor tells it.
-        model: The file with the module's name.
+        root: Directory of the sensors.
+        max_power_w: Maximum power of the module in watts, which no sensor gives.
+        model: File with the module's name.
 
     Raises:
-        EnergyUnavailableError: On first use: there is no such sensor. From `gpus`: nobody states the power.
+        EnergyUnavailableError: On first use: no such sensor. From `gpus`: `max_power_w` is None.
     """
 
     def __init__(
@@ -183,20 +180,20 @@ class JetsonMonitor(IntegratedPowerMonitor):
         model: Path = MODEL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("jetson rails", partial(_module, root, max_power_w, model), clock)
+        super().__init__("jetson rails", partial(_module, root, model), clock, max_power_w=max_power_w)
 
 
-def _module(root: Path, max_power_w: float | None, model: Path) -> Found:
+def _module(root: Path, model: Path) -> Found:
     rails = _open_rails(root)
     if not rails:
         raise EnergyUnavailableError(f"there is no power sensor {_SENSOR} of a Jetson module in {root}")
     name = line_of(model, "").rstrip("\0") or "Jetson"
-    return Found([_Module(name, rails, max_power_w)], 1, name)
+    return Found([_Module(name, rails)], 1, name)
 
 
 @dataclass(frozen=True)
 class _Rail:
-    """One input of a sensor: millivolts and milliamperes."""
+    """One input of a sensor, in millivolts and milliamperes."""
 
     label: str
     voltage: Path
@@ -213,23 +210,20 @@ class _Rail:
 class _Module:
     name: str
     rails: Sequence[_Rail]
-    stated_power_w: float | None
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(rail.label for rail in self.rails)})"
 
     @property
     def max_power_w(self) -> float:
-        if self.stated_power_w is None:
-            raise NoPowerLimitError(f"{self} gives no power limit")
-        return self.stated_power_w
+        raise NoPowerLimitError(f"{self} gives no power limit")
 
     def power_w(self) -> float:
         return sum(rail.power_w() for rail in self.rails)
 
 
 def _open_rails(root: Path) -> Sequence[_Rail]:
-    """Return the rails that make up the module, each once; none if there is no sensor, or that of another board."""
+    """Return the rails that make up the module, without overlap; none if this machine is no Jetson module."""
     rails = []
     for sensor in sorted(root.glob("*/name")):
         if line_of(sensor, "").startswith(_SENSOR):
@@ -245,11 +239,7 @@ def _open_rails(root: Path) -> Sequence[_Rail]:
 
 
 def line_of(path: Path, default: str | None = None) -> str:
-    """Return what a file of Linux says of a device, without white space around it; `default` if it cannot be read.
-
-    Raises:
-        OSError: It cannot be read, and there is no default.
-    """
+    """Return a file's text without surrounding white space; if it cannot be read, `default`, or raise `OSError`."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,7 +1,8 @@
-"""The time and energy of a training for people: epoch by epoch, in total, and in its parts; power, money and CO2."""
+"""Time, energy, power, money and CO2 of a training, by epoch, in total and by component, for people to read."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from zeus_plugins.errors import ZeusBSOError
 JOULES_PER_KWH = 3_600_000
 
 WATCH_INTERVAL_S = 1.0
-"""Seconds between two looks at power and temperature, of which the highest are told."""
+"""Seconds between two readings of power and temperature, whose highest values are reported."""
 
 Device = TypeVar("Device")
 
@@ -34,17 +35,16 @@ _EPOCH_WINDOW, _PART_WINDOW = "zeus_energy_epoch", "zeus_breakdown"
 
 
 class EpochMeter:
-    """Adds up what epochs cost, and gives it as metrics for a framework's loggers.
+    """Adds up the cost of epochs and returns it as metrics for a framework's loggers.
 
-    A monitor that fails once the training has begun (a GPU is lost, its driver does not answer) does not end it. While
-    it fails, the training is taken to draw the mean power that it drew before or, in its first epoch, its devices'
-    maximum power. A warning says so, once, and the log names the source of what follows; the monitor is tried again at
-    each epoch.
+    If the monitor fails after the training has begun (a lost GPU, a driver that does not answer), the epoch is
+    estimated as in `BridgedMonitor`. The log names the source of each change, and the monitor is tried again at each
+    epoch.
 
     Args:
-        monitor: Measures energy and time, in our way or in Zeus's.
-        breakdown: Measures the parts, which become metrics of their own.
-        state: What `state` was when a checkpoint was written, to go on from there.
+        monitor: Measures energy and time.
+        state: The `state` from a checkpoint, to resume from it.
+        breakdown: Measures the components for further metrics.
 
     Raises:
         ZeusBSOConfigError: A stated price or CO2 intensity is no number above 0.
@@ -59,7 +59,7 @@ class EpochMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._breakdown = breakdown
-        price_of(0.0)  # The rates are numbers, or this raises before the training has begun.
+        price_of(0.0)  # Raises for an invalid rate before the training begins.
         spent = {"time_s": 0.0, "energy_j": 0.0, "epoch_time_s": 0.0, "epoch_energy_j": 0.0, **(state or {})}
         self._spent = spent
         self._monitor = BridgedMonitor(
@@ -72,37 +72,28 @@ class EpochMeter:
 
     @property
     def totals(self) -> dict[str, float]:
-        """Seconds and joules of all epochs that have ended, in plain types."""
+        """Seconds and joules of all ended epochs, in plain types."""
         return {name: self._spent[name] for name in ("time_s", "energy_j")}
 
     def state(self) -> dict[str, float]:
-        """The state for a checkpoint, in plain types: `totals`, and what the present epoch has cost so far.
-
-        Seconds and joules. Call it between `begin` and `end`.
-        """
+        """Return `totals` and the cost of the current epoch so far, in plain types; call it before `end`."""
         self._measure()
         return dict(self._spent)
 
     def begin(self) -> None:
-        """Begin the first epoch, or go on with that of a checkpoint, and log how its energy is obtained.
-
-        Raises:
-            Exception: What the monitor raises that cannot measure.
-        """
+        """Begin the first epoch, or resume the epoch of a checkpoint; pass an error of the monitor on."""
         logger.info("energy of the training: %s", self._source)
         self._monitor.begin_window(_EPOCH_WINDOW)
         if self._breakdown is not None:
             self._breakdown.begin()
 
     def end_epoch(self) -> dict[str, float]:
-        """End an epoch, and begin the next at once, so that no time falls between them.
-
-        Where its energy was obtained in another way than what came before, that is logged.
+        """End an epoch and begin the next one at once, so that no time falls between them.
 
         Returns:
-            ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch, ``zeus/time_s`` and ``zeus/energy_j`` of
-            all epochs so far; ``zeus/money`` and ``zeus/co2_g`` of the latter, if their rates are stated; and the parts
-            of this epoch's energy, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`).
+            ``zeus/epoch_time_s`` and ``zeus/epoch_energy_j`` of this epoch; ``zeus/time_s`` and ``zeus/energy_j`` of
+            all epochs; ``zeus/money`` and ``zeus/co2_g`` of all epochs if their rates are stated; and this epoch's
+            components, as ``zeus/epoch_gpu_energy_j`` (see `Breakdown.end`).
         """
         self._measure()
         self._spent["time_s"] += self._spent["epoch_time_s"]
@@ -116,7 +107,7 @@ class EpochMeter:
         return metrics
 
     def end(self) -> None:
-        """Stop measuring; what belongs to no epoch is dropped. Never raises, as it is called on the way out."""
+        """Stop measuring and drop the unfinished epoch. Never raises, so that it can be called after an error."""
         try:
             if self._breakdown is not None:
                 self._breakdown.end()
@@ -125,7 +116,7 @@ class EpochMeter:
             logger.debug("could not close the last measurement window: %s", error)
 
     def _measure(self) -> None:
-        """Add what was used since the last time to the present epoch."""
+        """Add the cost since the latest call to the current epoch."""
         part = self._monitor.end_window(_EPOCH_WINDOW)
         self._monitor.begin_window(_EPOCH_WINDOW)
         if part.source != self._source:
@@ -136,14 +127,14 @@ class EpochMeter:
 
 
 class Breakdown:
-    """The parts of one machine's energy, for people; no cost is made of them, and what cannot be measured is left out.
+    """The energy of one machine by component; components that cannot be measured are left out.
 
-    Everything that runs on the machine counts in the CPU's and memory's part.
+    It is not part of any cost. CPU and memory include everything that runs on the machine.
 
     Args:
-        device_indices: As of `zeus_plugins.energy.auto`; empty for a training without GPUs.
-        nvml: What to call instead of the installed `pynvml`.
-        powercap: Where Linux shows the counters of CPU and memory.
+        device_indices: See `zeus_plugins.energy.auto`; empty for a training without GPUs.
+        nvml: A replacement for the installed `pynvml`.
+        powercap: Directory of the counters of CPU and memory.
     """
 
     def __init__(
@@ -155,9 +146,7 @@ class Breakdown:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         uses_no_gpu = device_indices is not None and not device_indices
-        # No figure here is made of the maximum power.
-        find = partial(open_gpus, nvml, device_indices, max_power_w=1.0)
-        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _known(find)
+        self._gpus: Sequence[NvmlGpu] = () if uses_no_gpu else _found(partial(open_gpus, nvml, device_indices))
         self._clock = clock
         self._parts: dict[str, CounterMonitor] = {}
         for gpu in self._gpus:
@@ -166,45 +155,44 @@ class Breakdown:
                 self._add(f"gpu_{gpu.index}", [gpu], None)
             except EnergyUnavailableError:
                 self._add(f"gpu_{gpu.index}", [IntegratedPower(gpu, clock)], SAMPLE_INTERVAL_S)
-        zones = _known(partial(open_zones, powercap, 1.0))
+        zones = _found(partial(open_zones, powercap, None))
         self._add("cpu", [zone for zone in zones if zone.is_package], RAPL_INTERVAL_S)
         self._add("dram", [zone for zone in zones if not zone.is_package], RAPL_INTERVAL_S)
         self._begun_s = 0.0
-        self._open: set[str] = set()
         self._peak_w: float | None = None
         self._hottest_c: float | None = None
-        self._watch = Sampler(self.look, WATCH_INTERVAL_S if self._gpus else None)
+        self._watch: Sampler | None = None
 
     def _add(self, name: str, counters: Sequence[EnergyCounter], interval_s: float | None) -> None:
         if counters:
             self._parts[name] = CounterMonitor("", lambda: Found(counters, 1, name), self._clock, interval_s)
 
     def begin(self) -> None:
-        """Begin to measure. It never raises."""
+        """Begin to measure. Never raises."""
         self._begun_s = self._clock()
         self._peak_w = self._hottest_c = None
         for name, part in self._parts.items():
             try:
                 part.begin_window(_PART_WINDOW)
-                self._open.add(name)
             except (ZeusBSOError, OSError) as error:
                 logger.debug("the energy of %s cannot be measured: %s", name, error)
-        self._watch.start()
+        if self._gpus:
+            self._watch = Sampler(self.look, WATCH_INTERVAL_S)
 
     def end(self) -> dict[str, float]:
-        """End what `begin` has begun. It never raises.
+        """End the measurement of `begin`. Never raises.
 
         Returns:
-            As far as they are known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs
-            its part, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w``,
+            As far as known: ``gpu_energy_j``, ``cpu_energy_j`` and ``dram_energy_j``; for each of several GPUs its
+            energy, as ``gpu_0_energy_j`` with its number on the machine; ``gpu_mean_power_w``, ``gpu_peak_power_w`` and
             ``gpu_temperature_c`` (the highest).
         """
-        self._watch.stop()
-        if self._gpus:
-            self._watch.sample_or_log(again=True)  # one look at least
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch.sample()  # Reads at least once, even in a short epoch.
+            self._watch = None
         time_s = self._clock() - self._begun_s
-        parts_j = {name: joules for name in sorted(self._open) if (joules := self._ended(name)) is not None}
-        self._open.clear()
+        parts_j = {name: joules for name in self._parts if (joules := self._ended(name)) is not None}
         found = {f"{name}_energy_j": parts_j[name] for name in ("cpu", "dram") if name in parts_j}
         gpus_j = {name: joules for name, joules in parts_j.items() if name.startswith("gpu_")}
         if gpus_j and len(gpus_j) == len(self._gpus):
@@ -217,12 +205,12 @@ class Breakdown:
         return found | {name: highest for name, highest in seen.items() if highest is not None}
 
     def look(self) -> None:
-        """Take note of power and temperature; called again and again while it is measured."""
-        powers_w = _told(self._gpus, NvmlGpu.power_w)
+        """Record power and temperature."""
+        powers_w = _known(self._gpus, NvmlGpu.power_w)
         if powers_w and len(powers_w) == len(self._gpus):
             self._peak_w = max(sum(powers_w), self._peak_w or 0.0)
         known_c = [] if self._hottest_c is None else [self._hottest_c]
-        self._hottest_c = max(known_c + _told(self._gpus, NvmlGpu.temperature_c), default=None)
+        self._hottest_c = max(known_c + _known(self._gpus, NvmlGpu.temperature_c), default=None)
 
     def _ended(self, name: str) -> float | None:
         try:
@@ -234,14 +222,9 @@ class Breakdown:
 
 
 def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
-    """The money and the grams of CO2 that an energy costs, as far as ``ZEUS_PRICE_PER_KWH`` and the like state them.
+    """Return the ``money`` and the ``co2_g`` (grams) of an energy, as far as the environment states their rates.
 
-    Args:
-        energy_j: Joules.
-        environ: Environment variables; those of the process by default.
-
-    Returns:
-        ``money``, in the currency of the price, and ``co2_g``.
+    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process.
 
     Raises:
         ZeusBSOConfigError: A variable is no number above 0.
@@ -251,7 +234,7 @@ def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[
     return {name: rate * energy_j / JOULES_PER_KWH for name, rate in stated.items() if rate is not None}
 
 
-def _known(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
+def _found(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
     try:
         return find()
     except ZeusBSOError as error:
@@ -259,11 +242,9 @@ def _known(find: Callable[[], Sequence[Device]]) -> Sequence[Device]:
         return ()
 
 
-def _told(gpus: Sequence[NvmlGpu], question: Callable[[NvmlGpu], float]) -> list[float]:
+def _known(gpus: Sequence[NvmlGpu], question: Callable[[NvmlGpu], float]) -> list[float]:
     answers = []
     for gpu in gpus:
-        try:
+        with contextlib.suppress(EnergyUnavailableError):
             answers.append(question(gpu))
-        except EnergyUnavailableError:
-            continue
     return answers

@@ -1,4 +1,4 @@
-"""The interface of every energy monitor and of the probes that find one, and the monitor that outlives errors."""
+"""The interface of energy monitors and of the probes that find them, and a monitor that survives errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from zeus_plugins.environment import ESTIMATED_POWER_W
@@ -13,11 +14,7 @@ from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOOperationOrderError
 from zeus_plugins.protocol import GpuConfig
 
 DEFAULT_ESTIMATED_POWER_W = 65.0
-"""Watts assumed where nothing is measured and nobody states better ones.
-
-65 W is the usual thermal design power class of a desktop CPU package (and of a share of a server's): the right order of
-magnitude for a training on a CPU, and a convention rather than a measurement.
-"""
+"""Watts assumed if no power is measured or stated: the usual thermal design power of a desktop CPU, by convention."""
 
 MAX_SOURCE_LENGTH = 255
 
@@ -27,10 +24,10 @@ Reading = TypeVar("Reading")
 
 
 class EnergyUnavailableError(ZeusBSOConfigError):
-    """This machine cannot tell how much energy its accelerators use.
+    """The energy of this machine's accelerators cannot be read.
 
     Attributes:
-        cause: Why not, without the remedy that `str()` adds.
+        cause: The reason, without the remedy that `str()` adds.
     """
 
     def __init__(self, cause: str) -> None:
@@ -42,21 +39,21 @@ class EnergyUnavailableError(ZeusBSOConfigError):
 
 
 class NoPowerLimitError(EnergyUnavailableError):
-    """A device counts its energy and does not tell the most that it draws: the user has to state that."""
+    """A device counts its energy but gives no maximum power, so the user has to state it."""
 
 
 class NoGpuError(EnergyUnavailableError):
-    """There is no GPU that a training could use, so that its CPU does the work."""
+    """No GPU is available to the training, so it runs on the CPU."""
 
 
 class UnmeasuredGpuError(EnergyUnavailableError):
-    """GPUs train that cannot be measured; the attributes say what their driver tells of them.
+    """The training uses GPUs that cannot be measured; the attributes hold the facts that their driver gives.
 
     Attributes:
         number: Number of GPUs.
-        model: Their model; None: unknown.
-        max_power_w: The most that they draw together, in watts; None: unknown.
-        basis: Where these watts come from, as in `EstimateMonitor`.
+        model: Their model, or None if unknown.
+        max_power_w: Their summed maximum power in watts, or None if unknown.
+        basis: Origin of `max_power_w`, as in `EstimateMonitor`.
     """
 
     def __init__(
@@ -77,8 +74,8 @@ class Measurement:
     """The cost of one window.
 
     Attributes:
-        time_s: Its length in seconds, by a monotonic clock.
-        energy_j: The joules used in it, summed over all devices.
+        time_s: Length in seconds, by a monotonic clock.
+        energy_j: Joules used, summed over all devices.
         source: How the energy was obtained, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
     """
 
@@ -90,53 +87,50 @@ class Measurement:
 class EnergyMonitor(Protocol):
     """Measures time and energy between two points of a training.
 
-    Obligations of an implementation:
+    An implementation
 
-    * It can be pickled until its first use, because launchers that spawn processes pickle what holds it. Drivers,
-      handles and locks are therefore acquired by the first call that needs them, not by the constructor.
-    * It never reports an energy that it did not obtain: what cannot be measured raises, or its source says so.
-    * Windows are told apart by name, may overlap and nest, and measure independently of each other.
+    * can be pickled until its first use, because launchers that spawn processes pickle its owner. Open drivers, handles
+      and locks in the first call that needs them, not in the constructor;
+    * never invents an energy: if it cannot measure, it raises an error or names the estimate in `Measurement.source`;
+    * keeps windows apart by name. Windows may overlap and nest.
 
-    It may have an attribute ``measures_exactly`` that is true: then windows of any length are exact, as there is no
-    counter that moves in steps, and power limits are measured in as few steps as was asked for.
+    An optional attribute ``measures_exactly = True`` states that no counter moves in steps, so that windows of any
+    length are exact. Then power limits are measured in exactly the requested steps.
 
-    Obligations of a caller: all calls come from one thread and, once the first window is open, from one process.
-    A window ends when `end_window` is called: work that is still queued on a device then belongs to a later window.
+    The caller makes all calls from one thread and, once the first window is open, from one process. A window ends when
+    `end_window` is called: work still queued on a device belongs to a later window.
     """
 
     @property
     def source(self) -> str:
-        """The way in which the energy is obtained, at most 255 characters. Asking touches no device."""
+        """How the energy is obtained, in at most 255 characters. Reading it touches no device."""
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices measured: their model, their number and their summed maximum power in watts.
+        """Describe the measured devices: model, number and summed maximum power in watts.
 
         Raises:
             ZeusBSOConfigError: The devices cannot be measured, or not together.
         """
 
     def begin_window(self, name: str) -> None:
-        """Start to measure.
-
-        Args:
-            name: Names the window until it ends; free for reuse after that.
+        """Open the window `name`; the name is free again after `end_window`.
 
         Raises:
-            ZeusBSOOperationOrderError: A window of that name is open.
+            ZeusBSOOperationOrderError: A window of this name is open.
             ZeusBSOConfigError: The devices cannot be measured, or not together.
         """
 
     def end_window(self, name: str) -> Measurement:
-        """Close a window and return what was used since it began.
+        """Close a window and return its cost.
 
         Raises:
-            ZeusBSOOperationOrderError: No window of that name is open.
+            ZeusBSOOperationOrderError: No window of this name is open.
             ZeusBSOConfigError: The devices can no longer be measured.
         """
 
 
 class OpenWindows(Generic[Reading]):
-    """The open windows of one monitor, each with what the monitor read when it began."""
+    """The open windows of a monitor, each with the monitor's reading at its begin."""
 
     def __init__(self) -> None:
         self._readings: dict[str, Reading] = {}
@@ -144,21 +138,17 @@ class OpenWindows(Generic[Reading]):
     def __len__(self) -> int:
         return len(self._readings)
 
-    def open(self, name: str, reading: Reading) -> None:
-        """Note that a window begins, unless `refuse_open` raises."""
-        self.refuse_open(name)
-        self._readings[name] = reading
-
-    def refuse_open(self, name: str) -> None:
-        """Make sure that no window of that name is open."""
+    def open(self, name: str, read: Callable[[], Reading]) -> None:
+        """Read and add a window; raise `ZeusBSOOperationOrderError` before reading if it is open."""
         if name in self._readings:
             raise ZeusBSOOperationOrderError(
                 f"the energy window {name!r} is already open: end it with end_window({name!r}) before beginning it"
                 " again, or give the second window another name"
             )
+        self._readings[name] = read()
 
     def close(self, name: str) -> Reading:
-        """Forget a window, which must be open, and return what was read when it began."""
+        """Remove a window and return its reading; raise `ZeusBSOOperationOrderError` if it is not open."""
         if name not in self._readings:
             opened = ", ".join(repr(known) for known in self._readings) or "none"
             raise ZeusBSOOperationOrderError(
@@ -169,7 +159,7 @@ class OpenWindows(Generic[Reading]):
 
 @dataclass(frozen=True)
 class Choice:
-    """An unused monitor, the reasons for which none before it was chosen, and a warning if it is less exact."""
+    """An unused monitor, the reasons against the monitors preferred to it, and a warning if it is less exact."""
 
     monitor: EnergyMonitor
     causes: tuple[str, ...] = ()
@@ -178,11 +168,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class MonitorRequest:
-    """What is known of a training when a monitor is chosen for it.
+    """The facts about a training that the choice of its monitor depends on.
 
     Attributes:
-        device_indices: As of `zeus_plugins.energy.auto`.
-        estimated_power_w: As of `zeus_plugins.energy.auto`.
+        device_indices: See `zeus_plugins.energy.auto`.
+        estimated_power_w: See `zeus_plugins.energy.auto`.
         gpu_is_seen: An earlier probe found GPUs that train and cannot be measured.
     """
 
@@ -192,38 +182,35 @@ class MonitorRequest:
 
     @property
     def uses_no_gpu(self) -> bool:
-        """True for a training that says that it uses no GPU."""
+        """True if the training states that it uses no GPU."""
         return self.device_indices is not None and not self.device_indices
 
     @property
     def trains_on_gpu(self) -> bool:
-        """True for a training that names its GPUs, whatever their driver says, and where a probe has found them."""
+        """True if the training names its GPUs or a probe has found them."""
         return self.gpu_is_seen or bool(self.device_indices)
 
-    def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
-        """Choose the monitor that `make` makes, with stated watts if its devices tell no maximum power.
-
-        Args:
-            make: Makes a monitor for the most that the devices draw together, in watts; None: the devices tell it.
+    def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
+        """Choose the monitor `make()`, or `make(max_power_w=…)` if its devices give no maximum power.
 
         Raises:
             EnergyUnavailableError: The devices cannot be measured.
         """
         try:
-            make(None).gpus()
+            make().gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
             warning = (
                 f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
                 " the watts of its data sheet (TDP)."
             )
-            return Choice(make(power_w), warning=warning)
-        return Choice(make(None))
+            return Choice(make(max_power_w=power_w), warning=warning)
+        return Choice(make())
 
     def counted_or_integrated(
-        self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
+        self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
     ) -> Choice:
-        """Choose the monitor over energy counters or, if there are none, over power readings, with a warning.
+        """Choose the monitor over energy counters or, with a warning, the monitor over power readings.
 
         Raises:
             UnmeasuredGpuError: The devices have neither.
@@ -241,31 +228,30 @@ class MonitorRequest:
 
 
 Probe = Callable[[MonitorRequest], Choice | None]
-"""Looks for one kind of device, and chooses a monitor of it; None: there is no such device, or it does not train.
+"""Chooses a monitor for one kind of device; returns None if the machine has no such device, or it does not train.
 
 Raises:
-    EnergyUnavailableError: The devices cannot be measured; an `UnmeasuredGpuError` if they are GPUs that train.
+    EnergyUnavailableError: The devices cannot be measured; `UnmeasuredGpuError` if they are GPUs that train.
     ZeusBSOConfigError: The devices cannot be measured together.
 """
 
 
 def stated_power_w(power_w: float | None = None) -> float | None:
-    """Return these watts, else those in the environment variable ``ZEUS_ESTIMATED_POWER_W``, else None."""
+    """Return `power_w`, else the watts in ``ZEUS_ESTIMATED_POWER_W``, else None."""
     return ESTIMATED_POWER_W.number(is_positive=True) if power_w is None else power_w
 
 
 class BridgedMonitor:
-    """An `EnergyMonitor` that estimates the windows in which another one fails.
+    """An `EnergyMonitor` that estimates the windows in which another monitor fails.
 
-    The devices are taken to draw the mean power that was measured before or, before the first measurement, their
-    maximum power; the measurement's source says so. One warning tells of the first failure, and each window tries the
-    monitor again.
+    The estimate is the mean power measured so far or, before the first measurement, the devices' maximum power; the
+    measurement's source says so. The first failure logs a warning. Each window tries the monitor again.
 
     Args:
         monitor: Measures.
-        strict: Estimate only what passes: raise where the monitor fails again at once.
-        time_s: Seconds measured before, in the same training.
-        energy_j: The joules of that time.
+        strict: Raise the error if the monitor fails again at once, and estimate only after a passing failure.
+        time_s: Seconds measured earlier in this training.
+        energy_j: Joules of these seconds.
     """
 
     def __init__(
@@ -283,12 +269,12 @@ class BridgedMonitor:
         self._clock = clock
         self._has_begun = False
         self._failures = 0
-        # When each window began, and its name at the other monitor; None where it could not begin there.
+        # Each window's begin and its name at the other monitor, or None if the other monitor failed to open it.
         self._windows: OpenWindows[tuple[float, str | None]] = OpenWindows()
 
     @property
     def source(self) -> str:
-        """That of the other monitor."""
+        """The source of the other monitor."""
         return self._monitor.source
 
     def gpus(self) -> GpuConfig:
@@ -296,32 +282,25 @@ class BridgedMonitor:
         return self._monitor.gpus()
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`.
+        """Open a window; pass the monitor's error on in the first window, and always if `strict`."""
+        self._windows.open(name, partial(self._begun, name))
 
-        Raises:
-            Exception: What the monitor raises, in its first window and where it is `strict`.
-        """
-        self._windows.refuse_open(name)
-        # Another one after each failure: one that could not be ended may still be open.
-        own: str | None = f"{name}_{self._failures}" if self._failures else name
+    def _begun(self, name: str) -> tuple[float, str | None]:
+        # A window that could not be ended may still be open there, so each failure leads to a new name.
+        own = f"{name}_{self._failures}" if self._failures else name
         begun_s = self._clock()
         try:
-            self._monitor.begin_window(own or name)
+            self._monitor.begin_window(own)
         except Exception as error:
             if self._strict or not self._has_begun:
                 raise
             self._note(error)
-            own = None
+            return begun_s, None
         self._has_begun = True
-        self._windows.open(name, (begun_s, own))
+        return begun_s, own
 
     def end_window(self, name: str) -> Measurement:
-        """Return what was used since the window began, measured or estimated; see `EnergyMonitor.end_window`.
-
-        Raises:
-            ZeusBSOOperationOrderError: No window of that name is open.
-            Exception: What the monitor raises, where it is `strict` and the monitor cannot go on either.
-        """
+        """Close a window and return its measured or estimated cost; if `strict`, pass a lasting error on."""
         begun_s, own = self._windows.close(name)
         part = None if own is None else self._measured(own)
         if part is None:
@@ -336,12 +315,12 @@ class BridgedMonitor:
         try:
             return self._monitor.end_window(own)
         except Exception as error:
-            if self._strict and not self._goes_on(f"{own}_again"):
+            if self._strict and not self._works_again(f"{own}_again"):
                 raise
             self._note(error)
             return None
 
-    def _goes_on(self, name: str) -> bool:
+    def _works_again(self, name: str) -> bool:
         try:
             self._monitor.begin_window(name)
             self._monitor.end_window(name)
@@ -351,7 +330,7 @@ class BridgedMonitor:
         return True
 
     def _latest_power_w(self) -> float | None:
-        """The mean power up to now, else the most that the devices draw; None where neither is known."""
+        """Return the mean power so far, else the devices' maximum power, else None."""
         if self._time_s > 0 and self._energy_j > 0:
             return self._energy_j / self._time_s
         try:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through NVML: those that train, their energy, and whose energy it is besides the training's."""
+"""NVIDIA GPUs through NVML: the GPUs that train, their energy, and other processes that use them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from zeus_plugins.energy.counters import SAMPLE_INTERVAL_S, CounterMonitor, Found, IntegratedPowerMonitor
@@ -26,20 +26,20 @@ from zeus_plugins.environment import CUDA_DEVICE_ORDER, CUDA_VISIBLE_DEVICES
 from zeus_plugins.errors import ZeusBSOConfigError
 
 Nvml = Any
-"""The package `pynvml` (nvidia-ml-py), which has no types, or what a test gives in its place."""
+"""The package `pynvml` (nvidia-ml-py), which has no types, or a test's replacement."""
 
 MILLI = 1000
 
 DIE = 0
-"""``NVML_TEMPERATURE_GPU``, the sensor of the GPU's die."""
+"""``NVML_TEMPERATURE_GPU``, the temperature sensor of the GPU's die."""
 
 GPU_SCOPE, MODULE_SCOPE = "GPU scope", "module scope"
-"""Of a superchip (GH200, GB200), NVML counts the GPU alone or the whole module, with its CPU and memory."""
+"""On a superchip (GH200, GB200), NVML counts either the GPU or the whole module with CPU and memory."""
 
-# NVML's own numbers: NVML_FI_DEV_POWER_AVERAGE and _INSTANT, NVML_POWER_SCOPE_GPU and _MODULE.
+# NVML_FI_DEV_POWER_AVERAGE and _INSTANT, NVML_POWER_SCOPE_GPU and _MODULE.
 POWER_AVERAGE, POWER_INSTANT, _OF_GPU, _OF_MODULE = 185, 186, 0, 1
 
-# Two scopes that differ by less are one: the module of a GPU alone is the GPU.
+# Scopes whose power differs by less are the same: the module of a plain GPU is the GPU.
 _DIFFERENT = 1.02
 
 _GPU_PREFIX = "GPU-"
@@ -53,8 +53,7 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     try:
         open_gpus(nvml, indices)
         return request.counted_or_integrated(
-            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
-            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
         )
     except NoGpuError:
         raise
@@ -64,24 +63,23 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
 
 @dataclass(frozen=True)
 class NvmlGpu:
-    """One GPU; `index` counts those that this process may open from 0, by PCI bus."""
+    """One GPU; `index` counts the GPUs that this process may open, from 0 in the order of the PCI bus."""
 
     nvml: Nvml
     handle: Any
     index: int
     name: str
     uuid: str = ""
-    stated_power_w: float | None = None
-    mig_handle: Any = None  # of the slice that was named, if one was
+    mig_handle: Any = None  # of a named MIG slice
 
     def __str__(self) -> str:
         return f"GPU {self.index} ({self.name})"
 
     @property
     def max_power_w(self) -> float:
-        """The highest power limit that can be set, in watts; without one the default limit, else the one in force.
+        """The highest settable power limit in watts, else the default limit, else the limit in force.
 
-        The default comes first of these two, for it is the same tomorrow: a job is registered with its maximum power.
+        The default limit comes before the limit in force because a job is registered with it, and it does not change.
         """
         nvml = self.nvml
         questions: tuple[Callable[[Any], int], ...] = (
@@ -98,28 +96,26 @@ class NvmlGpu:
             else:
                 if limit_mw > 0:
                     return limit_mw / MILLI
-        if self.stated_power_w is not None:
-            return self.stated_power_w
         raise NoPowerLimitError(f"{self} gives no power limits: {problem or '0 W'}")
 
     def number(self) -> int:
-        """The number by which ``nvidia-smi -i`` knows it."""
+        """Return the number for ``nvidia-smi -i``."""
         return self._ask("number", self.nvml.nvmlDeviceGetIndex)
 
     def energy_uj(self) -> int:
-        """Energy in microjoules since the driver was loaded."""
+        """Return the microjoules since the driver was loaded."""
         return MILLI * self._ask("energy counter", self.nvml.nvmlDeviceGetTotalEnergyConsumption)
 
     def power_w(self) -> float:
-        """The power that the GPU and its memory draw, in watts."""
+        """Read the power of the GPU and its memory, in watts."""
         return self._ask("power reading", self.nvml.nvmlDeviceGetPowerUsage) / MILLI
 
     def temperature_c(self) -> float:
-        """The temperature of the GPU's die, in °C."""
+        """Read the temperature of the GPU's die, in °C."""
         return self._ask("temperature", lambda handle: self.nvml.nvmlDeviceGetTemperature(handle, DIE))
 
     def power_in(self, scope: int = _OF_GPU, field: int = POWER_AVERAGE) -> float | None:
-        """The power in a scope, in watts; None if the driver does not tell it."""
+        """Read the power in a scope, in watts; return None if the driver does not give it."""
         try:
             (answer,) = self.nvml.nvmlDeviceGetFieldValues(self.handle, [(field, scope)])
         except (self.nvml.NVMLError, AttributeError):
@@ -127,9 +123,9 @@ class NvmlGpu:
         return answer.value.uiVal / MILLI if answer.nvmlReturn == 0 else None
 
     def scope(self) -> str:
-        """The part of a superchip that the plain readings are about; empty if there is only one.
+        """Return the scope of a superchip's counter and plain power reading; empty if there is only one scope.
 
-        NVML does not tell it for the counter, so it is that of the two scopes whose power is closer to the plain one.
+        NVML does not state it, so choose the scope whose power is closer to the plain reading.
         """
         of_gpu_w, of_module_w = self.power_in(_OF_GPU), self.power_in(_OF_MODULE)
         if not of_gpu_w or not of_module_w or of_module_w < _DIFFERENT * of_gpu_w:
@@ -141,10 +137,9 @@ class NvmlGpu:
         return MODULE_SCOPE if abs(plain_w - of_module_w) < abs(plain_w - of_gpu_w) else GPU_SCOPE
 
     def other_processes(self) -> int:
-        """The number of processes that compute on it beside the one of this training; 0 if the driver tells none.
+        """Return the number of processes on this GPU besides the training's one; 0 if the driver lists none.
 
-        A training has one process on each GPU. In a container the driver tells the numbers of processes as they are
-        outside of it, or no processes at all.
+        In a container the driver lists process ids from outside of it, or none.
         """
         most = 0
         for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses"):
@@ -163,27 +158,25 @@ class NvmlGpu:
 
 
 class NvmlMonitor(CounterMonitor):
-    """An `EnergyMonitor` over the visible NVIDIA GPUs, by their energy counters.
+    """An `EnergyMonitor` over the energy counters of the visible NVIDIA GPUs.
 
-    The driver is first asked when `gpus` or `begin_window` is called. Where PyTorch has started CUDA by then, its GPUs
-    are found by their UUIDs. Otherwise ``CUDA_VISIBLE_DEVICES`` is read, whose indices are taken to count by PCI bus,
-    so a machine with GPUs of several models has to set ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` for CUDA to count alike.
-    GPUs that this process may not open are none of its own: neither CUDA nor this monitor counts them.
+    `gpus` and `begin_window` open the driver. If PyTorch has started CUDA by that time, its GPUs are found by UUID.
+    Otherwise ``CUDA_VISIBLE_DEVICES`` is read, with indices in the order of the PCI bus, so a machine with GPUs of
+    several models has to set ``CUDA_DEVICE_ORDER=PCI_BUS_ID``. Like CUDA, this monitor does not count GPUs that this
+    process may not open.
 
-    The counters move every few tens of milliseconds, so that is how exactly a window's ends are met. A measurement's
-    source tells the scope of a superchip, and that other processes share the GPUs.
+    The counters move every few tens of milliseconds, which limits the precision of a window's ends. A measurement's
+    source names the scope of a superchip, and other processes on the GPUs.
 
     Args:
-        device_indices: Which of the visible GPUs train, counting from 0; or GPUs of this machine by their UUIDs. None:
-            all that are visible.
-        max_power_w: The most that they draw together, in watts, should a driver tell no power limit, as on many
-            laptops.
-        nvml: What to call instead of the installed `pynvml`.
+        device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
+        max_power_w: Their summed maximum power in watts, if the driver gives no power limit, as on many laptops.
+        nvml: A replacement for the installed `pynvml`.
 
     Raises:
-        EnergyUnavailableError: On first use: no driver, no visible GPU, one that cannot be opened, or one without a
-            counter of its own. From `gpus`: a driver tells no power limit, and nobody states one.
-        ZeusBSOConfigError: On first use: the GPUs are of several models, or one that was named does not exist.
+        EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU that cannot be opened or has no counter
+            of its own. From `gpus`: no power limit is known, and `max_power_w` is None.
+        ZeusBSOConfigError: On first use: the GPUs are of several models, or a named GPU does not exist.
     """
 
     def __init__(
@@ -194,24 +187,18 @@ class NvmlMonitor(CounterMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml", partial(_found, nvml, device_indices, max_power_w), clock)
+        super().__init__("nvml", partial(_found, nvml, device_indices), clock, max_power_w=max_power_w)
 
 
 class NvmlPowerMonitor(IntegratedPowerMonitor):
-    """An `EnergyMonitor` over the visible NVIDIA GPUs that reads their power every `interval_s` while a window is open.
+    """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every `interval_s` in a window.
 
-    How wrong it may be: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, so a
-    window by that much for each step in it; to this the sensor's own error adds, which NVIDIA states as ±5 % for Fermi
-    and Kepler, and states not at all for others. GPUs of the Ampere generation (except GA100) and later answer with
-    the mean of the last second, which smears a window's ends; but those have a counter, and `NvmlMonitor` is for them.
-    Where readings came more than a second apart (something held the interpreter), the source says so.
+    Its error: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2. The sensor's own
+    error is added, which NVIDIA states as ±5 % for Fermi and Kepler and not at all for others. GPUs of the Ampere
+    generation (except GA100) and later return the mean of the last second, which blurs a window's ends; but they have a
+    counter for `NvmlMonitor`. If readings came more than a second apart, the source says so.
 
-    Args, beside those of `NvmlMonitor`:
-        interval_s: Seconds between two readings.
-
-    Raises:
-        EnergyUnavailableError: On first use: no driver, no visible GPU, or a GPU that does not tell its own power.
-        ZeusBSOConfigError: `interval_s` makes no sense; on first use, as `NvmlMonitor`.
+    Arguments and errors are those of `NvmlMonitor`, and `ZeusBSOConfigError` if `interval_s` is out of range.
     """
 
     def __init__(
@@ -223,34 +210,24 @@ class NvmlPowerMonitor(IntegratedPowerMonitor):
         nvml: Nvml | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__("nvml power", partial(_found, nvml, device_indices, max_power_w), clock, interval_s)
+        super().__init__("nvml power", partial(_found, nvml, device_indices), clock, interval_s, max_power_w)
 
 
 AGREEMENT = 0.2
-"""The difference that the two may have, as a part of the counter's value.
+"""The largest difference of counter and integrated power, as a share of the counter's value.
 
-Generous: within a few seconds the ends of the window matter, since a counter moves every few tens of milliseconds and
-newer GPUs tell the mean power of the last second. What this is to find is a counter in another unit, or of another GPU.
+Generous, because a window of a few seconds blurs at its ends: it detects a counter in another unit or of another GPU.
 """
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The energy of one span of time, in joules: by the counters, and by power readings, integrated.
-
-    The problem is what one of the two could not measure.
-    """
+    """The joules of one window by counters and by integrated power, and the reason if they do not agree."""
 
     time_s: float
     counter_j: float
     integrated_j: float
-    problem: str | None = None
-
-    @property
-    def agrees(self) -> bool:
-        """True when both measured, and about the same."""
-        difference_j = abs(self.integrated_j - self.counter_j)
-        return self.problem is None and self.counter_j > 0 and difference_j <= AGREEMENT * self.counter_j
+    problem: str | None
 
 
 def compare_nvml(
@@ -262,7 +239,7 @@ def compare_nvml(
     """Measure all visible NVIDIA GPUs by their counters and by their power at the same time.
 
     Raises:
-        EnergyUnavailableError: They have not both.
+        EnergyUnavailableError: They lack one of the two.
         ZeusBSOConfigError: They cannot be measured together.
     """
     counted, integrated = NvmlMonitor(nvml=nvml, clock=clock), NvmlPowerMonitor(nvml=nvml, clock=clock)
@@ -273,36 +250,32 @@ def compare_nvml(
     finally:
         by_power = integrated.end_window("check")
         by_counter = counted.end_window("check")
-    unusual = [each for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
-    return Comparison(
-        time_s=by_counter.time_s,
-        counter_j=by_counter.energy_j,
-        integrated_j=by_power.energy_j,
-        problem="; ".join(each.source for each in unusual) or None,
-    )
+    unusual = [each.source for each in (by_counter, by_power) if "estimate" in each.source or "gaps" in each.source]
+    counter_j, integrated_j = by_counter.energy_j, by_power.energy_j
+    if not unusual and (counter_j <= 0 or abs(integrated_j - counter_j) > AGREEMENT * counter_j):
+        unusual = [f"they differ by more than {AGREEMENT:.0%}"]
+    return Comparison(by_counter.time_s, counter_j, integrated_j, "; ".join(unusual) or None)
 
 
 def scopes_in(sources: Iterable[str]) -> list[int]:
-    """Return the number of sources that are about GPUs alone, and of those that are about their modules."""
+    """Return the numbers of sources with GPU scope and with module scope."""
     told = list(sources)
     return [sum(scope in source for source in told) for scope in (GPU_SCOPE, MODULE_SCOPE)]
 
 
 class _Notes:
-    """Tells the scope of GPUs, and that others use them. It is asked while the training still runs."""
+    """Notes for a measurement's source: the scope of the GPUs, and other processes on them."""
 
     def __init__(self, gpus: Sequence[NvmlGpu]) -> None:
         self._gpus = gpus
-        self._scope: str | None = None
         self._has_warned = False
 
+    @cached_property
+    def _scope(self) -> str:
+        return next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
+
     def __call__(self) -> Sequence[str]:
-        if self._scope is None:
-            self._scope = next(filter(None, (gpu.scope() for gpu in self._gpus)), "")
-        notes = [self._scope] if self._scope else []
         sharing = {str(gpu): others for gpu in self._gpus if (others := gpu.other_processes())}
-        if sharing:
-            notes.append("shared with other processes")
         if sharing and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -310,44 +283,38 @@ class _Notes:
                 " batch size depends on them",
                 ", ".join(f"{others} on {gpu}" for gpu, others in sharing.items()),
             )
-        return notes
+        return [note for note in (self._scope, "shared with other processes" if sharing else "") if note]
 
 
-def _found(nvml: Nvml | None, indices: Sequence[int | str] | None, max_power_w: float | None) -> Found:
-    gpus = open_gpus(nvml, indices, max_power_w=max_power_w)
+def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
+    gpus = open_gpus(nvml, indices)
     return Found(gpus, len(gpus), gpus[0].name, _Notes(gpus))
 
 
 def open_gpus(
-    nvml: Nvml | None = None,
-    indices: Sequence[int | str] | None = None,
-    *,
-    max_power_w: float | None = None,
-    torch: Any = None,
+    nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
 ) -> tuple[NvmlGpu, ...]:
-    """Start NVML, find the chosen GPUs, and make sure that they are alike and that the job has each to itself.
+    """Start NVML and find the chosen GPUs, all of one model and none of them a slice.
 
     Args:
-        nvml: What to call instead of the installed `pynvml`.
-        indices: As `device_indices` of `NvmlMonitor`.
-        max_power_w: As of `NvmlMonitor`.
-        torch: PyTorch. None: the one that this process has loaded, if any; none beside a stand-in for `pynvml`.
+        nvml: A replacement for the installed `pynvml`.
+        indices: See `device_indices` of `NvmlMonitor`.
+        torch: PyTorch. None: the loaded PyTorch, if any and if `nvml` is None.
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
-        EnergyUnavailableError: One of them cannot be opened, or is a slice of a GPU.
-        ZeusBSOConfigError: They are of several models, or one that was named does not exist.
+        EnergyUnavailableError: A GPU cannot be opened, or is a slice of a GPU.
+        ZeusBSOConfigError: They are of several models, or a named GPU does not exist.
     """
     gpus = _chosen_gpus(nvml, indices, torch)
     for gpu in gpus:
         if not _part_of(gpu).is_whole:
             raise _shared_counter(str(gpu))
-    share_w = None if max_power_w is None else max_power_w / len(gpus)
-    return tuple(replace(gpu, stated_power_w=share_w) for gpu in gpus)
+    return gpus
 
 
 def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: Any = None) -> tuple[NvmlGpu, ...]:
-    """Those that train, alike, and perhaps shared; arguments and errors as of `open_gpus`."""
+    """Find the GPUs like `open_gpus`, but allow slices."""
     if torch is None and nvml is None:
         torch = sys.modules.get("torch")
     nvml = nvml or installed_nvml()
@@ -376,9 +343,9 @@ def _chosen_gpus(nvml: Nvml | None, indices: Sequence[int | str] | None, torch: 
 
 
 def _unmeasured(cause: str, nvml: Nvml | None, indices: Sequence[int | str] | None) -> UnmeasuredGpuError:
-    """Describe GPUs that cannot be measured: slices of them, virtual ones, and those without any sensor.
+    """Describe GPUs that cannot be measured: slices, virtual GPUs, and GPUs without any sensor.
 
-    A MIG slice is taken to draw its share of the GPU's power limit.
+    The maximum power of a MIG slice is its share of the GPU's power limit.
     """
     try:
         gpus = _chosen_gpus(nvml, indices)
@@ -395,7 +362,7 @@ def _unmeasured(cause: str, nvml: Nvml | None, indices: Sequence[int | str] | No
 
 
 class _Part(NamedTuple):
-    """The part of a GPU that a training has: so many of the slices that the GPU can be cut into."""
+    """The part of a GPU that a training has, in slices."""
 
     name: str
     slices: int = 1
@@ -404,14 +371,14 @@ class _Part(NamedTuple):
 
 
 def _part_of(gpu: NvmlGpu) -> _Part:
-    """Return the slice that was named or else the first, which is the one that CUDA takes; or the whole GPU.
+    """Return the named slice, else the first slice, which CUDA takes; or the whole GPU.
 
-    That a driver shows no other slice says nothing: in a container, NVML hides those of others.
+    Further slices may exist unseen: in a container, NVML hides the slices of others.
     """
     nvml = gpu.nvml
     try:
         current_mode, _pending_mode = nvml.nvmlDeviceGetMigMode(gpu.handle)
-    except nvml.NVMLError:  # what does not know the mode (older than Ampere) cannot be in it
+    except nvml.NVMLError:  # GPUs older than Ampere do not know the mode
         current_mode = 0
     if not current_mode:
         return _Part(gpu.name, is_whole=True)
@@ -433,7 +400,7 @@ def _part_of(gpu: NvmlGpu) -> _Part:
 
 
 def installed_nvml() -> Nvml:
-    """The package `pynvml`."""
+    """Import `pynvml`; raise `NoGpuError` if that fails."""
     try:
         import pynvml
     except ImportError as error:
@@ -442,10 +409,10 @@ def installed_nvml() -> Nvml:
 
 
 def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
-    """Open every GPU that this process may open: NVML counts the others, too (a Slurm control group, a lost GPU).
+    """Open the GPUs that this process may open; NVML also counts lost GPUs and those of other Slurm control groups.
 
     Returns:
-        Those GPUs, in the order of NVML; and the reasons for which others cannot be opened.
+        The opened GPUs in the order of NVML, and the reasons why others cannot be opened.
     """
     try:
         nvml.nvmlInit()
@@ -474,7 +441,7 @@ def _text(answer: str | bytes) -> str:
 
 
 def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Sequence[str]) -> NvmlGpu:
-    """The GPU of a UUID or its beginning, as CUDA takes it; or of a UUID without a prefix, as PyTorch gives it."""
+    """Find the GPU of a UUID or its beginning, as in CUDA, or of PyTorch's UUID without a prefix."""
     is_bare = not uuid.startswith((_GPU_PREFIX, MIG_PREFIX))
     wanted = f"{_GPU_PREFIX}{uuid}" if is_bare else uuid
     found = [gpu for gpu in machine if gpu.uuid.startswith(wanted)]
@@ -486,14 +453,14 @@ def _open_uuid(nvml: Nvml, uuid: str, machine: Sequence[NvmlGpu], refused: Seque
             part = nvml.nvmlDeviceGetHandleByUUID(slice_id)
             whole = _described(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part), 0)
         except nvml.NVMLError as error:
-            if not is_bare:  # drivers know ids of their own generation only, in two notations
+            if not is_bare:  # a driver knows one of two notations
                 cause = f"{uuid} in {CUDA_VISIBLE_DEVICES}, of which the driver says {error}"
                 raise _shared_counter(cause) from error
         else:
             known = next((gpu for gpu in machine if gpu.uuid == whole.uuid), whole)
             return replace(known, mig_handle=part)
     cause = "several GPUs begin so" if found else "the driver does not list it"
-    if refused or is_bare:  # not a mistake of the user's
+    if refused or is_bare:  # not the user's mistake
         others = f" ({'; '.join(refused)})" if refused else ""
         raise EnergyUnavailableError(f"GPU {uuid} cannot be opened: {cause} among those that may be opened{others}")
     raise ZeusBSOConfigError(
@@ -507,7 +474,6 @@ def _listing(gpus: Sequence[NvmlGpu]) -> str:
 
 
 def _shared_counter(device: str) -> EnergyUnavailableError:
-    """Return the error that says why a MIG slice, or a GPU that is cut into them, cannot be measured."""
     return EnergyUnavailableError(
         f"{device}: a MIG slice shares the energy counter of its GPU, so its own energy cannot be told apart unless it"
         " is the whole GPU"

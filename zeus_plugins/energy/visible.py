@@ -13,10 +13,10 @@ MIG_PREFIX = "MIG-"
 
 
 def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
-    """Read ``CUDA_VISIBLE_DEVICES`` as CUDA does: up to the first entry that names no GPU.
+    """Parse ``CUDA_VISIBLE_DEVICES`` on a machine with `count` GPUs into indices, UUIDs and ids of MIG slices.
 
-    That rule is what makes ``""``, ``-1`` and a scheduler's ``NoDevFiles`` hide every GPU. Without a setting (None) all
-    GPUs are visible, as many as `count`. The answer has the index or UUID of each, or the id of a MIG slice.
+    As in CUDA, the list ends at the first entry that names no GPU, so ``""``, ``-1`` and a scheduler's ``NoDevFiles``
+    hide every GPU. None means that all are visible.
 
     Raises:
         NoGpuError: No GPU is visible.
@@ -40,15 +40,12 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
 
 
 def cuda_devices(torch: Any) -> tuple[str, ...] | None:
-    """The GPUs in CUDA's own order, by their UUIDs without a prefix.
+    """Return the UUIDs of the GPUs, without prefix, in the order of PyTorch's CUDA indices.
 
-    CUDA has read the variables when it started, whatever they say now, and may count its fastest GPU first.
-
-    Args:
-        torch: PyTorch, or None where this process has not loaded it.
+    CUDA read the environment variables when it started, and may count the fastest GPU first.
 
     Returns:
-        None where CUDA has not started in this process (asking would start it), or does not tell (before PyTorch 2.4).
+        None if CUDA has not started in this process (asking would start it) or PyTorch is absent or older than 2.4.
     """
     try:
         if torch is None or not torch.cuda.is_initialized():
@@ -71,7 +68,7 @@ def chosen_indices(wanted: Sequence[int] | None, visible: int) -> Sequence[int]:
 
 
 def check_one_model(names: Sequence[str], listing: str, variable: Variable) -> None:
-    """Refuse GPUs of several models; the listing shows them, and the variable chooses among them."""
+    """Raise `ZeusBSOConfigError` if GPUs are of several models; its message shows `listing` and `variable`."""
     if len(set(names)) > 1:
         raise ZeusBSOConfigError(
             f"the GPUs are of several models ({listing}), and costs measured on them do not compare: choose those of"

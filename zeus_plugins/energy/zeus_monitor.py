@@ -1,9 +1,10 @@
-"""Monitors that measure as Zeus's `ZeusMonitor` does, taken for ours."""
+"""Adapters for monitors with the interface of Zeus's `ZeusMonitor`."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Protocol, cast
 
 from zeus_plugins.energy.counters import STANDSTILL_S
@@ -14,30 +15,30 @@ from zeus_plugins.protocol import GpuConfig
 
 
 class WindowMonitor(Protocol):
-    """Zeus's way to measure.
+    """The interface of Zeus's monitors.
 
-    What `end_window` returns has the seconds in `time`, and the joules in `total_energy` or, device by device, in the
-    mapping `gpu_energy`; where no GPU is measured, in `cpu_energy` and `dram_energy`, or in `soc_energy` (a system
-    on a chip: Jetson, Apple).
+    The result of `end_window` has the seconds in `time`, and the joules in `total_energy` or, by device, in the mapping
+    `gpu_energy`; without a measured GPU in `cpu_energy` and `dram_energy`, or in `soc_energy` (a system on a chip:
+    Jetson, Apple).
     """
 
     def begin_window(self, name: str, /) -> None:
-        """Start to measure."""
+        """Open a window."""
 
     def end_window(self, name: str, /) -> Any:
-        """Return what the window cost."""
+        """Close a window and return its cost."""
 
 
 class ZeusMonitorAdapter:
-    """An `EnergyMonitor` over a `WindowMonitor`.
+    """An `EnergyMonitor` over a `WindowMonitor`; it can be pickled if `monitor` can.
 
-    A window of a second or more that cost 0 J, or no number of joules, was not measured: the maximum power × time is
-    taken instead, and the measurement's source says so.
+    If a window of a second or more cost 0 J, or no finite energy, it is estimated as the maximum power × time, and the
+    measurement's source says so.
 
     Args:
-        monitor: Measures. It can be pickled if this one can.
-        gpus: The devices that it measures. None: NVML is asked for those of its `gpu_indices`, or for all visible ones.
-        nvml: What to call instead of the installed `pynvml`.
+        monitor: Measures.
+        gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs.
+        nvml: A replacement for the installed `pynvml`.
     """
 
     def __init__(self, monitor: WindowMonitor, gpus: GpuConfig | None = None, *, nvml: Nvml | None = None) -> None:
@@ -48,15 +49,11 @@ class ZeusMonitorAdapter:
 
     @property
     def source(self) -> str:
-        """The class of the monitor, for example ``"ZeusMonitor"``."""
+        """The name of the monitor's class, for example ``"ZeusMonitor"``."""
         return type(self._monitor).__name__[:100]
 
     def gpus(self) -> GpuConfig:
-        """Describe the devices as given, or as NVML does.
-
-        Raises:
-            ZeusBSOConfigError: Neither is possible.
-        """
+        """Describe the devices as given or by NVML; raise `ZeusBSOConfigError` if neither is possible."""
         if self._gpus is None:
             indices = getattr(self._monitor, "gpu_indices", None)
             try:
@@ -69,20 +66,15 @@ class ZeusMonitorAdapter:
         return self._gpus
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`."""
-        self._windows.open(name, None)
-        try:
-            self._monitor.begin_window(name)
-        except BaseException:
-            self._windows.close(name)
-            raise
+        """See `EnergyMonitor.begin_window`."""
+        self._windows.open(name, partial(self._monitor.begin_window, name))
 
     def end_window(self, name: str) -> Measurement:
-        """Return what the monitor says that the window cost.
+        """See `EnergyMonitor.end_window`.
 
         Raises:
-            ZeusBSOOperationOrderError: No window of that name is open.
-            ZeusBSOConfigError: The answer holds no time, or no energy.
+            ZeusBSOOperationOrderError: No window of this name is open.
+            ZeusBSOConfigError: The monitor's answer lacks the time or the energy.
         """
         self._windows.close(name)
         answer = self._monitor.end_window(name)
@@ -101,12 +93,12 @@ class ZeusMonitorAdapter:
 
 
 def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
-    """Take what measures in Zeus's way for one of ours, by what it can do; what is ours stays as it is.
+    """Return an energy monitor unchanged, or adapt a monitor with Zeus's interface.
 
     Raises:
-        ZeusBSOConfigError: It measures in neither way.
+        ZeusBSOConfigError: `monitor` has neither interface.
     """
-    # ZeusMonitor has an attribute `gpus`, too, which is no method.
+    # The attribute `gpus` of ZeusMonitor is no method.
     if callable(getattr(monitor, "gpus", None)) and hasattr(monitor, "source"):
         return cast("EnergyMonitor", monitor)
     if all(callable(getattr(monitor, method, None)) for method in ("begin_window", "end_window")):
@@ -116,17 +108,17 @@ def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
     )
 
 
-# The parts of a system on a chip that do not contain each other, millijoules: first Apple's, then Jetson's.
+# Disjoint parts of a system on a chip, in millijoules: first Apple's, then Jetson's.
 _SOC_PARTS = ("cpu_total_mj", "dram_mj", "gpu_mj", "gpu_sram_mj", "ane_mj", "cpu_energy_mj", "gpu_energy_mj")
 
 
 def _energy_j(answer: object) -> float | None:
-    """The joules in an answer, over all devices that it measured; None where it has none."""
+    """Return the joules of an answer, summed over the devices; None if it has none."""
     parts = [getattr(answer, name, None) for name in ("gpu_energy", "cpu_energy", "dram_energy")]
     gpu_j, *cpu_j = (_number(sum(part.values())) if isinstance(part, Mapping) and part else None for part in parts)
     if gpu_j is None and any(joules is not None for joules in cpu_j):
         return sum(joules or 0.0 for joules in cpu_j)
-    # Of a system on a chip its total where it has one (Jetson), else the sum of its parts (Apple).
+    # A system on a chip has a total (Jetson) or disjoint parts (Apple).
     for names in (("total_energy_mj",), _SOC_PARTS):
         told_mj = [_number(getattr(getattr(answer, "soc_energy", None), name, None)) for name in names]
         known_mj = [each_mj for each_mj in told_mj if each_mj is not None]

@@ -1,8 +1,8 @@
-"""The second knob: a training finds its GPUs' best power limit while it trains, and leaves the GPUs as they were.
+"""Power limits: a training finds the best limit of its GPUs while it trains, and restores the initial limit at its end.
 
-`PowerLimitProfiler` tries the power limits one after another, each for some steps of the training itself (warm-up, then
-a measurement window), chooses one of them by a selector, keeps it until the training ends, and then puts back the
-limits that it found. It knows no framework. A training loop calls it like this::
+`PowerLimitProfiler` tries the limits one after another, each for some steps of the training itself (warm-up, then a
+measurement window). A selector chooses one of them, which stays until the training ends. The profiler knows no
+framework; a training loop calls it like this::
 
     profiler = PowerLimitProfiler(find_devices, ZeusCost(eta=0.5), warmup_steps=10, profile_steps=40, monitor=auto())
     try:
@@ -17,13 +17,13 @@ limits that it found. It knows no framework. A training loop calls it like this:
     finally:
         profiler.close()
 
-The constructor touches no device. An "epoch" is any stretch of steps that nothing else interrupts, so a validation
-within an epoch ends one stretch and begins another; a measurement that was cut short is made again in the next. Calls
-in any other order do no harm. If nobody calls ``close``, the end of the process puts the limits back, SIGTERM and
-SIGKILL included (`zeus_plugins.power_limit.guard`).
+The constructor touches no device. An "epoch" is any stretch of steps without interruption: a validation within an epoch
+ends one stretch and begins another, and an unfinished measurement is repeated in the next one. Calls in any other order
+do no harm. Without ``close``, the end of the process restores the limits, even after SIGTERM and SIGKILL
+(`zeus_plugins.power_limit.guard`).
 
-Where no limit can be set (no GPU, no permission), the profiler measures the limit in force, says so in one warning, and
-chooses nothing. A device or monitor that fails later ends the profiling, with one warning, and not the training.
+If no limit can be set (no GPU, no permission), the profiler logs a warning, measures the limit in force, and chooses
+nothing. If a device or monitor fails later, it logs a warning and ends the profiling, but not the training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GPUs whose power limit can be set: their interface, and the ways to set it (NVML, a command, zeusd).
+"""GPUs with a settable power limit, and the ways to set it: NVML, a command, zeusd.
 
 Reading a limit through NVML needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
 (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
@@ -14,8 +14,9 @@ import string
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 from urllib.parse import urlencode
 
 from zeus_plugins.energy import EnergyUnavailableError
@@ -26,9 +27,9 @@ from zeus_plugins.errors import ZeusBSOConfigError
 COMMAND_VARIABLE = POWER_LIMIT_COMMAND.name
 
 TOLERANCE_W = 1.0
-"""Limits that differ by less are the same: some drivers round."""
+"""Limits that differ by less count as equal, because some drivers round."""
 
-# A driver may take some time to put a limit in force.
+# A driver may take some time to apply a limit.
 _WAITS_S = (0.0, 0.02, 0.1)
 
 _COMMAND_TIMEOUT_S = 30.0
@@ -40,39 +41,34 @@ class PowerLimitUnavailableError(ZeusBSOConfigError):
 
 
 class PowerLimitDevice(Protocol):
-    """One GPU's power limit. `str()` names the GPU for people.
+    """One GPU's power limit; `str()` names the GPU.
 
-    An implementation can be pickled at any time: another process puts the limit back when this one is killed. It may
-    have more methods, which are used where they are: ``enforced_limit_w()`` and ``default_limit_w()``, the limit that
-    is really obeyed and the one after a start of the driver, in watts, and ``temperature_c()`` in °C. All of them
-    raise `PowerLimitUnavailableError` where the device does not tell, or the limit was not set.
+    An implementation can be pickled at any time, because another process puts the limit back if this one is killed.
+    Optional methods: ``enforced_limit_w()`` and ``default_limit_w()``, the limit that the GPU obeys and the limit after
+    a start of the driver, in watts, and ``temperature_c()`` in °C. All methods raise `PowerLimitUnavailableError` on
+    failure.
     """
 
     @property
     def outlives_process(self) -> bool:
-        """True when a limit stays in force after this process has ended, so that somebody has to put it back."""
+        """True if a limit stays in force after the end of this process and has to be put back."""
 
     def range_w(self) -> tuple[float, float]:
-        """The lowest and the highest limit that can be set, watts."""
+        """Return the lowest and the highest settable limit, in watts."""
 
     def limit_w(self) -> float:
-        """The limit in force, watts."""
+        """Return the limit in force, in watts."""
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Set the limit, watts. The device's energy and time belong to it from then on."""
+        """Set the limit, in watts."""
 
 
 class PowerLimitNotAppliedError(PowerLimitUnavailableError):
-    """A limit was accepted, and another one is in force."""
+    """A device accepted a limit, but another limit is in force."""
 
 
 def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
-    """Set a limit, watts, and read back what is in force: drivers and commands may clamp a limit, or ignore it.
-
-    Raises:
-        PowerLimitNotAppliedError: Another limit is in force.
-        PowerLimitUnavailableError: It was not set.
-    """
+    """Set a limit, in watts, and raise `PowerLimitNotAppliedError` if it was clamped or ignored."""
     device.set_limit_w(limit_w)
     for wait_s in _WAITS_S:
         time.sleep(wait_s)
@@ -85,13 +81,13 @@ def set_and_check(device: PowerLimitDevice, limit_w: float) -> None:
 
 
 def enforced_limit_w(device: PowerLimitDevice) -> float:
-    """The limit that a device really obeys, watts: another limiter may be below the one that was set."""
+    """Return the limit that a device obeys, in watts: another limiter may be below the set limit."""
     tell: Callable[[], float] = getattr(device, "enforced_limit_w", device.limit_w)
     return tell()
 
 
 def default_limit_w(device: PowerLimitDevice) -> float | None:
-    """The limit that a device has after a start of its driver, watts; None where it does not tell."""
+    """Return the limit after a start of the driver, in watts; None if the device does not give it."""
     tell: Callable[[], float] | None = getattr(device, "default_limit_w", None)
     try:
         return None if tell is None else tell()
@@ -100,14 +96,14 @@ def default_limit_w(device: PowerLimitDevice) -> float | None:
 
 
 def temperature_c(devices: Sequence[PowerLimitDevice]) -> float | None:
-    """Return the highest temperature of the devices that tell one, in °C; None if none does."""
+    """Return the highest known temperature of the devices, in °C; None if none is known."""
     known = []
     for device in devices:
         tell: Callable[[], float] | None = getattr(device, "temperature_c", None)
         try:
             if tell is not None:
                 known.append(tell())
-        except Exception:  # noqa: S112 - a sensor more or less; limits and energy have their own errors
+        except Exception:  # noqa: S112 - a sensor is optional
             continue
     return max(known, default=None)
 
@@ -115,18 +111,17 @@ def temperature_c(devices: Sequence[PowerLimitDevice]) -> float | None:
 def find_devices(
     device_indices: Sequence[int | str] | None = None, *, command: str | None = None, nvml: Nvml | None = None
 ) -> tuple[PowerLimitDevice, ...]:
-    """The NVIDIA GPUs that train, each with a way to set its limit: a command or zeusd, if configured, else NVML.
+    """Find the NVIDIA GPUs that train, each with its way to set the limit: a configured command or zeusd, else NVML.
 
     Args:
-        device_indices: Which of the visible GPUs, counting from 0, or their UUIDs. None: all of them. Empty: the
-            training uses none.
-        command: Sets a limit, as in `CommandDevice`. None: that of the environment variable
-            ``ZEUS_POWER_LIMIT_COMMAND``, if it is set; else zeusd sets it, if ``ZEUSD_SOCK_PATH`` is set.
-        nvml: What to call instead of the installed `pynvml`.
+        device_indices: Indices among the visible GPUs, or UUIDs. None: all visible GPUs. Empty: the training uses none.
+        command: See `CommandDevice`. None: ``ZEUS_POWER_LIMIT_COMMAND`` if set, else zeusd if ``ZEUSD_SOCK_PATH`` is
+            set.
+        nvml: A replacement for the installed `pynvml`.
 
     Raises:
-        PowerLimitUnavailableError: There is none, or one that the job has not to itself.
-        ZeusBSOConfigError: The GPUs are of several models, one that was named does not exist, or the command is wrong.
+        PowerLimitUnavailableError: No GPU is available, or one of them is a MIG slice.
+        ZeusBSOConfigError: The GPUs are of several models, a named GPU does not exist, or the command is wrong.
     """
     command = command or POWER_LIMIT_COMMAND.text()
     if device_indices is not None and not device_indices:
@@ -141,68 +136,67 @@ def find_devices(
     return tuple(ZeusdDevice(socket_path, each) for each in devices) if socket_path else devices
 
 
+@dataclass(eq=False)
 class NvmlDevice:
     """A `PowerLimitDevice` over NVML.
 
     Args:
-        uuid: The GPU's, as the driver gives it.
-        index: The GPU's number as ``nvidia-smi -i`` takes it.
-        name: What to call it.
-        nvml: What to call instead of the installed `pynvml`.
+        uuid: The GPU's UUID by the driver.
+        index: The GPU's number for ``nvidia-smi -i``.
+        name: The name for messages.
+        nvml: A replacement for the installed `pynvml`.
     """
 
-    outlives_process = True
-
-    def __init__(self, uuid: str, index: int, name: str, nvml: Nvml | None = None) -> None:
-        self.uuid = uuid
-        self.index = index
-        self._name = name
-        self._nvml = nvml
+    outlives_process: ClassVar[bool] = True
+    uuid: str
+    index: int
+    name: str
+    nvml: Nvml | None = None
 
     def __str__(self) -> str:
-        return self._name
+        return self.name
 
-    # A handle is worth nothing in another process.
+    # A handle is invalid in another process.
     def __getstate__(self) -> dict[str, Any]:
-        is_module = getattr(self._nvml, "__name__", None) == "pynvml"
+        is_module = getattr(self.nvml, "__name__", None) == "pynvml"
         kept = {name: value for name, value in vars(self).items() if name != "_opened"}
-        return {**kept, "_nvml": None if is_module else self._nvml}
+        return {**kept, "nvml": None if is_module else self.nvml}
 
     def range_w(self) -> tuple[float, float]:
-        """NVML's constraints; see `PowerLimitDevice.range_w`."""
+        """See `PowerLimitDevice.range_w`."""
         lowest_mw, highest_mw = self._ask("power limits", "nvmlDeviceGetPowerManagementLimitConstraints")
         return lowest_mw / MILLI, highest_mw / MILLI
 
     def limit_w(self) -> float:
-        """NVML's management limit; see `PowerLimitDevice.limit_w`."""
+        """See `PowerLimitDevice.limit_w`."""
         return float(self._ask("power limit", "nvmlDeviceGetPowerManagementLimit") / MILLI)
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Set NVML's management limit; see `PowerLimitDevice.set_limit_w`."""
+        """See `PowerLimitDevice.set_limit_w`."""
         self._ask(f"power limit of {limit_w:g} W", "nvmlDeviceSetPowerManagementLimit", round(limit_w * MILLI))
 
     def enforced_limit_w(self) -> float:
-        """The limit that the driver obeys, watts, all limiters considered; if it tells none, the one that was set."""
+        """Return the limit that the driver obeys, in watts; if it gives none, the set limit."""
         try:
             return float(self._ask("limit in force", "nvmlDeviceGetEnforcedPowerLimit") / MILLI)
         except PowerLimitUnavailableError:
             return self.limit_w()
 
     def default_limit_w(self) -> float:
-        """The limit after a start of the driver, watts."""
+        """Return the limit after a start of the driver, in watts."""
         return float(self._ask("default limit", "nvmlDeviceGetPowerManagementDefaultLimit") / MILLI)
 
     def pci_address(self) -> str:
-        """The address on the PCI bus, as ``domain:bus:device.function`` in hexadecimal digits."""
+        """Return the PCI address, as ``domain:bus:device.function`` in hexadecimal digits."""
         address = self._ask("PCI address", "nvmlDeviceGetPciInfo").busId
         return address.decode() if isinstance(address, bytes) else str(address)
 
     def temperature_c(self) -> float:
-        """The temperature of the GPU's die, °C."""
+        """Return the temperature of the GPU's die, in °C."""
         return float(self._ask("temperature", "nvmlDeviceGetTemperature", DIE))
 
     def _ask(self, what: str, function: str, *arguments: int) -> Any:
-        """Return what a function of NVML answers for this GPU, or raise `PowerLimitUnavailableError`."""
+        """Call a function of NVML for this GPU; raise `PowerLimitUnavailableError` if it fails."""
         nvml, handle = self._opened
         try:
             return getattr(nvml, function)(handle, *arguments)
@@ -211,7 +205,7 @@ class NvmlDevice:
 
     @cached_property
     def _opened(self) -> tuple[Nvml, Any]:
-        nvml = self._nvml or installed_nvml()
+        nvml = self.nvml or installed_nvml()
         try:
             nvml.nvmlInit()
             return nvml, nvml.nvmlDeviceGetHandleByUUID(self.uuid)
@@ -220,7 +214,7 @@ class NvmlDevice:
 
 
 class _OtherSetter:
-    """The base of a `PowerLimitDevice` that reads as another device does, and sets the limit in its own way."""
+    """The base of a `PowerLimitDevice` that reads through another device and sets the limit in its own way."""
 
     outlives_process = True
 
@@ -232,31 +226,28 @@ class _OtherSetter:
         return str(self._device)
 
     def range_w(self) -> tuple[float, float]:
-        """As the other device tells; see `PowerLimitDevice.range_w`."""
         return self._device.range_w()
 
     def limit_w(self) -> float:
-        """As the other device tells; see `PowerLimitDevice.limit_w`."""
         return self._device.limit_w()
 
     def __getattr__(self, name: str) -> Any:
-        if name in {"default_limit_w", "enforced_limit_w", "temperature_c"}:  # if the other device has them
+        if name in {"default_limit_w", "enforced_limit_w", "temperature_c"}:  # optional methods
             return getattr(self._device, name)
         raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
 class CommandDevice(_OtherSetter):
-    """A `PowerLimitDevice` that reads as another one does and sets by a command.
+    """A `PowerLimitDevice` that sets limits by a command, for machines on which a training may not set them itself.
 
-    The command is run without a shell, and has set the limit if it ends with status 0 within 30 s. So many machines
-    let trainings change power limits and nothing else: a rule for ``sudo``, or a small program of the site's own.
+    The command runs without a shell. It has set the limit if it ends with status 0 within 30 s.
 
     Args:
         template: The command, e.g. ``sudo -n nvidia-smi -i {uuid} -pl {watts}``. ``{uuid}`` is the GPU's UUID and
-            ``{index}`` its number, both as ``nvidia-smi -i`` takes them, ``{watts}`` the limit in watts. In a
-            container, numbers count its own GPUs: a command that works outside of it needs the UUID.
+            ``{index}`` its number, both for ``nvidia-smi -i``, and ``{watts}`` the limit. In a container, numbers count
+            only its own GPUs, so a command that works outside of it needs the UUID.
         device: Reads the range and the limit in force.
-        index: Stands for ``{index}``. None: that of `device`.
+        index: The number for ``{index}``. None: the number of `device`.
 
     Raises:
         ZeusBSOConfigError: The template has other fields or lacks one of these.
@@ -281,7 +272,7 @@ class CommandDevice(_OtherSetter):
             raise ZeusBSOConfigError(f"{device} has no number of its own: pass index to CommandDevice")
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Run the command; see `PowerLimitDevice.set_limit_w`."""
+        """See `PowerLimitDevice.set_limit_w`."""
         command = [part.format(index=self._index, uuid=self.uuid, watts=f"{limit_w:.10g}") for part in self._arguments]
         try:
             done = subprocess.run(  # noqa: S603 - the user's own command, split into arguments and run without a shell
@@ -300,11 +291,11 @@ class CommandDevice(_OtherSetter):
 
 
 class ZeusdDevice(_OtherSetter):
-    """A `PowerLimitDevice` that reads as an NVIDIA GPU does and sets by zeusd.
+    """A `PowerLimitDevice` that sets limits by zeusd, the daemon of the Zeus project.
 
-    The daemon of the Zeus project speaks HTTP on a socket of the machine; https://ml.energy/zeus/zeusd/ has its
-    interface. It counts the GPUs of the whole machine, and a container some of them. The GPU is therefore named by the
-    number that the daemon has for its PCI address or, where an older one tells none, only if the machine has one GPU.
+    It speaks HTTP on a Unix socket (https://ml.energy/zeus/zeusd/) and counts all GPUs of the machine, unlike a
+    container. So the GPU is named by the daemon's number for its PCI address. An older daemon gives no addresses and is
+    used only on a machine with one GPU.
 
     Args:
         socket_path: The daemon's socket, e.g. ``/run/zeusd/zeusd.sock``.
@@ -315,17 +306,14 @@ class ZeusdDevice(_OtherSetter):
         super().__init__(device)
         self._socket_path = socket_path
         self._gpu = device
-        self._number: int | None = None
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Have the daemon set it; see `PowerLimitDevice.set_limit_w`."""
-        if self._number is None:
-            self._number = self._found()
+        """See `PowerLimitDevice.set_limit_w`."""
         query = {"gpu_ids": self._number, "power_limit_mw": round(1000 * limit_w), "block": "true"}
         self._exchange("POST", f"/gpu/set_power_limit?{urlencode(query)}")
 
-    def _found(self) -> int:
-        """The daemon's number of this GPU."""
+    @cached_property
+    def _number(self) -> int:
         gpus = json.loads(self._exchange("GET", "/discover")).get("gpus", [])
         try:
             wanted = _pci(self._gpu.pci_address())
@@ -361,7 +349,7 @@ class ZeusdDevice(_OtherSetter):
 
 
 def _pci(address: str) -> tuple[int, ...]:
-    """The numbers of a PCI address: NVML writes its domain with eight digits, others with four."""
+    """Parse a PCI address; NVML writes its domain with eight digits, zeusd with four."""
     domain, bus, rest = address.split(":")
     device, _, function = rest.partition(".")
     return int(domain, 16), int(bus, 16), int(device, 16), int(function or "0", 16)

@@ -3,17 +3,17 @@
 ====================================  ==========================================================
 the training                          the limits are put back by
 ====================================  ==========================================================
-ends, or raises                       who called `LimitGuard.release` (an adapter's hook)
+ends, or raises                       the caller of `LimitGuard.release` (an adapter's hook)
 ends without having called it         `atexit`
-gets SIGTERM                          `SystemExit` in the main thread, which ends it in one of the ways above; a handler
+gets SIGTERM                          `SystemExit` in the main thread, which leads to one of the rows above; a handler
                                       of the script's own stays and decides
 is killed (SIGKILL, out of memory,    a small process beside it, which waits for its end
 segmentation fault, `os._exit`)
 ====================================  ==========================================================
 
-What ends all processes of the job at the same instant (a container, a control group, a power cut) leaves the limits as
-they were then. The next training of the same user knows it from the records (`LimitRecord`) and puts the earlier limits
-back when it ends; so does ``zeus-plugins doctor --reset-power-limits``.
+If all processes of the job end at the same instant (a container, a control group, a power cut), the limits stay as they
+were. The next training of the same user finds the records (`LimitRecord`) and restores the earlier limits when it ends;
+``zeus-plugins doctor --reset-power-limits`` does so at once.
 """
 
 from __future__ import annotations
@@ -48,33 +48,28 @@ _logger = logging.getLogger("zeus_plugins")
 
 # Runs `restore_after` beside the training, with its process id.
 _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_after; sys.exit(restore_after(sys.argv[1]))"
-_STDIN = 0
 
 
 class LimitGuard:
-    """Remembers the limits that devices have when it is made, and puts them back.
+    """Remembers the current limits of devices, and puts them back.
 
     Raises:
-        PowerLimitUnavailableError: A device does not tell its limit.
+        PowerLimitUnavailableError: A device's limit cannot be read.
     """
 
     def __init__(self, devices: Sequence[PowerLimitDevice]) -> None:
-        self._initial = [(device, _limit_to_come_back_to(device)) for device in devices]
+        self._initial = [(device, _initial_limit_w(device)) for device in devices]
         self._owner = os.getpid()
         self._undo_signals: Callable[[], None] | None = None
         self._restorer: subprocess.Popen[bytes] | None = None
 
     @property
     def initial_limits_w(self) -> tuple[float, ...]:
-        """The limits that were in force at first, or before a training that has left its own behind; watts."""
+        """The limits to put back, in watts: those in force at first, or before a training that was killed."""
         return tuple(limit_w for _, limit_w in self._initial)
 
     def arm(self, limit_w: float) -> None:
-        """Make sure that the limits are put back even if `release` is not called.
-
-        Args:
-            limit_w: The limit, watts, that is set on all devices after this call.
-        """
+        """Ensure that the limits are put back even without `release`; call it before setting `limit_w` watts."""
         for device, initial_w in self._initial:
             remember(_uuid(device), initial_w, limit_w)
         if self._undo_signals is not None or not self._initial:
@@ -84,12 +79,12 @@ class LimitGuard:
         self._restorer = _start_restorer([found for found in self._initial if found[0].outlives_process])
 
     def restore(self) -> None:
-        """Put the limits back. What cannot be is logged, with what to do: it never raises."""
+        """Put the limits back. Never raises: a failure is logged with the remedy."""
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
         for device, limit_w in self._initial:
             problem: Exception | None = None
-            for _ in range(2):  # nobody comes after to try again
+            for _ in range(2):  # This is the last chance, so try again.
                 try:
                     set_and_check(device, limit_w)
                     forget(_uuid(device))
@@ -106,7 +101,7 @@ class LimitGuard:
                 )
 
     def release(self) -> None:
-        """Put the limits back, if they may have been changed, and stand down; nothing the second time."""
+        """Put the limits back if `arm` was called since the latest call, and undo `arm`."""
         if self._undo_signals is None or os.getpid() != self._owner:
             return
         self.restore()
@@ -114,34 +109,34 @@ class LimitGuard:
         self._undo_signals = None
         atexit.unregister(self.release)
         if self._restorer is not None:
-            # It has nothing left to do, and might still be starting.
             self._restorer.kill()
             self._restorer.communicate()
             self._restorer = None
 
 
 def _uuid(device: PowerLimitDevice) -> str | None:
-    """The name of a device beyond this process; None for one that nobody meets again."""
+    """Return the device's UUID; None if it has none, or if its limit ends with this process."""
     return getattr(device, "uuid", None) if device.outlives_process else None
 
 
-def _limit_to_come_back_to(device: PowerLimitDevice) -> float:
-    """The limit in force, watts, or the one before a training that was killed together with who puts limits back."""
-    in_force_w, record = device.limit_w(), recall(_uuid(device))
-    if record is None or not record.holds(in_force_w):
+def _initial_limit_w(device: PowerLimitDevice) -> float:
+    """Return the limit in force in watts, or the limit before a killed training whose limit is still in force."""
+    in_force_w = device.limit_w()
+    original_w = _left_behind_w(device, in_force_w)
+    if original_w is None:
         return in_force_w
     _logger.warning(
         "%s still has the power limit of %g W that a killed training left behind: restoring %g W when this training "
         "ends",
         device,
         in_force_w,
-        record.original_w,
+        original_w,
     )
-    return record.original_w
+    return original_w
 
 
 def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subprocess.Popen[bytes] | None:
-    """Start the process that puts limits back when this one is gone; None where there is nothing to put back."""
+    """Start the process that puts these limits back when this process is gone; None if it needs none."""
     if not found:
         return None
     try:
@@ -150,12 +145,11 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
             [sys.executable, "-c", _RESTORER, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            # The same modules as here; and Ctrl-C in the terminal, which goes to all of a group, is not for it.
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
-            start_new_session=True,
+            start_new_session=True,  # Ctrl-C in the terminal goes to all processes of the session.
         )
         assert process.stdin is not None  # noqa: S101 - PIPE, and this is for the type checker
-        process.stdin.write(len(order).to_bytes(8) + order)
+        process.stdin.write(order)
         process.stdin.flush()
     except Exception as error:
         _logger.warning("no process could be started to put power limits back should this one be killed: %s", error)
@@ -164,52 +158,38 @@ def _start_restorer(found: Sequence[tuple[PowerLimitDevice, float]]) -> subproce
 
 
 def restore_after(training: str) -> int:
-    """Wait for the end of a training, then put its limits back: the process beside it.
+    """Wait for the end of the training with this process id, put its limits back, and return the number of failures.
 
-    It reads from its standard input what to put back. The training holds that open, and kills the process when there is
-    nothing left to put back.
-
-    Args:
-        training: Its process id.
-
-    Returns:
-        How many limits could not be put back.
+    The limits come from standard input, which the training holds open. When it has put them back itself, it kills this
+    process.
     """
-    # Who wants to end a job often signals all its processes; this one ends by itself, after the training.
+    # A job is often ended by a signal to all its processes; this one has to outlive the training.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    order = _read(int.from_bytes(_read(8)))
-    # From the training that has started this process, over a pipe of their own.
-    found: list[tuple[PowerLimitDevice, float]] = pickle.loads(order)  # noqa: S301
+    try:
+        # From the training that has started this process, over a pipe of their own.
+        found: list[tuple[PowerLimitDevice, float]] = pickle.load(sys.stdin.buffer)  # noqa: S301
+    except (EOFError, pickle.UnpicklingError):  # The training was killed before it changed anything.
+        return 0
     _wait_for_the_end_of(int(training))
     failures = 0
     for device, limit_w in found:
         try:
             set_and_check(device, limit_w)
-            forget(getattr(device, "uuid", None))
+            forget(_uuid(device))
         except Exception as error:
             failures += 1
             print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)
     return failures
 
 
-def _read(length: int) -> bytes:
-    received = b""
-    while len(received) < length:
-        part = os.read(_STDIN, length - len(received))
-        if not part:  # killed before it had said all, and so before it changed anything
-            sys.exit(0)
-        received += part
-    return received
-
-
 def _wait_for_the_end_of(training: int) -> None:
     """Return when the training has ended.
 
-    Its end closes the pipe, unless its children (data loaders' workers) have inherited it and live on; Linux therefore
-    tells of the process itself, too.
+    Its end closes the pipe, unless its children (data loaders' workers) have inherited it and live on, so Linux also
+    watches the process.
     """
-    signs: list[int] = [_STDIN]
+    signs: list[int] = [sys.stdin.fileno()]
     if hasattr(os, "pidfd_open"):
         try:
             signs.append(os.pidfd_open(training))
@@ -224,26 +204,19 @@ def _wait_for_the_end_of(training: int) -> None:
 
 @dataclass(frozen=True)
 class LimitRecord:
-    """One GPU's limit before a training, and the one that the training has set last; watts.
+    """One GPU's limit before a training, and the limit that the training set last; watts.
 
-    A file keeps it from before the limit is changed until it was put back. Whoever finds one whose limit is still in
-    force knows the limit that was there before; any other limit was set by somebody else since, and counts as it is.
-
-    Attributes:
-        boot_id: The start of the machine in which it was set: none survives that.
+    Its file exists from before the first change until the limit is put back. A limit is left behind only if it is still
+    `set_w` in the same start of the machine; otherwise something else has set it since.
     """
 
     original_w: float
     set_w: float
     boot_id: str
 
-    def holds(self, in_force_w: float) -> bool:
-        """True when the limit in force is the one that the training has set."""
-        return self.boot_id == _boot_id() and abs(in_force_w - self.set_w) <= TOLERANCE_W
-
 
 def remember(uuid: str | None, original_w: float, set_w: float) -> None:
-    """Keep a GPU's limit before a training, and the one that is about to be set; watts. It never raises."""
+    """Write a GPU's record before setting `set_w`. Never raises."""
     if not uuid:
         return
     path = _path(uuid)
@@ -255,7 +228,7 @@ def remember(uuid: str | None, original_w: float, set_w: float) -> None:
 
 
 def recall(uuid: str | None) -> LimitRecord | None:
-    """The record of a GPU's limit; None where there is none that can be read."""
+    """Read a GPU's record; return None if it has none, or a damaged one."""
     try:
         return LimitRecord(**json.loads(_path(uuid).read_text(encoding="utf-8")))
     except (OSError, TypeError, ValueError):
@@ -263,15 +236,23 @@ def recall(uuid: str | None) -> LimitRecord | None:
 
 
 def forget(uuid: str | None) -> None:
-    """Remove the record of a GPU's limit, which was put back. It never raises."""
+    """Remove a GPU's record after its limit was put back. Never raises."""
     try:
         _path(uuid).unlink(missing_ok=True)
     except OSError as error:
         _logger.debug("the record of a power limit could not be removed: %s", error)
 
 
+def _left_behind_w(device: PowerLimitDevice, in_force_w: float) -> float | None:
+    """Return the limit before a killed training, in watts, if the limit in force is still the training's."""
+    record = recall(_uuid(device))
+    if record is None or record.boot_id != _boot_id() or abs(in_force_w - record.set_w) > TOLERANCE_W:
+        return None
+    return record.original_w
+
+
 def _path(uuid: str | None) -> Path:
-    """The file of a GPU's record; that of a GPU without a UUID never exists."""
+    """Return the file of a GPU's record; for None, a file that never exists."""
     return state_directory() / "power-limits" / f"{re.sub('[^0-9A-Za-z-]', '_', uuid or '')}.json"
 
 
@@ -284,7 +265,7 @@ def _boot_id() -> str:
 
 @dataclass(frozen=True)
 class Reset:
-    """One GPU's limits, watts: that in force, and the one that it was to get; the problem, if it did not."""
+    """One GPU's limit before and after `reset_limits`, in watts, and the problem if it was not set."""
 
     device: PowerLimitDevice
     found_w: float | None
@@ -293,19 +274,17 @@ class Reset:
 
 
 def reset_limits(devices: Sequence[PowerLimitDevice]) -> Iterator[Reset]:
-    """Give each GPU the limit that it had before a training that left its own behind, else its default limit."""
+    """Set each GPU to its limit before a killed training, or else to its default limit."""
     for device in devices:
-        found_w = wanted_w = None
-        uuid = getattr(device, "uuid", None)
+        found_w = wanted_w = problem = None
         try:
-            found_w, record = device.limit_w(), recall(uuid)
-            is_left_behind = record is not None and record.holds(found_w)
-            wanted_w = record.original_w if record is not None and is_left_behind else default_limit_w(device)
+            found_w = device.limit_w()
+            wanted_w = _left_behind_w(device, found_w)
+            wanted_w = default_limit_w(device) if wanted_w is None else wanted_w
             if wanted_w is None:
                 raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
             set_and_check(device, wanted_w)
+            forget(_uuid(device))
         except PowerLimitUnavailableError as error:
-            yield Reset(device, found_w, wanted_w, str(error))
-        else:
-            forget(uuid)
-            yield Reset(device, found_w, wanted_w)
+            problem = str(error)
+        yield Reset(device, found_w, wanted_w, problem)

@@ -1,18 +1,17 @@
-"""What a profiler decides: the plan of the limits to measure, the steps for each, and its states. Pure.
+"""The decisions of a profiler: the limits to measure, the steps for each, and its states.
 
-No device, clock or training is known here. A state is a value; `Window.epoch_began`, `steps_ended` and `epoch_ended`
-answer with the next one. What has to be done with devices and measurement windows follows from the two states of a
-transition (`PowerLimitProfiler`):
+Nothing here knows a device, a clock or a training. A state is a value, and `Window` returns the next one.
+`PowerLimitProfiler` derives its actions from the old and the new state:
 
-* the limit in force is that of the new state (`Ready`: the one that was found; `Warmup`, `Profiling`: the one that is
-  tried; `Done`: the chosen one);
-* a window is open exactly in `Profiling`, and its measurement counts if the transition was made by `steps_ended`.
+* The limit in force follows from the new state: the initial limit in `Ready`, the tried limit in `Warmup` and
+  `Profiling`, the chosen limit in `Done`.
+* A measurement window is open exactly in `Profiling`, and counts if `steps_ended` has made the transition.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeus_plugins.energy.cluster import sum_of_nodes
@@ -25,23 +24,23 @@ from zeus_plugins.protocol import GpuConfig
 STEP_W = 25.0
 """Watts between the power limits that are tried, as in the traces of Zeus (NSDI '23)."""
 
-# Limits of drivers are whole milliwatts.
+# Drivers use whole milliwatts.
 _ROUNDING_W = 0.001
 
-# So that steps that are a little faster the next time do not make the window too short again.
+# Keeps the next window long enough if its steps are a little faster.
 _MARGIN = 1.05
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Between epochs. The next one begins with the limit at `position` in the list of limits to measure."""
+    """Between epochs; the next epoch begins with the limit at `position` in the list of limits to measure."""
 
     position: int = 0
 
 
 @dataclass(frozen=True)
 class Warmup:
-    """The limit at `position` is set, and the GPUs get used to it for `steps_left` more steps."""
+    """The limit at `position` is set, and `steps_left` steps pass before it is measured."""
 
     position: int
     steps_left: int
@@ -49,7 +48,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Profiling:
-    """The limit at `position` is being measured; `steps` of its window have ended."""
+    """The limit at `position` is being measured, and `steps` of its window have ended."""
 
     position: int
     steps: int = 0
@@ -57,36 +56,22 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Done:
-    """There is nothing left to measure."""
+    """The profiling has ended."""
 
 
 State = Ready | Warmup | Profiling | Done
 
-# Every other transition is a defect of this package.
-TRANSITIONS: Mapping[type[State], frozenset[type[State]]] = {
-    Ready: frozenset({Warmup, Profiling, Done}),
-    Warmup: frozenset({Profiling, Ready, Done}),
-    Profiling: frozenset({Warmup, Profiling, Ready, Done}),
-    Done: frozenset(),
-}
-
-
-def check_transition(old: State, new: State) -> None:
-    """Make sure that a transition is legal, or raise `ValueError`."""
-    if type(new) not in TRANSITIONS[type(old)]:
-        raise ValueError(f"the profiler cannot go from {old} to {new}")
-
 
 @dataclass(frozen=True)
 class Window:
-    """The steps that each limit gets, and the transitions between states.
+    """The steps of each limit, and the transitions between states.
 
     Args:
         warmup_steps: Steps under a new limit before it is measured.
         profile_steps: Steps measured under each limit.
 
     Raises:
-        ZeusBSOConfigError: They are out of range.
+        ZeusBSOConfigError: An argument is out of range.
     """
 
     warmup_steps: int
@@ -101,28 +86,28 @@ class Window:
 
     @property
     def steps(self) -> int:
-        """Steps that a limit takes altogether."""
+        """Steps of a limit, with the warm-up."""
         return self.warmup_steps + self.profile_steps
 
     def fitted(self, steps: int) -> Window:
-        """This window, made smaller in proportion until a limit can be measured in so many steps, one at least."""
+        """Return a window of at most `steps`, shrunk in proportion, with at least one measured step."""
         if steps >= self.steps:
             return self
         profile_steps = max(1, steps * self.profile_steps // self.steps)
         return Window(max(0, steps - profile_steps), profile_steps)
 
     def begin(self, position: int, limits: int) -> State:
-        """The first state of measuring the limit at `position`; `Done` after the last of so many."""
+        """Return the first state of the limit at `position` among `limits`, or `Done` after the last one."""
         if position >= limits:
             return Done()
         return Warmup(position, self.warmup_steps) if self.warmup_steps else Profiling(position)
 
     def epoch_began(self, state: State, limits: int) -> State:
-        """The state after an epoch began."""
+        """Return the state after the begin of an epoch."""
         return self.begin(state.position, limits) if isinstance(state, Ready) else state
 
     def steps_ended(self, state: State, steps: int, limits: int) -> State:
-        """The state after so many more steps. A change of limit or window happens between calls, so never in a call."""
+        """Return the state after `steps` more steps; all steps of a call belong to the same limit and window."""
         match state:
             case Warmup(position, steps_left):
                 return Warmup(position, steps_left - steps) if steps < steps_left else Profiling(position)
@@ -134,13 +119,13 @@ class Window:
 
     @staticmethod
     def epoch_ended(state: State) -> State:
-        """The state after an epoch ended: a limit that was not measured to the end begins anew in the next one."""
+        """Return the state after the end of an epoch; an unfinished limit restarts in the next epoch."""
         return Ready(state.position) if isinstance(state, Warmup | Profiling) else state
 
 
 @dataclass(frozen=True)
 class Part:
-    """Steps under one limit, over all ranks: the longest time, and the summed energy."""
+    """Steps under one limit over all ranks, with their longest time and summed energy."""
 
     steps: int
     time_s: float
@@ -149,30 +134,30 @@ class Part:
 
     @classmethod
     def of(cls, steps: int, ranks: Sequence[Measurement]) -> Part:
-        """Sum up the measurements of one or more ranks in the same steps."""
+        """Combine the measurements of all ranks in the same steps."""
         longest_s = max(each.time_s for each in ranks)
         return cls(steps, longest_s, sum(each.energy_j for each in ranks), ranks[0].source)
 
     def plus(self, other: Part | None) -> Part:
-        """Both together."""
+        """Return the sum of both."""
         if other is None:
             return self
         return Part(self.steps + other.steps, self.time_s + other.time_s, self.energy_j + other.energy_j, self.source)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Pace:
-    """The steps that a limit gets, by what is known of the epochs and of the time that steps take.
+    """The steps that a limit gets, adapted to the length of epochs and steps.
 
-    An energy counter moves every 20 to 100 ms: a window of a few steps may see no move of it, or one too many.
+    An energy counter moves every 20 to 100 ms, so a window of a few steps may see no move, or one too many.
 
     Attributes:
-        requested: The steps that a limit gets in an epoch that is long enough.
+        requested: The steps of a limit in an epoch that is long enough.
         warmup_s: The least seconds under a limit before it is measured.
         profile_s: The least seconds for which a limit is measured.
-        longest_epoch: Steps of the longest epoch so far; 0 while none is known.
-        epoch: Steps of the present epoch so far.
-        part: The measurement of the present limit so far, over adjacent windows that were each too short.
+        longest_epoch: Steps of the longest epoch so far, or 0.
+        epoch: Steps of the current epoch so far.
+        part: Partial measurement of the current limit, accumulated over windows that were too short.
     """
 
     requested: Window
@@ -184,15 +169,13 @@ class Pace:
 
     @property
     def window(self) -> Window:
-        """The steps that a limit gets in epochs like these."""
+        """The steps of a limit in an epoch like the longest so far."""
         return self.requested.fitted(self.longest_epoch) if self.longest_epoch else self.requested
 
-    def measured(self, part: Part) -> tuple[Pace, Part | None]:
-        """Take the measurement of a window.
+    def measured(self, part: Part) -> Part | None:
+        """Add the measurement of a window, and lengthen later windows if its steps are faster than expected.
 
-        Returns:
-            The pace from now on, with windows that are long enough for such steps; and all that was measured of the
-            limit, or None if that is too short yet.
+        Return the limit's whole measurement, or None if it is still too short.
         """
         warmup_steps, profile_steps = self.requested.warmup_steps, self.requested.profile_steps
         if part.time_s > 0:
@@ -203,17 +186,18 @@ class Pace:
                 profile_steps = max(profile_steps, math.ceil(_MARGIN * self.profile_s / step_s))
         whole = part.plus(self.part)
         is_short = 0 < whole.time_s < self.profile_s
-        requested = Window(warmup_steps, profile_steps)
-        return replace(self, requested=requested, part=whole if is_short else None), None if is_short else whole
+        self.requested = Window(warmup_steps, profile_steps)
+        self.part = whole if is_short else None
+        return None if is_short else whole
 
 
 class GiveUpError(Exception):
-    """No power limit is chosen, for this reason."""
+    """The reason why no power limit is chosen."""
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """One rank's devices and earlier measurements, as all ranks hear of them before the first limit is tried."""
+    """One rank's devices and earlier measurements, which all ranks gather before the first limit."""
 
     problem: str | None
     range_w: tuple[float, float] | None
@@ -225,7 +209,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one action on one rank; a limit `is_refused` that a device accepts and does not put in force."""
+    """The outcome of an action on one rank; `is_refused` if a device accepted a limit without applying it."""
 
     problem: str | None = None
     measured: Measurement | None = None
@@ -234,16 +218,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """The limits to measure and what is known of them; the same on all ranks.
+    """The limits to measure and their measurements, equal on all ranks.
 
     Attributes:
         selector: Chooses among the measured limits.
-        candidates_w: All limits that compete, in the order in which they are tried; watts of each GPU.
-        queue_w: Those of them that were not measured before this training.
+        candidates_w: All competing limits in the order of trying, in watts of each GPU.
+        queue_w: The candidates that were not measured before this training.
         profile: The measurements so far.
         is_exact: Windows of any length are exact.
-        problem: Why limits cannot be set, so that only the one in force is measured; None: they can.
-        stops_early: No lower limit is tried once costs have risen clearly.
+        problem: The reason why limits cannot be set, so that only the limit in force is measured; None if they can.
+        stops_early: Try no lower limit once costs have risen clearly.
     """
 
     selector: OptimumSelector
@@ -262,11 +246,11 @@ class Plan:
         limits_w: Sequence[float] | None,
         batch_size: int | None,
     ) -> Plan:
-        """Plan by what the ranks tell each other, and the arguments of `PowerLimitProfiler`; every rank plans the same.
+        """Return the plan that follows from the gathered setups and the arguments of `PowerLimitProfiler`.
 
         Raises:
             GiveUpError: No rank measures, or the ranks have GPUs of several models.
-            ZeusBSOConfigError: `limits_w` has limits that the GPUs cannot have.
+            ZeusBSOConfigError: The GPUs cannot have one of `limits_w`.
         """
         devices = [rank.gpus for rank in ranks if rank.gpus is not None]
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
@@ -303,21 +287,17 @@ class Plan:
 
     @property
     def measured(self) -> PowerLimitProfile:
-        """The measurements of the limits that compete."""
+        """The measurements of the candidates."""
         return self.profile.only(self.candidates_w)
 
     @property
     def is_past_the_best(self) -> bool:
-        """True when what was measured shows that lower limits cost more: then they are not tried."""
+        """True if the measured costs have risen so clearly that lower limits need not be tried."""
         has_risen = getattr(self.selector, "has_risen", None)
         return self.stops_early and has_risen is not None and bool(has_risen(self.measured))
 
     def best_w(self) -> float:
-        """Choose one of the measured limits.
-
-        Raises:
-            ZeusBSOBadOperationError: The selector chose another one.
-        """
+        """Choose a measured limit; raise `ZeusBSOBadOperationError` if the selector chooses another one."""
         profile = self.measured
         chosen_w = self.selector.select(profile)
         if chosen_w not in profile.limits_w:
@@ -328,7 +308,7 @@ class Plan:
 
 
 def limits_between(lowest_w: float, highest_w: float, step_w: float = STEP_W) -> tuple[float, ...]:
-    """The limits to try, watts: from the highest downwards, so that a training starts at full speed; at least that."""
+    """Return the limits to try in watts, from the highest downwards so that a training starts at full speed."""
     count = max(1, int((highest_w - lowest_w) / step_w) + 1)
     return tuple(highest_w - step_w * number for number in range(count))
 
@@ -336,7 +316,7 @@ def limits_between(lowest_w: float, highest_w: float, step_w: float = STEP_W) ->
 def _candidates_w(
     lowest_w: float, highest_w: float, initial_w: Sequence[float], limits_w: Sequence[float] | None
 ) -> tuple[float, ...]:
-    """The limits that compete, watts: those that were listed, or all from the one in force downwards."""
+    """Return the listed limits, or the limits from the limit in force downwards, in watts."""
     if limits_w is None:
         return limits_between(lowest_w, min(highest_w, *initial_w))
     outside = [limit_w for limit_w in limits_w if not lowest_w - _ROUNDING_W <= limit_w <= highest_w + _ROUNDING_W]

@@ -20,42 +20,38 @@ _logger = logging.getLogger("zeus_plugins")
 class PowerLimitProfile(PowerProfile):
     """The power-limit profile of a training at one batch size on one kind of machine.
 
-    Its samples lack some of the limits while the profiling goes on.
+    While the profiling lasts, samples of some limits are missing.
 
     Attributes:
-        batch_size: Global batch size, or None when nobody said.
+        batch_size: Global batch size, or None if unknown.
     """
 
     batch_size: BatchSize | None = None
 
     @property
     def limits_w(self) -> tuple[float, ...]:
-        """The power limits measured, ascending, watts of each GPU."""
+        """The measured power limits of each GPU in watts, ascending."""
         return tuple(sample.limit_w for sample in self.samples)
 
     def with_sample(self, sample: PowerLimitSample) -> Self:
-        """This profile with a sample more; an earlier one of the same limit gives way."""
+        """Return this profile with `sample` in place of any sample of its limit."""
         others = [each for each in self.samples if each.limit_w != sample.limit_w]
         return self._with([*others, sample])
 
     def only(self, limits_w: Iterable[float]) -> Self:
-        """This profile without the samples of other limits."""
+        """Return this profile with only the samples of these limits."""
         wanted = set(limits_w)
         return self._with(sample for sample in self.samples if sample.limit_w in wanted)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON, whole or not at all: a reader meanwhile sees the old file or the new one.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write the profile as JSON, whole or not at all; raise `OSError` if it cannot be written."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, self.model_dump_json(indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             ZeusBSOConfigError: The file holds no profile.
@@ -70,7 +66,7 @@ class PowerLimitProfile(PowerProfile):
             ) from error
 
     def save_or_warn(self, path: Path) -> None:
-        """Write it as `save` does; a file that cannot be written is a warning."""
+        """Write the profile, or log a warning."""
         try:
             self.save(path)
         except OSError as error:
@@ -78,7 +74,7 @@ class PowerLimitProfile(PowerProfile):
 
     @classmethod
     def load_if_kept(cls, path: Path) -> Self | None:
-        """Read what `save` wrote; None where there is no file, and with a warning where it holds no profile."""
+        """Read a file of `save`; return None without a file and, with a warning, without a valid profile."""
         try:
             return cls.load(path)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Tries power limits while a training goes on, and keeps the best one until it ends."""
+"""Tries power limits during a training, and keeps the best limit until it ends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -39,69 +39,71 @@ from zeus_plugins.power_limit.plan import (
     State,
     Warmup,
     Window,
-    check_transition,
 )
 from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.power_limit.selectors import OptimumSelector
 from zeus_plugins.protocol import PowerLimitSample
 
 PASSING_FAILURES = 2
-"""A limit is measured anew after so many failures of the monitor in a training; the next one ends the profiling."""
+"""Failures of the monitor after which a limit is measured again; the next failure ends the profiling."""
 
 _WINDOW = "zeus_power_limit"
 
 STABLE_S = 15.0
-"""A temperature is stable that has changed by no more than `STABLE_C` in so many seconds."""
+"""Seconds in which a stable temperature changes by at most `STABLE_C`."""
 
 STABLE_C = 1.0
 
 PATIENCE_S = 120.0
-"""The longest wait for it."""
+"""Longest wait for a stable temperature, in seconds."""
 
-# Steps between two questions to all ranks.
+# Steps between two collective checks of the temperature.
 _POLL_STEPS = 10
 
 _logger = logging.getLogger("zeus_plugins")
 
-T = TypeVar("T")
 Devices = Sequence[PowerLimitDevice] | Callable[[], Sequence[PowerLimitDevice]]
 Gather = Callable[[Any], Sequence[Any]]
 
 
 class PowerLimitProfiler:
-    """Finds the best power limit of a training's GPUs; the package's docstring shows how a training calls it.
+    """Finds the best power limit of a training's GPUs; the package's docstring shows the calls.
 
-    The limits that are tried go from the one in force downwards: what an administrator has capped stays capped. Where
-    the limits found differ, or several machines train, they start at the lowest of those.
+    Limits are tried from the limit in force downwards, so that an administrator's cap stays. If the initial limits
+    differ, or several machines train, the lowest of them is the first.
 
-    Several ranks: each has a profiler with the same arguments, except that `devices` and `monitor` are None on those
-    that control no GPU, usually all but the first of each machine. All of them call the same methods at the same steps.
-    They agree on everything through `all_gather`: on what can be set at all, on each change of the limit, and on each
-    measurement, which is the longest time and the summed energy.
+    With several ranks, each has a profiler with the same arguments, except that `devices` and `monitor` are None on
+    ranks that control no GPU, usually all but the first of each machine. All ranks call the same methods at the same
+    steps. Through `all_gather` they agree on whether limits can be set, on each change of the limit, and on each
+    measurement: the longest time and the summed energy.
 
     Args:
-        devices: The GPUs that this rank controls, or what finds them when the first epoch begins. None: none.
+        devices: The GPUs of this rank, or a function that finds them when the first epoch begins. None: no GPU.
         selector: Chooses among the measured limits.
         warmup_steps: Steps under a new limit before it is measured.
-        profile_steps: Steps measured under each limit. Where an epoch has fewer steps than both together, both shrink
-            in proportion.
-        wait_steps: Steps before the first limit, in which a training compiles and benchmarks itself. After them it is
-            waited until the temperature is stable (within 1 °C for 15 s, two minutes at most), where a device tells it.
-        warmup_s: Seconds under a new limit before it is measured, should its steps take less.
-        profile_s: Seconds measured under each limit, likewise: counters move every 20 to 100 ms. Where no epoch is
-            long enough, those of several epochs count together. A monitor that `measures_exactly` needs neither.
-        monitor: Measures time and energy of the GPUs that this rank controls. None: nothing, another rank does.
-        limits_w: Limits to measure, watts of each GPU, in this order; they may be above the one in force. None: from
-            the one in force downwards in steps of 25 W.
-        profile: What was measured earlier. If it was on such devices at this batch size, only limits that it lacks are
-            measured; rank 0's counts.
+        profile_steps: Steps measured under each limit. If an epoch is shorter than both together, both shrink in
+            proportion.
+        wait_steps: Steps before the first limit, for compilation and benchmarking. After them the profiler waits until
+            the temperature is stable (within 1 °C for 15 s, at most two minutes), if it is known.
+        warmup_s: Least seconds under a new limit before it is measured.
+        profile_s: Least seconds measured under each limit, as counters move every 20 to 100 ms. If no epoch is long
+            enough, several epochs count together. A monitor that `measures_exactly` needs neither.
+        monitor: Measures time and energy of this rank's GPUs. None: another rank measures them.
+        limits_w: Limits to measure, in watts of each GPU, in this order; they may be above the limit in force. None:
+            from the limit in force downwards in steps of 25 W.
+        profile: Earlier measurements. Those for the same devices and batch size are not repeated; rank 0's profile
+            counts.
         batch_size: Global batch size, for the profile.
-        observe: Only find out which limit is the best, and leave the one that was found in force.
-        all_gather: Gives what all ranks passed, in their order, to each of them. None: this is the only one.
+        observe: Only find the best limit, and leave the initial limit in force.
+        all_gather: Returns the arguments of all ranks, in their order, on each of them. None: this is the only rank.
         synchronize: Waits for the work queued on the devices, so that it falls into the right window.
 
+    Attributes:
+        state: `Ready`, `Warmup`, `Profiling` or `Done`.
+        chosen_limit_w: The best limit in watts of each GPU; None before it is known, or if no limit can be set.
+
     Raises:
-        ZeusBSOConfigError: An argument cannot work. `on_epoch_begin` raises it for limits that the GPUs cannot have.
+        ZeusBSOConfigError: An argument is invalid. `on_epoch_begin` raises it for limits that the GPUs cannot have.
     """
 
     def __init__(
@@ -129,95 +131,80 @@ class PowerLimitProfiler:
         self._rank = _Rank(devices, monitor, synchronize or _nothing, profile)
         self._all_gather: Gather = all_gather or _alone
         self._agree = partial(Plan.agreed, selector=selector, limits_w=wanted_w, batch_size=batch_size)
-        self._plan: Plan | None = None  # None: the first epoch has not begun
+        self._plan: Plan | None = None  # until the first epoch begins
         self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
         self._waiting = Waiting(wait_steps, self._all_gather, clock)
-        self._state: State = Ready()
+        self.state: State = Ready()
         self._observe = observe
-        self._chosen_w: float | None = None
-        # The limit in force on all ranks; None: what was found.
-        self._set_w: float | None = None
+        self.chosen_limit_w: float | None = None
+        self._set_w: float | None = None  # the limit in force on all ranks; None for the initial limit
         self._is_in_epoch = False
         self._failures = 0
 
     @property
-    def state(self) -> State:
-        """`Ready`, `Warmup`, `Profiling` or `Done`."""
-        return self._state
-
-    @property
     def is_done(self) -> bool:
-        """True once steps need not be counted any more."""
-        return isinstance(self._state, Done)
+        """True if no further steps need to be counted."""
+        return isinstance(self.state, Done)
 
     @property
     def profile(self) -> PowerLimitProfile | None:
-        """The measurements so far; None before the first epoch, and where no monitor can describe the devices."""
+        """The measurements so far; None before the first epoch, or without a monitor that knows the devices."""
         return None if self._plan is None else self._plan.profile
 
-    @property
-    def chosen_limit_w(self) -> float | None:
-        """The best limit, watts of each GPU; None before it is known, and when no limit could be set."""
-        return self._chosen_w
-
     def on_epoch_begin(self, steps: int | None = None) -> None:
-        """Begin a stretch of steps that nothing else interrupts. The limit to measure is set.
+        """Begin a stretch of steps without interruption, and set the limit to measure.
 
-        Args:
-            steps: How many there will be, where that is known; measurements are then made to fit in.
-
-        Raises:
-            ZeusBSOConfigError: `limits_w` has limits that the devices cannot have.
+        Measurements are fitted into `steps`, the length of the stretch, if known. Raise `ZeusBSOConfigError` if the
+        devices cannot have one of `limits_w`.
         """
         if self.is_done:
             return
         if self._plan is None:
             self._begin()
         self.on_epoch_end()
-        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, steps or 0))
+        self._pace.longest_epoch = max(self._pace.longest_epoch, steps or 0)
         self._is_in_epoch = True
         self._start()
 
     def on_step_end(self, steps: int = 1) -> None:
-        """Count steps that have ended since the last call; a window ends when it has had enough of them."""
-        counted = replace(self._pace, epoch=self._pace.epoch + steps)
-        if isinstance(self._state, Ready) and self._is_in_epoch:
+        """Count the steps since the latest call, and close a window that has all its steps."""
+        if isinstance(self.state, Ready) and self._is_in_epoch:
+            self._pace.epoch += steps
             self._waiting.pass_steps(steps, self._rank.devices)
-            self._pace = counted
             self._start()
-        elif isinstance(self._state, Warmup | Profiling) and self._plan is not None:
-            self._pace = counted
-            self._go(self._pace.window.steps_ended(self._state, steps, len(self._plan.queue_w)), steps)
+        elif isinstance(self.state, Warmup | Profiling) and self._plan is not None:
+            self._pace.epoch += steps
+            self._go(self._pace.window.steps_ended(self.state, steps, len(self._plan.queue_w)), steps)
 
     def on_epoch_end(self) -> None:
-        """End a stretch of steps. A measurement that is cut short is dropped; the limit found is in force again."""
+        """End a stretch of steps: drop an unfinished measurement and restore the initial limit."""
         self._is_in_epoch = False
-        self._go(self._pace.window.epoch_ended(self._state))
-        self._pace = replace(self._pace, longest_epoch=max(self._pace.longest_epoch, self._pace.epoch), epoch=0)
+        self._go(self._pace.window.epoch_ended(self.state))
+        self._pace.longest_epoch = max(self._pace.longest_epoch, self._pace.epoch)
+        self._pace.epoch = 0
 
     def close(self) -> None:
-        """Put the limits back that were found, and end the profiling; nothing the second time. Never raises.
+        """End the profiling and put the initial limits back. Never raises.
 
-        It concerns this rank alone, so it may be called where others cannot follow, as after an exception.
+        It concerns only this rank, so it may be called after an exception, when other ranks cannot follow.
         """
-        if isinstance(self._state, Profiling):
+        if isinstance(self.state, Profiling):
             self._rank.close_window()
-        self._state = Done()
+        self.state = Done()
         self._rank.guard.release()
-        # They may hold the trainer, which is not needed for asking what was found.
+        # Release functions that may refer to the trainer; the results stay.
         self._rank.forget()
         self._all_gather = _alone
         self._waiting = Waiting(0, _alone)
 
     def _begin(self) -> None:
-        """Agree with the other ranks on a plan."""
         try:
             plan = self._agree(self._all_gather(self._rank.set_up()))
         except GiveUpError as error:
             self._give_up(str(error))
             return
         except ZeusBSOConfigError:
-            self._state = Done()
+            self.state = Done()
             raise
         self._plan = plan
         if plan.problem is not None:
@@ -226,46 +213,45 @@ class PowerLimitProfiler:
                 f"({plan.candidates_w[0]:g} W) is measured: {plan.problem}"
             )
         if plan.is_exact:
-            self._pace = Pace(self._pace.requested, 0.0, 0.0)
+            self._pace.warmup_s = self._pace.profile_s = 0.0
         if plan.problem is None and plan.queue_w:
             self._waiting.pass_steps(0, self._rank.devices)
         else:
             self._waiting.is_over = True
 
     def _start(self) -> None:
-        """Begin with the next limit, unless something has to be waited for."""
+        """Begin with the next limit, unless the profiler still waits."""
         if self._plan is not None and not self.is_done and self._waiting.is_over:
-            self._go(self._pace.window.epoch_began(self._state, len(self._plan.queue_w)))
+            self._go(self._pace.window.epoch_began(self.state, len(self._plan.queue_w)))
 
     def _go(self, new: State, steps: int = 0) -> None:
-        """Make a transition, which so many steps have brought about if any, and do what follows from it."""
-        old = self._state
+        """Make a transition, caused by `steps` or by another event (0), and act on it."""
+        old = self.state
         if type(old) is type(new) and getattr(old, "position", None) == getattr(new, "position", None):
-            self._state = new  # it only counts on
+            self.state = new  # only the step count changed
             return
-        check_transition(old, new)
         try:
             if isinstance(old, Profiling):
                 outcome = self._rank.close_window()
                 if steps:
                     new = self._recorded(old.position, old.steps + steps, outcome, new)
-            self._state = new
+            self.state = new
             self._enter(new)
         except GiveUpError as error:
             self._give_up(str(error))
 
     def _enter(self, state: State) -> None:
-        """Put the limit of a state in force, on all ranks, and open the window of a limit that is measured."""
+        """Put the limit of a state in force on all ranks, and open its window, if it has one."""
         match state:
             case Ready():
                 if self._set_w is not None:
-                    self._rank.guard.restore()  # on each rank for itself: it takes what comes
+                    self._rank.guard.restore()  # without a collective, as it never raises
                 self._set_w = None
             case Warmup(position) | Profiling(position) if self._plan is not None:
                 refusal = self._set_everywhere(self._plan, self._plan.queue_w[position])
                 if refusal is not None:
                     self._warn(f"{refusal}: the best of the limits that were measured before is taken")
-                    self._state = Done()
+                    self.state = Done()
                     self._choose()
                 elif isinstance(state, Profiling):
                     self._rank.open_window()
@@ -273,29 +259,25 @@ class PowerLimitProfiler:
                 self._choose()
 
     def _choose(self) -> None:
-        """Put the best of the measured limits in force, if any may be set."""
+        """Put the best measured limit in force, if limits can be set."""
         plan = self._plan
         if plan is None or plan.problem is not None:
             self._rank.guard.release()
             return
         try:
-            self._chosen_w = plan.best_w()
+            self.chosen_limit_w = plan.best_w()
         except Exception:
             self._rank.guard.release()
             raise
         if self._observe:
             self._rank.guard.release()
         else:
-            self._set_everywhere(plan, self._chosen_w)
+            self._set_everywhere(plan, self.chosen_limit_w)
 
     def _set_everywhere(self, plan: Plan, limit_w: float) -> str | None:
         """Put a limit in force on all ranks.
 
-        Returns:
-            Why it is not in force, if devices refuse it and others can be chosen from; otherwise None.
-
-        Raises:
-            GiveUpError: It is not in force on all ranks.
+        Return the problem if devices refuse it, but other limits were measured; else raise `GiveUpError` on failure.
         """
         if plan.problem is not None or self._set_w == limit_w:
             return None
@@ -309,14 +291,9 @@ class PowerLimitProfiler:
         raise GiveUpError(problems[0].problem)
 
     def _recorded(self, position: int, steps: int, outcome: Outcome, following: State) -> State:
-        """Take the measurement of a window that had all its steps into the plan, on all ranks.
+        """Add the measurement of a complete window to the plan, on all ranks, or raise `GiveUpError`.
 
-        Returns:
-            The next state: `following`; or that of the same limit, measured anew where the monitor has failed and
-            measured on where the window was too short for it.
-
-        Raises:
-            GiveUpError: There is no measurement.
+        Return the next state: `following`, or the same limit again if the monitor failed or the window was too short.
         """
         ranks: Sequence[Outcome] = self._all_gather(outcome)
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)
@@ -327,7 +304,7 @@ class PowerLimitProfiler:
         if problem is not None or self._plan is None:
             raise GiveUpError(problem)
         window = Part.of(steps, [rank.measured for rank in ranks if rank.measured is not None])
-        self._pace, part = self._pace.measured(window)
+        part = self._pace.measured(window)
         if part is None:
             return Profiling(position)
         self._plan = self._with_sample(self._plan, position, part)
@@ -351,17 +328,17 @@ class PowerLimitProfiler:
 
     def _give_up(self, problem: str) -> None:
         self._warn(f"no power limit is chosen, and the training goes on without one: {problem}")
-        self._state = Done()
-        self._chosen_w = None
+        self.state = Done()
+        self.chosen_limit_w = None
         self._rank.guard.release()
 
     def _warn(self, message: str) -> None:
-        """Say it once on each machine: every rank knows it."""
+        """Log a warning only on ranks that control GPUs, as all ranks know it."""
         _logger.log(logging.WARNING if self._rank.controls else logging.DEBUG, message)
 
 
 class _Rank:
-    """The GPUs and the monitor of this rank. Its methods do not raise: all ranks hear of what fails on one of them."""
+    """The GPUs and the monitor of this rank. Its methods return problems, for all ranks to gather, and never raise."""
 
     def __init__(
         self,
@@ -377,32 +354,31 @@ class _Rank:
         self._synchronize = synchronize
         self._known = known
         self.guard = LimitGuard(())
-        # Why the present window could not begin; and how many could not be measured.
-        self._problem: str | None = None
+        self._problem: str | None = None  # of the current window
         self._failures = 0
 
     def set_up(self) -> RankSetup:
-        """Find the devices, and what they and the monitor allow."""
-        setup = RankSetup(None, None, (), None, self._known, getattr(self._monitor, "measures_exactly", False))
+        problem = range_w = gpus = None
+        initial_w: tuple[float, ...] = ()
         if self._find is not None:
             try:
-                devices = self._find() if callable(self._find) else self._find
+                devices = tuple(self._find() if callable(self._find) else self._find)
                 self.guard = LimitGuard(devices)
-                setup = replace(setup, initial_limits_w=self.guard.initial_limits_w)
-                setup = replace(setup, range_w=_range_w(devices, self.guard.initial_limits_w))
-                self.devices = tuple(devices)
+                initial_w = self.guard.initial_limits_w
+                range_w = _range_w(devices, initial_w)
+                self.devices = devices
             except Exception as error:
                 problem = str(error) if isinstance(error, ZeusBSOConfigError) else f"{type(error).__name__}: {error}"
-                setup = replace(setup, problem=problem)
         if self._monitor is not None:
             try:
-                setup = replace(setup, gpus=self._monitor.gpus())
+                gpus = self._monitor.gpus()
             except Exception as error:
-                setup = replace(setup, problem=str(error))
-        return setup
+                problem = str(error)
+        is_exact = getattr(self._monitor, "measures_exactly", False)
+        return RankSetup(problem, range_w, initial_w, gpus, self._known, is_exact)
 
     def put_in_force(self, limit_w: float) -> Outcome:
-        """Set a limit, watts, on all devices, and see that they obey it."""
+        """Set a limit, in watts, on all devices, and check that they obey it."""
         try:
             self.guard.arm(limit_w)
             for device in self.devices:
@@ -417,7 +393,7 @@ class _Rank:
         return Outcome()
 
     def open_window(self) -> None:
-        """Begin to measure. `close_window` tells what went wrong."""
+        """Begin to measure; `close_window` returns any problem."""
         self._problem = None
         try:
             self._synchronize()
@@ -427,7 +403,7 @@ class _Rank:
             self._problem = str(error) or type(error).__name__
 
     def close_window(self) -> Outcome:
-        """Return the measurement, if this rank measures, or the problem."""
+        """Return the measurement, if this rank has a monitor, or the problem."""
         measured = None
         try:
             self._synchronize()
@@ -440,22 +416,17 @@ class _Rank:
         return Outcome(self._problem, measured)
 
     def forget(self) -> None:
-        """Hold no trainer any more."""
+        """Release all functions that may refer to the trainer."""
         self._find, self._monitor, self._synchronize = None, None, _nothing
 
     @property
     def _window(self) -> str:
-        """Another name after each failure: a window that could not be ended may still be open."""
+        """A new name after each failure, because a window that could not be ended may still be open."""
         return f"{_WINDOW}_{self._failures}" if self._failures else _WINDOW
 
 
 class Waiting:
-    """The steps of a training before its first limit is measured; the ranks agree on their end.
-
-    Args:
-        steps: So many at least: what is compiled or benchmarked in them would be measured otherwise.
-        all_gather: As in `PowerLimitProfiler`.
-    """
+    """The wait before the first limit: for a number of steps, and then for a stable temperature on all ranks."""
 
     def __init__(self, steps: int, all_gather: Gather, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_over = False
@@ -466,7 +437,7 @@ class Waiting:
         self._begun_s: float | None = None
 
     def pass_steps(self, steps: int, devices: Sequence[PowerLimitDevice]) -> None:
-        """Let so many steps pass, on all ranks; `is_over` afterwards says if these were enough."""
+        """Count steps, on all ranks, and update `is_over`."""
         self._left -= steps
         if self.is_over or self._left > 0:
             return
@@ -475,7 +446,7 @@ class Waiting:
         self._left = _POLL_STEPS
 
     def is_settled(self, now_s: float, temperature_c: float | None) -> bool:
-        """Take the highest temperature at an instant; True when it is stable or unknown, or after a long wait."""
+        """Add a temperature; return True if it is stable or unknown, or after `PATIENCE_S`."""
         if temperature_c is None:
             return True
         if self._begun_s is None:
@@ -489,20 +460,16 @@ class Waiting:
 
 
 def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) -> tuple[float, float]:
-    """The range that all devices have, watts; a limit that was left behind is a warning.
-
-    Raises:
-        PowerLimitUnavailableError: A device does not let its limit be set.
-    """
+    """Return the range of limits that all devices have, in watts, and warn of limits below the default."""
     if not devices:
         raise PowerLimitUnavailableError("there is no GPU whose power limit could be set")
     lows_w, highs_w = zip(*(device.range_w() for device in devices), strict=True)
     ceilings_w = list(highs_w)
     for device, limit_w in zip(devices, initial_w, strict=True):
         in_force_w, usual_w = device.limit_w(), default_limit_w(device)
-        set_and_check(device, in_force_w)  # it changes nothing, and shows whether it may be done
+        set_and_check(device, in_force_w)  # changes nothing, but fails without permission
         obeyed_w = enforced_limit_w(device)
-        # Where another limiter is below the limit that was set, higher ones would be measured under a wrong name.
+        # Limits above another limiter would not be obeyed, and so measured under a wrong name.
         if obeyed_w < in_force_w - TOLERANCE_W:
             ceilings_w.append(obeyed_w)
         if usual_w is not None and limit_w < usual_w - TOLERANCE_W:
@@ -517,11 +484,10 @@ def _range_w(devices: Sequence[PowerLimitDevice], initial_w: Sequence[float]) ->
 
 
 def _mixes_scopes(profile: PowerLimitProfile) -> bool:
-    """True when some limits were measured on GPUs alone and others on their modules."""
     return all(scopes_in(sample.source for sample in profile.samples))
 
 
-def _alone(thing: T) -> list[T]:
+def _alone(thing: Any) -> list[Any]:
     return [thing]
 
 

@@ -1,4 +1,4 @@
-"""A pretended machine whose GPUs train as a table of measurements says."""
+"""A simulated machine whose GPUs train according to a table of measurements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,7 @@ from zeus_plugins.protocol import GpuConfig
 
 @dataclass(frozen=True)
 class ReplayPoint:
-    """The speed and power of one GPU under one power limit.
-
-    Attributes:
-        time_per_step_s: Seconds of a step.
-        average_power_w: Watts meanwhile.
-    """
+    """The seconds of a step and the mean watts of one GPU under one power limit."""
 
     time_per_step_s: float
     average_power_w: float
@@ -28,8 +23,8 @@ class ReplayDevice:
     """A `PowerLimitDevice` of a `ReplayMachine`.
 
     Args:
-        table: For each limit that can be set, in watts, the speed and power of the GPU under it.
-        index: Names it.
+        table: Speed and power of the GPU under each settable limit in watts.
+        index: Part of its name.
         limit_w: The limit in force at first. None: the highest.
     """
 
@@ -47,35 +42,35 @@ class ReplayDevice:
 
     @property
     def point(self) -> ReplayPoint:
-        """Its speed and power under the limit in force."""
+        """Speed and power under the limit in force."""
         return self._table[self._limit_w]
 
     def range_w(self) -> tuple[float, float]:
-        """The lowest and highest limits of the table; see `PowerLimitDevice.range_w`."""
+        """See `PowerLimitDevice.range_w`."""
         return min(self._table), max(self._table)
 
     def limit_w(self) -> float:
-        """The limit in force; see `PowerLimitDevice.limit_w`."""
+        """See `PowerLimitDevice.limit_w`."""
         return self._limit_w
 
     def set_limit_w(self, limit_w: float) -> None:
-        """Set one of the table's limits; see `PowerLimitDevice.set_limit_w`."""
+        """Set a limit of the table."""
         if limit_w not in self._table:
             raise PowerLimitUnavailableError(f"{self} has no limit of {limit_w:g} W: it has {sorted(self._table)}")
         self._limit_w = limit_w
 
 
 class ReplayMachine:
-    """GPUs that train together: each step lasts as long as that of the slowest.
+    """GPUs that train together: each step takes the time of the slowest GPU.
 
     Args:
-        table: For each power limit in watts, the speed and power of a GPU under it.
-        number_of_gpus: Number of GPUs, all alike.
-        gpu_model: Their model's name.
+        table: Speed and power of a GPU under each power limit in watts.
+        number_of_gpus: Number of GPUs.
+        gpu_model: Name of their model.
 
     Attributes:
         devices: The GPUs, for `PowerLimitProfiler(devices)` or a callback's `devices=`.
-        monitor: Measures what `train` costs, for `energy_monitor=`.
+        monitor: Measures the cost of `train`, for `energy_monitor=`.
         time_s: Seconds trained so far.
         energy_j: Joules used so far.
     """
@@ -89,17 +84,17 @@ class ReplayMachine:
         self.energy_j = 0.0
 
     def train(self, steps: int = 1) -> None:
-        """Train so many steps under the limits in force."""
+        """Train `steps` under the limits in force."""
         time_s = steps * max(device.point.time_per_step_s for device in self.devices)
         self.time_s += time_s
         self.energy_j += time_s * sum(device.point.average_power_w for device in self.devices)
 
 
 class _MachineMonitor:
-    """The `EnergyMonitor` of a `ReplayMachine`: measures what its trainings cost."""
+    """The `EnergyMonitor` of a `ReplayMachine`."""
 
     source = "replay"
-    measures_exactly = True  # however short a window is
+    measures_exactly = True
 
     def __init__(self, machine: ReplayMachine, gpu_model: str) -> None:
         self._machine = machine
@@ -107,7 +102,6 @@ class _MachineMonitor:
         self._windows: OpenWindows[tuple[float, float]] = OpenWindows()
 
     def gpus(self) -> GpuConfig:
-        """Describe the machine; its maximum power is the sum of the highest limits, watts."""
         devices = self._machine.devices
         return GpuConfig(
             max_power=sum(device.range_w()[1] for device in devices),
@@ -116,10 +110,8 @@ class _MachineMonitor:
         )
 
     def begin_window(self, name: str) -> None:
-        """Start to measure; see `EnergyMonitor.begin_window`."""
-        self._windows.open(name, (self._machine.time_s, self._machine.energy_j))
+        self._windows.open(name, lambda: (self._machine.time_s, self._machine.energy_j))
 
     def end_window(self, name: str) -> Measurement:
-        """Return what the trainings since then have cost; see `EnergyMonitor.end_window`."""
         time_s, energy_j = self._windows.close(name)
         return Measurement(self._machine.time_s - time_s, self._machine.energy_j - energy_j, self.source)

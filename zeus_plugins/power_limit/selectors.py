@@ -1,7 +1,4 @@
-"""Optimum selectors: which of the power limits in a profile is the best. Pure.
-
-All of them take the lowest limit among equals.
-"""
+"""Optimum selectors, which choose the best power limit of a profile, and the lowest among equals."""
 
 from __future__ import annotations
 
@@ -14,30 +11,31 @@ from zeus_plugins.power_limit.profile import PowerLimitProfile
 from zeus_plugins.protocol import PowerLimitSample, cost
 
 RISE = 1.1
-"""A cost has risen clearly when the lowest two limits cost so many times as much as the best, the lowest the most.
+"""Factor over the best cost that the lowest two limits have to exceed for the cost to have risen clearly.
 
-On the traces of Zeus (NSDI '23) this never misses the cheapest limit (tests/power_limit/test_traces.py); 1.05 does.
+On the traces of Zeus (NSDI '23) it never misses the cheapest limit (tests/power_limit/test_traces.py); 1.05 does.
 """
 
 
 class OptimumSelector(Protocol):
-    """Chooses a power limit. It must choose the same one on every rank: from the profile alone."""
+    """Chooses a power limit by the profile only, so that all ranks choose alike.
+
+    An optional method ``has_risen(profile)`` returns True if limits below the measured ones cannot be better.
+    """
 
     def select(self, profile: PowerLimitProfile) -> float:
-        """The best of the profile's limits, of which there is one at least; watts of each GPU."""
-
-    # It may have a method `has_risen(profile)`, too: true when lower limits than those measured cannot be better.
+        """Return the best limit of a profile with at least one sample, in watts of each GPU."""
 
 
 @dataclass(frozen=True)
 class ZeusCost:
-    """The least cost of an epoch, `epoch_cost`; with the same η this is the cost that batch sizes are compared by.
+    """The limit with the least cost of an epoch (`epoch_cost`), the cost of batch sizes at the same η.
 
     Args:
         eta: Weight of energy in [0, 1]: 1 minimises energy, 0 time. A job's `eta_knob`.
 
     Raises:
-        ZeusBSOConfigError: It is not in [0, 1].
+        ZeusBSOConfigError: `eta` is not in [0, 1].
     """
 
     eta: float = 0.5
@@ -52,40 +50,40 @@ class ZeusCost:
         return profile.limits_w[costs_j.index(min(costs_j))]
 
     def has_risen(self, profile: PowerLimitProfile) -> bool:
-        """Return True when the costs measured rise clearly towards lower limits."""
+        """Return True if the measured costs rise clearly towards lower limits."""
         if len(profile.samples) < 3:
             return False
         lowest_j, second_j, *_ = costs_j = self._costs_j(profile)
         return lowest_j > second_j > RISE * min(costs_j)
 
     def _costs_j(self, profile: PowerLimitProfile) -> list[float]:
-        """Joules of a step under each limit: all limits train the same steps in an epoch."""
+        """Return the cost of a step under each limit in joules; an epoch has the same steps under each."""
         return [epoch_cost(sample, 1, profile.gpus.max_power, self.eta) for sample in profile.samples]
 
 
 @dataclass(frozen=True)
 class Energy(ZeusCost):
-    """The least energy per step."""
+    """The limit with the least energy per step."""
 
     eta: float = field(default=1.0, init=False, repr=False)
 
 
 @dataclass(frozen=True)
 class Time(ZeusCost):
-    """The least time per step."""
+    """The limit with the least time per step."""
 
     eta: float = field(default=0.0, init=False, repr=False)
 
 
 @dataclass(frozen=True)
 class MaxSlowdown:
-    """The lowest limit whose steps take at most so many times as long as under the highest limit.
+    """The lowest limit whose steps take at most `factor` times as long as under the highest limit.
 
     Args:
         factor: 1.1 allows a tenth more time.
 
     Raises:
-        ZeusBSOConfigError: It is below 1, or no finite number.
+        ZeusBSOConfigError: `factor` is below 1 or not finite.
     """
 
     factor: float
@@ -103,7 +101,7 @@ class MaxSlowdown:
         return next(sample.limit_w for sample in profile.samples if sample.time_per_step_s <= bound_s)
 
     def has_risen(self, profile: PowerLimitProfile) -> bool:
-        """True when the lowest two limits measured are both clearly too slow."""
+        """Return True if the lowest two measured limits are both clearly too slow."""
         if len(profile.samples) < 3:
             return False
         bound_s = RISE * self.factor * profile.samples[-1].time_per_step_s
@@ -111,17 +109,17 @@ class MaxSlowdown:
 
 
 def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: float) -> float:
-    """Cost of an epoch under a sample's power limit, joules.
+    """Return the cost of an epoch under a sample's power limit, in joules.
 
-    ``(η · AvgPower + (1 − η) · MaxPower) · T``, with ``T`` the duration of the epoch. Since ``AvgPower · T`` is its
-    energy ``E``, that is ``η · E + (1 − η) · MaxPower · T``: the cost of equation 2 of Zeus (You, Chung, Chowdhury,
-    NSDI '23) taken over one epoch, which that paper, too, minimises over the power limits of one batch size. The epochs
-    that a training needs do not depend on the power limit, so the limit that is best for an epoch is best for all.
+    ``(η · AvgPower + (1 − η) · MaxPower) · T = η · E + (1 − η) · MaxPower · T`` with duration ``T`` and energy ``E`` of
+    the epoch: equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23) over one epoch, which that paper minimises over the
+    power limits of one batch size, too. The number of epochs does not depend on the limit, so the best limit for an
+    epoch is the best for the training.
 
     Args:
-        sample: What steps cost under the limit.
+        sample: The cost of steps under the limit.
         steps: Steps in the epoch.
-        max_power_w: Maximum power, summed over the GPUs, watts.
+        max_power_w: Maximum power in watts, summed over the GPUs.
         eta: Weight of energy in [0, 1].
     """
     step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j

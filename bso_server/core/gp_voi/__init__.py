@@ -1,1 +1,1 @@
-"""Policy `gp_voi`: laws of training, Gaussian processes for what they leave, the value of tries."""
+"""Policy `gp_voi`: laws of training, Gaussian processes for their residuals, the value of trials."""

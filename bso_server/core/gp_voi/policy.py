@@ -1,21 +1,20 @@
-"""Policy `gp_voi`: play the batch size whose try is worth most, and end a try where that is worth most.
+"""Policy `gp_voi`: run the batch size whose trial is worth most, and stop it where that is worth most.
 
-A run at size b costs ``c_b · T_b``, the cost of an epoch times the epochs to the target. `laws` says what is expected
-of both before anything was seen, `gaussian_process` what is believed of them, `beliefs` how trials change that,
-`forecast` what follows for the cost of runs, `value` what a try is worth, and `stopping` when it is given up. The
-incumbent is the size with the lowest expected cost among those known to reach the target. docs/policy.md tells the
-whole story.
+A run at size b costs ``c_b · T_b``: the cost of an epoch times the epochs to the target. `prior` holds the expectations
+before any run, `gaussian_process` the posterior, `beliefs` the effect of a trial on it, `forecast` the resulting
+cost of runs, and `value` the value of a trial and where to stop it. The incumbent is the size with the lowest expected
+cost among those known to reach the target. docs/policy.md describes the policy.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from bso_server.core.gp_voi.beliefs import Belief, Beliefs, after, begun, beliefs_with, expected_startup, trials_missed
+from bso_server.core.gp_voi.beliefs import Belief, Beliefs, after, beliefs_with, expected_startup, trials_missed
 from bso_server.core.gp_voi.forecast import Forecast, available_of, beliefs_of
 from bso_server.core.gp_voi.prior import CONSTANTS, Sizes, bounded_exp, laws
 from bso_server.core.gp_voi.run_costs import CostRun
@@ -34,17 +33,19 @@ from bso_server.core.policy import Memory, Policy
 from bso_server.errors import NoSurvivorError
 from zeus_plugins.protocol import MAX_CANDIDATES, CandidateWorth, Decision, Origin, SizeBelief, StopRule
 
+_Choice = tuple[int, Origin, str]
+"""Index of the chosen size, the kind of decision, and its reason in words."""
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
-    """The basis of a suggestion: what was believed, and what tries were worth, by the index of their size."""
+
+class Weighed(NamedTuple):
+    """Basis of a suggestion: the forecast, and the worth of trials by the index of their size."""
 
     forecast: Forecast
     worths: Mapping[int, Worth]
 
 
 def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: ARG001 - the signature is the interface's
-    """Choose the next trial's batch size, and its bound if the cost of an epoch is known. It draws no number.
+    """Choose the next trial's batch size, and its bound if the cost of an epoch is known. Draw no random number.
 
     Raises:
         NoSurvivorError: No batch size can run any more.
@@ -59,24 +60,25 @@ def suggest(history: History, rng: np.random.Generator) -> Suggestion:  # noqa: 
     beliefs = beliefs_of(history, history.in_flight)
     if not any(belief.is_observed for belief in beliefs):
         return _first(history, beliefs, available)
-    forecast = Forecast.of(history, beliefs, history.in_flight)
-    # A recurrence of the job pays for one try at most.
-    weighs = forecast.incumbent_converges and not trials_missed(beliefs)
-    weighed = Weighed(forecast, _worths(history, forecast) if weighs else {})
-    index, origin, reason = _chosen(history, weighed)
-    overdue = _overdue(history, forecast) if weighs and index == forecast.incumbent else None
-    if overdue is not None:
-        index, origin, reason = _check(history, weighed, overdue)
+    forecast, values = Forecast.of(history, beliefs, history.in_flight), dict[int, Worth]()
+    # A recurrence of the job pays for at most one trial of another size.
+    may_explore = forecast.incumbent_converges and not trials_missed(beliefs)
+    if may_explore:
+        values = worths(forecast, _candidates(forecast), stop_shares(job.beta_knob), max_epochs=job.max_epochs)
+    choice = _chosen(history, forecast, values)
+    if may_explore and choice[0] == forecast.incumbent:
+        choice = _check(history, forecast) or choice
+    index, origin, reason = choice
     is_bounded = not beliefs[index].are_costs_guessed
-    found = bound(job, forecast, index, origin, weighed.worths.get(index)) if is_bounded else None
-    return Suggestion(job.batch_sizes[index], origin, reason, bound=found, basis=weighed)
+    found = bound(job, forecast, index, origin, values.get(index)) if is_bounded else None
+    return Suggestion(job.batch_sizes[index], origin, reason, bound=found, basis=Weighed(forecast, values))
 
 
 def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
-    """The bound of a running trial that was dispatched without one; None if it is too early to tell.
+    """Bound a running trial that was dispatched without a bound; None if it is too early to decide.
 
-    The first report holds what it cost to start up and to try power limits, too. What epochs cost without that is
-    guessed from other sizes' first runs, and the guess is good enough only if even less would end the trial at once.
+    The first report includes the start-up and the trial of power limits. The rest is a guess from the first runs of
+    other sizes, good enough only if an even lower cost would end the trial at once.
     """
     job = history.job
     others = [each for each in history.in_flight if each.trial_number != trial.trial_number]
@@ -85,23 +87,23 @@ def bound_of(history: History, trial: TrialRecord) -> EpochBound | None:
         return unbounded(job.max_epochs)
     index = job.batch_sizes.index(trial.batch_size)
     belief, is_guess, run = beliefs[index], False, CostRun.of(job, trial)
-    if run is not None:
-        belief = belief.costing(run)
-    elif belief.are_costs_guessed:
+    if run is None and belief.are_costs_guessed:
         if trial.report_count > 1:
             return unbounded(job.max_epochs)
         log_first_j, _ = log_costs_per_epoch(job, trial)
         startup = expected_startup(Sizes.of(job), beliefs, index)
         if startup is None or log_first_j is None:
             return None
-        belief, is_guess = belief.supposing(log_first_j - startup - CONSTANTS.startup_sd), True
-    forecast = Forecast.of(history, beliefs_with(beliefs, belief, index), others, trusted=index)
+        run, is_guess = CostRun(log_first_j - startup - CONSTANTS.startup_sd, math.inf), True
+    if run is not None:
+        beliefs = beliefs_with(beliefs, belief.costing(run), index)
+    forecast = Forecast.of(history, beliefs, others, trusted=index)
     found = bound(job, forecast, index, trial.origin)
     return None if is_guess and found.epochs > trial.epoch else found
 
 
 def expectations(history: History) -> Expectations:
-    """The expected cost of each size, once one has reached the target."""
+    """Return the expected cost of each size, once one has reached the target."""
     beliefs = beliefs_of(history, history.in_flight)
     if not any(belief.is_observed for belief in beliefs):
         return Expectations({}, None)
@@ -114,7 +116,7 @@ def expectations(history: History) -> Expectations:
 
 
 def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Suggestion:
-    """Nothing has reached the target yet: the default, then what is nearest to it, over and over."""
+    """Suggest the size nearest to the default among the least tried, while no run has reached the target."""
     job = history.job
     sizes = Sizes.of(job)
     octaves = laws(sizes).octaves[sizes.default]
@@ -131,12 +133,11 @@ def _first(history: History, beliefs: Beliefs, available: Sequence[int]) -> Sugg
     return Suggestion(size, Origin.EXPLORATION, reason)
 
 
-def _chosen(history: History, weighed: Weighed) -> tuple[int, Origin, str]:
-    """Index of the size to play, the kind of decision, and its reason in words.
+def _chosen(history: History, forecast: Forecast, values: Mapping[int, Worth]) -> _Choice:
+    """Choose the incumbent, or another size that is worth a trial.
 
-    A try that missed the target is followed by the incumbent until one of its runs has reached it.
+    After a trial of another size has missed the target, choose the incumbent until a run has reached the target.
     """
-    forecast, values = weighed.forecast, weighed.worths
     incumbent = forecast.incumbent
     size = history.job.batch_sizes[incumbent]
     cost = joules_in_words(forecast.expected_cost_j(incumbent))
@@ -150,7 +151,13 @@ def _chosen(history: History, weighed: Weighed) -> tuple[int, Origin, str]:
         return incumbent, Origin.INCUMBENT, reason
     if not values:
         return incumbent, Origin.INCUMBENT, f"best so far, at {cost}; {_no_rival(forecast)}"
-    pays = {each: worth for each, worth in values.items() if _pays(forecast, each, worth)}
+    # Nearly equal sizes are not compared for ever, however cheap that is.
+    least_value = CONSTANTS.least_saving * forecast.horizon
+    pays = [
+        each
+        for each, worth in values.items()
+        if worth.index > CONSTANTS.least_worth and (worth.value >= least_value or forecast.is_open[each])
+    ]
     index = max(pays or values, key=lambda each: values[each].index)
     worth, tried = values[index], history.job.batch_sizes[index]
     chance = chance_in_words(worth.chance)
@@ -168,13 +175,13 @@ def _chosen(history: History, weighed: Weighed) -> tuple[int, Origin, str]:
     return index, Origin.EXPLORATION, reason
 
 
-def _overdue(history: History, forecast: Forecast) -> int | None:
-    """Index of a size to check, the one that looks cheapest; None if none is due.
+def _check(history: History, forecast: Forecast) -> _Choice | None:
+    """Choose the cheapest-looking size that is due for a check, or None.
 
-    In the long run no size stays in doubt, however little is expected of it: each that has never reached the target is
-    once given as many epochs as a run of the incumbent costs. That takes a run of each such size, and then no more.
+    In the long run no size stays in doubt, however little is expected of it: each size that has never reached the
+    target gets, once, as many epochs as a run of the incumbent costs. A single run of each such size is enough.
     """
-    beta, incumbent = history.job.beta_knob, forecast.incumbent
+    beta, incumbent, sizes = history.job.beta_knob, forecast.incumbent, history.job.batch_sizes
     if beta is None or not forecast.is_long or forecast.tries_under_way:
         return None
     if history.recurrences % CONSTANTS.check_interval:
@@ -187,27 +194,15 @@ def _overdue(history: History, forecast: Forecast) -> int | None:
         and forecast.is_open[index]
         and math.log(forecast.beliefs[index].survived + 1) + forecast.epoch_costs.mean[index] < limit
     ]
-    return min(doubtful, key=forecast.mean.__getitem__, default=None)
-
-
-def _check(history: History, weighed: Weighed, index: int) -> tuple[int, Origin, str]:
-    """A decision as by `_chosen`: to try a size that is `_overdue`."""
-    forecast, sizes = weighed.forecast, history.job.batch_sizes
-    best, cost = sizes[forecast.incumbent], joules_in_words(forecast.expected_cost_j(forecast.incumbent))
+    if not doubtful:
+        return None
+    index = min(doubtful, key=forecast.mean.__getitem__)
+    best, cost = sizes[incumbent], joules_in_words(forecast.expected_cost_j(incumbent))
     again = " again" if history.arms[sizes[index]].observed.count else ""
     reason = (
         f"tried {sizes[index]}{again}: no run has shown yet that it costs more than {best}, the best known at {cost}"
     )
     return index, Origin.EXPLORATION, reason
-
-
-def _pays(forecast: Forecast, index: int, worth: Worth) -> bool:
-    """True if a size is tried where nothing is worth more.
-
-    Sizes that have shown to be as good as equal are not compared for ever, however little that costs.
-    """
-    is_close = worth.value < CONSTANTS.least_saving * forecast.horizon and not forecast.is_open[index]
-    return worth.index > CONSTANTS.least_worth and not is_close
 
 
 def _no_rival(forecast: Forecast) -> str:
@@ -216,22 +211,16 @@ def _no_rival(forecast: Forecast) -> str:
     return "there is no other size to try" if len(forecast.available) < 2 else "no other size is likely to beat it"
 
 
-def _worths(history: History, forecast: Forecast) -> dict[int, Worth]:
-    """The worth of a try of each candidate, by the index of its size."""
-    job = history.job
-    return worths(forecast, _candidates(forecast), stop_shares(job.beta_knob), max_epochs=job.max_epochs)
-
-
 def _candidates(forecast: Forecast) -> list[int]:
-    """Indices of the sizes to weigh: the few that could be cheapest, and later the most promising that was never run.
+    """Return the indices of the few sizes that could be cheapest, and later the most promising size that never ran.
 
-    Those are cheapest when their cost is put a few σ below what is expected, and then below the incumbent's. What the
-    samples say of many sizes at once is less sure than what they say of few, and first tries decide how much is paid
-    for learning; later, the number of σ grows with the logarithm of the horizon, as the confidence bounds of bandits do
-    (Auer, Cesa-Bianchi, Fischer, Machine Learning 47, 2002): no size stays out for ever. While enough tries are under
-    way, what those are going to tell is awaited.
+    A size could be cheapest if its cost, put a few σ below its expectation, is below the incumbent's. Samples are less
+    reliable about many sizes at once than about few, and the first trials decide how much learning costs. Later the
+    number of σ grows with the logarithm of the horizon, as the confidence bounds of bandits do (Auer, Cesa-Bianchi,
+    Fischer, Machine Learning 47, 2002), so no size stays out for ever. There are no candidates while enough trials of
+    other sizes are under way.
     """
-    incumbent, unseen = forecast.incumbent, forecast.is_unseen
+    incumbent = forecast.incumbent
     if forecast.tries_under_way >= CONSTANTS.tries_at_once:
         return []
     surprise = np.where(forecast.is_open, CONSTANTS.break_chance * CONSTANTS.break_sd**2, 0.0)
@@ -241,32 +230,31 @@ def _candidates(forecast: Forecast) -> list[int]:
     hope = forecast.mean - forecast.mean[incumbent] - sds * sd
     others = [index for index in forecast.available if index != incumbent]
     likely = sorted((index for index in others if hope[index] < 0), key=hope.__getitem__)[: CONSTANTS.candidates]
-    rest = [index for index in others if unseen[index] and index not in likely and openness >= 1]
-    return likely + sorted(rest, key=forecast.mean.__getitem__)[:1]
+    unseen = [index for index in others if not forecast.beliefs[index].has_cost and index not in likely]
+    return likely + (sorted(unseen, key=forecast.mean.__getitem__)[:1] if openness >= 1 else [])
 
 
 def explain(history: History, suggestion: Suggestion) -> Decision:
-    """The beliefs about each size that may run, and the worth of a try of each candidate."""
+    """Return the beliefs about each size that may run, and the worth of a trial of each candidate."""
     job, sizes = history.job, history.job.batch_sizes
     stop = None if suggestion.bound is None else StopRule(max_epochs=suggestion.bound.epochs)
-    weighed = suggestion.basis
-    if not isinstance(weighed, Weighed):
+    if not isinstance(suggestion.basis, Weighed):
         unknown = tuple(SizeBelief(batch_size=sizes[index]) for index in available_of(history))
         return Decision(sizes=unknown, stop=stop)
-    forecast, candidates = weighed.forecast, weighed.worths
-    worthiest = sorted(candidates, key=lambda index: candidates[index].index, reverse=True)[:MAX_CANDIDATES]
+    forecast, values = suggestion.basis
+    worthiest = sorted(values, key=lambda index: values[index].index, reverse=True)[:MAX_CANDIDATES]
     return Decision(
         sizes=_beliefs(forecast, sizes),
         candidates=tuple(
             CandidateWorth(
                 batch_size=sizes[index],
-                value=worth.value,
-                loss=worth.loss,
+                value=values[index].value,
+                loss=values[index].loss,
                 stop_epochs=None
                 if forecast.beliefs[index].are_costs_guessed
-                else bound(job, forecast, index, Origin.EXPLORATION, worth).epochs,
+                else bound(job, forecast, index, Origin.EXPLORATION, values[index]).epochs,
             )
-            for index, worth in ((index, candidates[index]) for index in sorted(worthiest))
+            for index in sorted(worthiest)
         ),
         incumbent=sizes[forecast.incumbent] if forecast.incumbent_converges else None,
         stop=stop,
@@ -282,7 +270,7 @@ def _beliefs(forecast: Forecast, sizes: tuple[int, ...]) -> tuple[SizeBelief, ..
     for index, chance in zip(available, chances, strict=True):
         expected_j = forecast.expected_cost_j(index)
         sd = math.sqrt(float(forecast.variance[index]))
-        # The expected cost is the mean over what is believed of it, which is log-normal.
+        # The expected cost is the mean of a log-normal belief.
         median_j = expected_j * bounded_exp(-sd * sd / 2)
         found.append(
             SizeBelief(
@@ -302,5 +290,5 @@ POLICY = Policy(
     explain=explain,
     expectations=expectations,
     bound=bound_of,
-    memory=Memory(tuple[Belief, ...], begun, after),
+    memory=Memory(tuple[Belief, ...], lambda job: (Belief(),) * len(job.batch_sizes), after),
 )

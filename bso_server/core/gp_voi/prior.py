@@ -1,18 +1,18 @@
-"""The laws by which a training's epochs, and what they cost, depend on its batch size b: the prior of the policy.
+"""Prior of policy `gp_voi`: laws for how the epochs of a training, and their cost, depend on its batch size b.
 
 Epochs to the target follow the critical batch size B (McCandlish et al., An Empirical Model of Large-Batch Training,
-arXiv 1812.06162, §2.3, where a = 1; curves of Shallue et al., JMLR 20(112), 2019, are flatter, too: a = ½), and rise
-again below a batch size S of which gradients are too noisy to get there::
+arXiv 1812.06162, §2.3, with a = 1; the curves of Shallue et al., JMLR 20(112), 2019, are flatter: a = ½). They rise
+again below a batch size S whose gradients are too noisy::
 
     log T(b) = level + a·log(1 + b/B) + log(1 + (S/b)²) + residual
 
-What an epoch costs follows throughput, which saturates at a size b₀, softly (p = 1) or with a bend (p = 2)::
+The cost of an epoch follows throughput, which saturates at a size b₀, softly (p = 1) or with a bend (p = 2)::
 
     log c(b) = level + log(1 + (b₀/b)^p)/p + residual
 
-Nobody knows B, a, S, b₀ and p of a job: each combination on a grid is a hypothesis. The levels are open, and the
-residuals Gaussian processes over log2 b. Beside these laws stands a chance that a job follows none: epochs are then as
-good as each size's own.
+B, a, S, b₀ and p of a job are unknown: each combination on a grid is a hypothesis. The levels are open, and the
+residuals are Gaussian processes over log2 b. With a small chance a job follows none of these laws, and the epochs of
+its sizes are nearly independent.
 """
 
 from __future__ import annotations
@@ -30,85 +30,79 @@ from zeus_plugins.protocol import CreatedJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpVoiConstants:
-    """The numbers of policy `gp_voi`; chosen on the data named in docs/policy.md. σ is short for standard deviation.
+    """Constants of policy `gp_voi`, chosen on the data named in docs/policy.md. σ is short for standard deviation.
 
     Lengths are in octaves of the batch size. A strength is the shape of a gamma distribution: 2 is 4 runs' worth.
     """
 
-    # What is expected of log epochs to the target beforehand, by `laws`.
-    level_variance: float = 9.0  # variance of the level, of epochs and of their cost: so large that it is flat
-    critical_step: float = 0.75  # between the critical batch sizes that are thought of
-    exponents: tuple[float, ...] = (0.5, 1.0)  # by which epochs rise beyond them
+    # Prior of log epochs to the target.
+    level_variance: float = 9.0  # variance of the levels of epochs and of their cost: large enough to be flat
+    critical_step: float = 0.75  # between critical batch sizes on the grid
+    exponents: tuple[float, ...] = (0.5, 1.0)  # by which epochs rise beyond the critical batch size
     flat_chance: float = 0.15  # of no rise at all
-    too_small_chance: float = 0.3  # that some sizes are too small to get anywhere
-    smooth_sd: float = 0.12  # σ of what the laws leave, the part that is smooth in log2 of the batch size
-    smooth_length: float = 3.0  # length scale of that part
-    arm_sd: float = 0.05  # σ of the part that is each batch size's own
-    lawless_chance: float = 0.003  # that a job follows no law, and the same three of it then
+    too_small_chance: float = 0.3  # that some sizes are too small to make progress
+    smooth_sd: float = 0.12  # σ of the residual's part that is smooth in log2 of the batch size
+    smooth_length: float = 3.0  # length scale of the smooth part
+    arm_sd: float = 0.05  # σ of each batch size's own part of the residual
+    lawless_chance: float = 0.003  # that a job follows no law, and then has the following three
     lawless_sd: float = 0.5
     lawless_length: float = 4.0
     lawless_arm_sd: float = 0.4
-    break_chance: float = 0.05  # that a size which was not seen breaks the laws,
-    break_sd: float = 0.7  # and by how much, in σ of its log epochs
-    divergence: float = 0.03  # hazard, per octave beyond the sizes that reach the target, that one never does
+    break_chance: float = 0.05  # that a size without a success breaks the laws,
+    break_sd: float = 0.7  # and by how much: σ of its log epochs
+    divergence: float = 0.03  # hazard, per octave from the sizes that reach the target, never to reach it
 
-    # What is expected of the log cost of an epoch.
-    saturation_step: float = 0.75  # between the sizes of saturation that are thought of
-    cost_sd: float = 0.15  # as above, the same three
+    # Prior of the log cost of an epoch.
+    saturation_step: float = 0.75  # between sizes of saturation on the grid
+    cost_sd: float = 0.15  # like `smooth_sd`, `smooth_length` and `arm_sd`
     cost_length: float = 4.0
     cost_arm_sd: float = 0.03
 
-    # From run to run at one size.
+    # Variation between the runs of one size.
     run_sd: float = 0.08  # prior guess of the σ of log epochs
-    run_sd_strength: float = 2.0  # how much that guess weighs
-    least_run_sd: float = 0.02  # that σ is never taken to be smaller
+    run_sd_strength: float = 2.0  # weight of that guess
+    least_run_sd: float = 0.02  # lower limit of that σ
     cost_run_sd: float = 0.015  # prior median of the σ of the log cost of an epoch,
     cost_run_sd_spread: float = 1.2  # and σ of its log
-    cost_run_sds: tuple[float, ...] = (0.01, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5)  # the values that are thought of
+    cost_run_sds: tuple[float, ...] = (0.01, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5)  # grid of that σ
     slowed_chance: float = 0.02  # that a run is slowed,
     slowed_sd: float = 1.0  # and by how much: σ of its log cost
-    epoch_sd: float = 0.06  # prior guess of the σ of what an epoch costs within a run, as a share of the mean
+    epoch_sd: float = 0.06  # prior guess of the σ of an epoch's cost within a run, as a share of the mean
     epoch_sd_freedom: float = 2.0  # degrees of freedom that this guess is worth
-    first_epoch_sd: float = 0.5  # of what is left when a first epoch's cost is divided by a start-up seen elsewhere
-    most_cost_runs: int = 8  # runs of a size that count for the cost of its epochs, so that a change is followed
-    startup_sd: float = 0.2  # σ between sizes of the log of what the first epoch of a first run costs more
-    scale_dof: float = 4.0  # degrees of freedom of the Student-t process: the fewer, the sooner surprises widen beliefs
-    largest_scale: float = 16.0  # they are never widened by more than this factor of variance
+    first_epoch_sd: float = 0.5  # σ of the cost guessed from a first epoch and the start-up of another size
+    most_cost_runs: int = 8  # latest runs of a size that count for the cost of an epoch
+    startup_sd: float = 0.2  # σ between sizes of the log of the start-up's factor on the first epoch's cost
+    scale_dof: float = 4.0  # degrees of freedom of the Student-t process: fewer widen beliefs sooner after a surprise
+    largest_scale: float = 16.0  # largest factor by which a variance is widened
 
-    # What a try is worth.
-    samples: int = 128  # joint samples of what is believed
+    # Value of a trial.
+    samples: int = 128  # joint samples of the beliefs
     candidates: int = 3  # sizes that are weighed,
-    open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful ones, and one that was never run
-    tries_at_once: int = 4  # trials under way elsewhere than at the incumbent, from which on nothing else is tried
-    first_horizon: float = 5.0  # future recurrences that a first decision counts on
-    horizon_growth: float = 0.5  # by how much every recurrence that is over raises that number
-    largest_cost: float = 2.5  # of a later run, in runs of the incumbent: worse is not worth telling apart
-    least_worth: float = 0.01  # of a try, in runs of the incumbent,
-    least_saving: float = 0.002  # and of later runs, if a size has reached the target before: else it is not tried
-    long_horizon: float = 55.0  # from here on, the 100th recurrence, tries get as far as a run of the incumbent costs,
-    check_interval: int = 25  # and after each so many recurrences a size is tried that never got so far
-    further: float = 1.25  # a size that was stopped is tried again for so many times the epochs that it has survived
-    stop_shares: tuple[float, ...] = (
-        0.35,
-        0.5,
-        0.7,
-        0.85,
-        1.0,
-        1.2,
-        1.5,
-    )  # of such a run, at which a try may be stopped
+    open_horizon: float = 10.0  # and, from this horizon on, more and more doubtful sizes, and an unseen size
+    tries_at_once: int = 4  # trials under way at other sizes than the incumbent, from which on no other size is tried
+    first_horizon: float = 5.0  # future recurrences that the first decision counts on
+    horizon_growth: float = 0.5  # by how much each completed recurrence raises the horizon
+    largest_cost: float = 2.5  # of a later run, in runs of the incumbent: higher costs count as equal
+    least_worth: float = 0.01  # of a trial, in runs of the incumbent,
+    least_saving: float = 0.002  # and of later runs, for a size that has reached the target: less is not tried
+    long_horizon: float = 55.0  # from here on, the 100th recurrence, trials run as long as a run of the incumbent costs
+    check_interval: int = 25  # and every 25 recurrences a size is tried that never ran that long
+    further: float = (
+        1.25  # a size that was stopped is tried again for this factor times the epochs that it has survived
+    )
+    stop_shares: tuple[float, ...] = (0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5)  # costs at which a trial may be stopped
 
-    # When the incumbent is stopped.
-    incumbent_allowance: float = 2.0  # it gets so many times the epochs that it is expected to need,
-    incumbent_sds: float = 4.0  # and at least so many σ more
+    # Bound of the incumbent, in expected epochs.
+    incumbent_allowance: float = 2.0  # at least this factor,
+    incumbent_sds: float = 4.0  # and at least this many σ more
 
-    # When the job has changed, and what is remembered.
+    # Changes of the job, and forgetting.
     failure_prior: float = 0.02  # pseudo-count of runs that fail, per size (Beta prior),
     success_prior: float = 1.0  # and of runs that do not
-    streak_chance: float = 0.005  # of a row of failures; a less probable one means that the job has changed
-    drift_sds: float = 3.0  # so do two runs of a size in a row, so far from what was expected, or one twice as far
-    kept_weight: float = 0.2  # what is left of each size's observations (in runs) after such a change
-    forgetting: float = 0.997  # what is left of each observation's weight after each recurrence
+    streak_chance: float = 0.005  # a less probable streak of failures means that the job has changed
+    drift_sds: float = 3.0  # so do two consecutive runs of a size this far from expectation, or one twice as far
+    kept_weight: float = 0.2  # weight of each size's observations (in runs) after such a change
+    forgetting: float = 0.997  # factor on each observation's weight per recurrence
 
 
 CONSTANTS = GpVoiConstants()
@@ -116,30 +110,28 @@ CONSTANTS = GpVoiConstants()
 
 Array: TypeAlias = NDArray[np.float64]
 
-# As good as infinite, and as zero, among batch sizes in octaves.
+# Batch sizes in octaves that stand for infinity and, negated, for zero.
 _NEVER = 60.0
 
 
 class Sizes(NamedTuple):
-    """The batch sizes of a job, ascending, and the index of its default."""
+    """Batch sizes of a job, ascending, and the index of its default."""
 
     batch_sizes: tuple[int, ...]
     default: int
 
     @classmethod
     def of(cls, job: CreatedJob) -> Sizes:
-        """Those of this job."""
+        """Return the sizes of this job."""
         return cls(job.batch_sizes, job.batch_sizes.index(job.default_batch_size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Family:
-    """Gaussian processes over B batch sizes that differ in their means alone.
+    """Gaussian processes over B batch sizes that differ only in their means.
 
-    Attributes:
-        means: Of each of H hypotheses, shape (H, B).
-        log_weights: Log of their prior probabilities, shape (H,).
-        kernel: Covariance, shape (B, B).
+    `means` of H hypotheses have the shape (H, B), the logs of their prior probabilities `log_weights` (H,), and the
+    covariance `kernel` (B, B).
     """
 
     means: Array
@@ -149,12 +141,9 @@ class Family:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Laws:
-    """The prior of a job.
+    """Prior of a job: hypotheses about log epochs to the target (weights add up to 1), and about log costs of an epoch.
 
-    Attributes:
-        octaves: |log2 a − log2 b| of each two sizes, shape (B, B).
-        epochs: Families of hypotheses about log epochs to the target; their weights add up to 1.
-        costs: Those about the log cost of an epoch.
+    `octaves` is |log2 a − log2 b| of each two sizes, shape (B, B).
     """
 
     octaves: Array
@@ -164,38 +153,28 @@ class Laws:
 
 @lru_cache(maxsize=64)
 def laws(sizes: Sizes) -> Laws:
-    """The laws for these sizes; the default is thought not to be much too small."""
+    """Return the laws for these sizes; the default is not expected to be much too small."""
     log_sizes = np.log2(np.array(sizes.batch_sizes, dtype=float))
     octaves = np.abs(log_sizes[:, None] - log_sizes[None, :])
-    lawful, lawless = math.log1p(-CONSTANTS.lawless_chance), math.log(CONSTANTS.lawless_chance)
     means, log_weights = _epoch_laws(log_sizes, float(log_sizes[sizes.default]))
-    own = Family(
-        np.zeros((1, len(log_sizes))),
-        np.array([lawless]),
-        _kernel(octaves, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd),
-    )
     smooth = _kernel(octaves, CONSTANTS.smooth_sd, CONSTANTS.smooth_length, CONSTANTS.arm_sd)
+    lawful = Family(means, log_weights + math.log1p(-CONSTANTS.lawless_chance), smooth)
+    own = _kernel(octaves, CONSTANTS.lawless_sd, CONSTANTS.lawless_length, CONSTANTS.lawless_arm_sd)
+    lawless = Family(np.zeros((1, len(log_sizes))), np.array([math.log(CONSTANTS.lawless_chance)]), own)
     costs = _cost_laws(log_sizes)
-    return Laws(
-        octaves=octaves,
-        epochs=(Family(means, log_weights + lawful, smooth), own),
-        costs=Family(
-            costs,
-            np.full(len(costs), -math.log(len(costs))),
-            _kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd),
-        ),
-    )
+    kernel = _kernel(octaves, CONSTANTS.cost_sd, CONSTANTS.cost_length, CONSTANTS.cost_arm_sd)
+    return Laws(octaves, (lawful, lawless), Family(costs, np.full(len(costs), -math.log(len(costs))), kernel))
 
 
 def _kernel(octaves: Array, smooth_sd: float, length: float, arm_sd: float) -> Array:
-    """Level, smooth part (squared exponential; Rasmussen, Williams 2006, equation 4.9), and each size's own part."""
+    """Return the sum of level, squared exponential (Rasmussen, Williams 2006, equation 4.9) and own covariance."""
     smooth = smooth_sd**2 * np.exp(-0.5 * (octaves / length) ** 2)
     covariance: Array = CONSTANTS.level_variance + smooth + arm_sd**2 * np.eye(len(octaves))
     return covariance
 
 
 def _epoch_laws(log_sizes: Array, log_default: float) -> tuple[Array, Array]:
-    """Means of log epochs, shape (H, B), and log prior probabilities, shape (H,)."""
+    """Return the means of log epochs, shape (H, B), and log prior probabilities, shape (H,)."""
     low, high = float(log_sizes.min()), float(log_sizes.max())
     critical = np.arange(low - 1, high + 3.01, CONSTANTS.critical_step)
     each = (1 - CONSTANTS.flat_chance) / (len(critical) * len(CONSTANTS.exponents))
@@ -215,7 +194,7 @@ def _epoch_laws(log_sizes: Array, log_default: float) -> tuple[Array, Array]:
 
 
 def _cost_laws(log_sizes: Array) -> Array:
-    """Means of the log cost of an epoch, shape (H, B); all are as probable."""
+    """Return the means of the log cost of an epoch, shape (H, B), which are equally probable."""
     low, high = float(log_sizes.min()), float(log_sizes.max())
     return np.array(
         [
@@ -226,10 +205,10 @@ def _cost_laws(log_sizes: Array) -> Array:
     )
 
 
-# Far beyond all costs and epochs, and small enough that their products and ratios stay finite.
+# Beyond all real costs and epochs, and small enough that products and ratios stay finite.
 _LARGEST_LOG = 300.0
 
 
 def bounded_exp(log: float) -> float:
-    """``e^x``, finite and above 0 whatever absurd numbers were reported."""
+    """Return ``e^log``, finite and above 0 even for absurd reports."""
     return math.exp(min(max(log, -_LARGEST_LOG), _LARGEST_LOG))

@@ -1,10 +1,10 @@
-"""The cost of an epoch at each batch size, by its latest runs, of which some may have been slowed.
+"""Cost of an epoch at each batch size, from its latest runs, some of which may have been slowed.
 
-On a machine of one's own the same size costs the same each time, to a percent or two; on a busy one it varies, and now
-and then a run costs several times as much. Log costs are normal around their size's own, with a variance that all sizes
-share, or, with a small chance, slowed: with a variance that is larger by far (a contaminated normal distribution:
-Tukey, in Contributions to Probability and Statistics, 1960). Within a run its epochs differ, too: the more evenly they
-cost, the surer is it after a few of them what an epoch costs in this run.
+On a machine of its own, a size has equal costs in all runs, to a percent or two. On a busy machine the cost varies, and
+now and then a run costs several times as much. Log costs are normal around the mean of their size, with a variance that
+all sizes share; or, with a small chance, the run was slowed and the variance is far larger (a contaminated normal
+distribution: Tukey, in Contributions to Probability and Statistics, 1960). Epochs of a run differ, too: the more evenly
+they cost, the fewer of them are needed to know the cost of an epoch in this run.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from bso_server.core.gp_voi.prior import CONSTANTS, Array, bounded_exp
 from bso_server.core.model import TrialRecord, log_costs_per_epoch
 from zeus_plugins.protocol import CreatedJob
 
-# Keeps ratios and logs of densities finite where a deviation is beyond all of them.
+# Keeps ratios and logs of densities finite at extreme deviations.
 _LEAST_DENSITY = 1e-300
-# Far beyond what any machine does, and finite.
+# Beyond what any machine does, and finite.
 _LARGEST_DEVIATIONS = 1e12
-# A run that tells less than that would as good as not have been.
+# A larger variance would give a run no weight.
 _LARGEST_VARIANCE = 4.0
 
-# Runs that are trusted less together are one.
+# A size whose runs have a smaller sum of trusts has, in effect, a single run.
 _SECOND_RUN = 1.5
 
-# With fewer, it may be the earlier one that was slowed.
+# A single earlier run may itself have been slowed.
 _RUNS_BEFORE = 2
 
 
 class CostRun(NamedTuple):
-    """The evidence of one run about the cost of an epoch at its size.
+    """Evidence of one run about the cost of an epoch at its size.
 
     Attributes:
-        log_cost: Log of what an epoch cost (J).
-        epochs: Number of epochs that it is the mean of.
-        deviations: The spread of their costs: ``Σ e · (r/m − 1)²`` over its reports, in the notation of
+        log_cost: Log of the mean cost of an epoch (J).
+        epochs: Number of epochs in that mean.
+        deviations: Spread of their costs: ``Σ e · (r/m − 1)²`` over the reports, in the notation of
             `TrialRecord.cost_deviations_j2`.
-        freedom: Degrees of freedom of that: reports less one.
+        freedom: Degrees of freedom of `deviations`: reports less one.
         doubt: Variance of log_cost for other reasons.
-        drift: By how much log costs of another size have changed since; 0: by nothing.
+        drift: Change of the log costs of another size since this run; 0 if none.
     """
 
     log_cost: float
@@ -56,7 +56,7 @@ class CostRun(NamedTuple):
 
     @classmethod
     def of(cls, job: CreatedJob, trial: TrialRecord) -> Self | None:
-        """The evidence of a trial since its first report; None if there is none."""
+        """Return the evidence of a trial since its first report, or None."""
         _, log_cost = log_costs_per_epoch(job, trial)
         if log_cost is None:
             return None
@@ -67,28 +67,26 @@ class CostRun(NamedTuple):
         return cls(log_cost, epochs, deviations, max(trial.report_count - 2.0, 0.0))
 
     def drifted(self, share: float) -> CostRun:
-        """The same if its own size has changed by so much of the drift, give or take the rest of it."""
+        """Return the evidence if the run's own size has changed by this share of the drift; the rest adds doubt."""
         rest = (1 - share) * self.drift
-        return CostRun(
-            self.log_cost + share * self.drift, self.epochs, self.deviations, self.freedom, self.doubt + rest * rest
-        )
+        return self._replace(log_cost=self.log_cost + share * self.drift, doubt=self.doubt + rest * rest, drift=0.0)
 
     def variance(self, epoch_variance: float) -> float:
-        """Variance of its log cost, beside that from run to run, with the relative variance of a single epoch."""
+        """Return the variance of the log cost within the run, given the relative variance of a single epoch."""
         return min(epoch_variance / self.epochs + self.doubt, _LARGEST_VARIANCE)
 
 
 CostRuns: TypeAlias = tuple[CostRun, ...]
-"""The latest runs of one batch size, oldest first."""
+"""Latest runs of one batch size, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class CostSummary:
-    """A summary of the runs of every size.
+    """Summary of the runs of every size.
 
     Attributes:
-        means: Log cost of an epoch of each size; 0 for one without runs.
-        weights: How many runs that is worth; 0 for one without.
+        means: Log cost of an epoch of each size; 0 for a size without runs.
+        weights: Number of undisturbed runs that each mean is worth; 0 for a size without runs.
         suspect: True for a size whose cost rests on a single run.
         run_variance: Variance of the log cost from run to run.
     """
@@ -119,9 +117,9 @@ def summary_of(sizes: Sequence[CostRuns]) -> CostSummary:
 
 
 def epoch_variance(sizes: Sequence[CostRuns]) -> float:
-    """Variance of what an epoch costs within a run, as a share of its mean, squared; pooled over all runs.
+    """Return the relative variance of an epoch's cost within a run, pooled over all runs.
 
-    ``(ν·σ₀² + Σ deviations) / (ν + Σ degrees of freedom)``, σ₀ being `epoch_sd`.
+    ``(ν·σ₀² + Σ deviations) / (ν + Σ degrees of freedom)``, with σ₀ = `epoch_sd` and ν = `epoch_sd_freedom`.
     """
     freedom = CONSTANTS.epoch_sd_freedom
     deviations = freedom * CONSTANTS.epoch_sd**2 + sum(run.deviations for runs in sizes for run in runs)
@@ -129,11 +127,11 @@ def epoch_variance(sizes: Sequence[CostRuns]) -> float:
 
 
 def run_variance(sizes: Sequence[CostRuns], within: float) -> float:
-    """Variance of log costs from run to run: its mean over a grid of σ, as probable as they make what was seen.
+    """Return the variance of log costs from run to run: the posterior mean of σ² over a grid of σ.
 
-    Runs of a size deviate from the middle one of them, whose own deviation adds to theirs: of n runs each by a factor
-    of 1 + 1/(n − 1) in variance. `within`, that of an epoch, adds what each run's own epochs leave open. A σ has a
-    log-normal prior around `cost_run_sd`.
+    Deviations of n runs of a size are taken from the middle run, whose own deviation adds to theirs: each variance
+    grows by the factor 1 + 1/(n − 1), and by the variance within the run, which follows from `within`, the relative
+    variance of an epoch. σ has a log-normal prior around `cost_run_sd`.
     """
     squares, factors, doubts = [], [], []
     for runs in sizes:
@@ -154,10 +152,10 @@ def run_variance(sizes: Sequence[CostRuns], within: float) -> float:
 
 
 def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
-    """By how much more the last two runs of a size cost than those before (log of a factor); None if by chance.
+    """Return the log of the factor by which the last two runs of a size changed in cost; None if by chance.
 
-    That a run is slowed is rare, and that two in a row are is as rare as a change of the job: longer texts, more data,
-    another machine. So it takes two of them, both dearer or both cheaper than two runs or more before them.
+    A single slowed run is rare. Two in a row are as rare as a change of the job (longer texts, more data, another
+    machine). So a change takes two runs that both cost more, or both cost less, than two or more runs before them.
     """
     before, latest = sizes[index][:-2], sizes[index][-2:]
     if len(before) < _RUNS_BEFORE:
@@ -172,12 +170,12 @@ def change_of(sizes: Sequence[CostRuns], index: int) -> float | None:
 
 
 def _center(runs: CostRuns) -> float:
-    """The middle one of the log costs; of two the lower, for what goes wrong slows runs down."""
+    """Return the median log cost; of two the lower, because disturbances slow runs down."""
     return sorted(runs)[(len(runs) - 1) // 2].log_cost
 
 
 def _densities(squares: Array, variances: Array) -> tuple[Array, Array]:
-    """Densities of deviations of regular runs and of slowed ones, each times the chance of such a run."""
+    """Return the densities of deviations of regular and of slowed runs, each times the chance of such a run."""
     wider = variances + CONSTANTS.slowed_sd**2
     regular = (1 - CONSTANTS.slowed_chance) * np.exp(-0.5 * squares / variances) / np.sqrt(variances)
     return regular, CONSTANTS.slowed_chance * np.exp(-0.5 * squares / wider) / np.sqrt(wider)
@@ -185,6 +183,6 @@ def _densities(squares: Array, variances: Array) -> tuple[Array, Array]:
 
 @cache
 def _grid() -> tuple[Array, Array]:
-    """Values of σ, and log of their prior probabilities up to a constant."""
+    """Return the values of σ, and the log of their prior probabilities up to a constant."""
     grid = np.array(CONSTANTS.cost_run_sds)
     return grid, -0.5 * (np.log(grid / CONSTANTS.cost_run_sd) / CONSTANTS.cost_run_sd_spread) ** 2

@@ -1,10 +1,10 @@
-"""The worth of a try of a batch size: what it may teach about all sizes, against what it is expected to cost.
+"""Value of a trial of a batch size: what it may teach about all sizes, against its expected cost.
 
-All amounts are in runs of the incumbent. What is believed is a set of S joint samples of every size's log epochs and
-log cost of an epoch. In each of them a try has an outcome, and that outcome makes some of the samples more probable
-than others: what the incumbent and the size that is best by then differ in is saved by every later run (the knowledge
-gradient: Frazier, Powell, Dayanik, INFORMS J. Comput. 21(4), 2009). A try may be stopped, and then teaches less and
-costs less: where to stop is chosen together with the try.
+All amounts are in runs of the incumbent. Beliefs are represented by S joint samples of every size's log epochs and log
+cost of an epoch. A trial has an outcome in each sample, and that outcome reweighs all samples. Every later run then
+saves the difference between the incumbent and the size that is best under the new weights (knowledge gradient: Frazier,
+Powell, Dayanik, INFORMS J. Comput. 21(4), 2009). A trial that is stopped teaches less and costs less, so the best point
+to stop it is chosen together with the trial.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from zeus_plugins.protocol import CreatedJob, Origin
 _LARGEST_LOG = 60.0
 _LEAST_WEIGHT = 1e-12
 
-# From here on, samples of what an epoch costs differ by more than its first epochs leave open.
+# Above this, the first epochs of a trial teach something about the cost of an epoch.
 _UNKNOWN_COST_VARIANCE = 1e-3
 _LEAST_COST_SD = 0.03
 
-# Limits that whole epochs fill exactly are not crossed by rounding.
+# Tolerance, so that rounding does not cross limits that whole epochs fill exactly.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """The value and the loss of a try, and where it is stopped.
+    """Value and loss of a trial, and where it is stopped.
 
     Attributes:
-        chance: Probability that a run of the size is expected to cost less than one of the incumbent.
-        value: Value of information: what later runs are expected to save by knowing how the try went.
-        loss: What the try is expected to cost more than a run of the incumbent, which follows it if it is stopped.
-        stop_share: The cost at which it is stopped, in runs of the incumbent; infinite if it is not.
+        chance: Probability that the size's expected cost is below the incumbent's.
+        value: Value of information: expected savings of later runs thanks to the trial's outcome.
+        loss: Expected extra cost of the trial over a run of the incumbent, which follows if the trial is stopped.
+        stop_share: Cost at which the trial is stopped, in runs of the incumbent; infinite if it never is.
     """
 
     chance: float
@@ -52,12 +52,12 @@ class Worth:
 
     @property
     def index(self) -> float:
-        """The worth of the try: the value less the loss."""
+        """Worth of the trial: value less loss."""
         return self.value - self.loss
 
 
 def stop_shares(beta: float | None) -> tuple[float, ...]:
-    """The costs at which a try may be stopped, in runs of the incumbent; β is the largest of them."""
+    """Return the costs at which a trial may be stopped, in runs of the incumbent; β is the largest of them."""
     if beta is None:
         return (math.inf,)
     return (*(share for share in CONSTANTS.stop_shares if share < beta), beta)
@@ -66,20 +66,16 @@ def stop_shares(beta: float | None) -> tuple[float, ...]:
 def worths(
     forecast: Forecast, candidates: Iterable[int], shares: Sequence[float], *, max_epochs: int
 ) -> dict[int, Worth]:
-    """The worth of a try of each of these sizes, by index, with the best of these costs to stop it at.
+    """Return the worth of a trial of each candidate size, by index, when it is stopped at the best of these shares.
 
-    Args:
-        forecast: The beliefs.
-        candidates: Indices of sizes, the incumbent's not among them.
-        shares: Costs at which a try may be stopped, in runs of the incumbent.
-        max_epochs: A run that has not reached the target by then never does.
+    The incumbent is no candidate. `shares` are costs in runs of the incumbent.
     """
     scale = _Scale(forecast, max_epochs)
     return {index: scale.worth(index, np.array(shares)) for index in candidates}
 
 
 class _Scale:
-    """Samples in runs of the incumbent, and what follows from them."""
+    """Samples of the beliefs, with costs in runs of the incumbent."""
 
     def __init__(self, forecast: Forecast, max_epochs: int) -> None:
         self._forecast, self._max_epochs = forecast, max_epochs
@@ -87,9 +83,9 @@ class _Scale:
         self._run_sd = math.sqrt(forecast.epochs.run_variance)
         samples = forecast.samples
         self._luck = self._run_sd * samples.luck
-        # A size that never reaches the target looks like one that needs thrice the epochs there are.
+        # A size that never reaches the target behaves like a size that needs three times `max_epochs`.
         self._log_epochs = np.where(samples.converges, samples.log_epochs, math.log(3 * max_epochs))
-        # An epoch's cost, and that of a run until one succeeds.
+        # Cost of a run of the incumbent, including the failures before it succeeds.
         log_incumbent = (
             float(np.mean(samples.log_epochs[:, self._incumbent] + samples.log_costs[:, self._incumbent]))
             + float(forecast.retries[self._incumbent])
@@ -108,7 +104,7 @@ class _Scale:
         outcomes = log_epochs + self._luck
         cost = np.exp(np.minimum(outcomes + log_cost, _LARGEST_LOG))
         epoch_cost = np.exp(log_cost)[:, None]
-        # Trainings are stopped between epochs, and after the first at the soonest.
+        # Trainings are stopped between epochs, after the first epoch at the earliest.
         limits = epoch_cost * np.clip(np.floor(shares / epoch_cost + _ROUNDING), 1, self._max_epochs)
         ends = cost[:, None] <= limits * (1 + _ROUNDING)
         full = self._saving(self._likelihoods(index, outcomes))
@@ -118,7 +114,7 @@ class _Scale:
         worths = self._forecast.horizon * gains - losses
         belief = self._forecast.beliefs[index]
         if not belief.converged:
-            # To stop where it was stopped before would teach nothing.
+            # Stopping no later than an earlier trial would teach nothing.
             again = CONSTANTS.further * belief.survived * math.exp(float(log_cost.mean()))
             if self._forecast.is_long:
                 again = max(again, 1.0)
@@ -132,7 +128,7 @@ class _Scale:
         )
 
     def _likelihoods(self, index: int, outcomes: Array) -> NDArray[np.float32]:
-        """The likelihood of each outcome of a run under each sample, up to a factor per outcome: (S, S).
+        """Return the likelihood of each outcome of a run under each sample, up to a factor per outcome: (S, S).
 
         Single precision is enough for weights, and twice as fast.
         """
@@ -145,12 +141,12 @@ class _Scale:
         return np.exp(np.negative(misfit, out=misfit), out=misfit)
 
     def _survivals(self, index: int, shares: Array) -> Array:
-        """The probability under each sample that a run is stopped at each of these costs: (shares, S)."""
+        """Return the probability under each sample that a run is stopped at each of these costs: (shares, S)."""
         log_runs = self._log_epochs[:, index] + self._log_epoch_costs[:, index]
         return _cdf((log_runs[None, :] - np.log(shares)[:, None]) / self._run_sd)
 
     def _saving(self, weights: NDArray[np.floating]) -> Array:
-        """The saving of every later run, given the samples' weights after each outcome: shape (outcomes,)."""
+        """Return the saving of every later run, given the samples' weights after each outcome: (outcomes,)."""
         sums = weights @ self._costs_and_ones
         expected = sums[:, :-1] / np.maximum(sums[:, -1:], _LEAST_WEIGHT)
         saving: Array = expected[:, self._incumbent] - expected[:, self._available].min(axis=1)
@@ -158,8 +154,8 @@ class _Scale:
 
 
 def _squares(ones: Array, others: Array, sd: float) -> NDArray[np.float32]:
-    """``½·((a − b)/s)²`` of each two values: shape (ones, others)."""
-    # Near 0 single precision tells most apart.
+    """Return ``½·((a − b)/s)²`` for each pair of values: shape (ones, others)."""
+    # Single precision resolves most near 0.
     center, scale = float(others.mean()), math.sqrt(0.5) / sd
     left, right = ((values - center) * scale for values in (ones, others))
     differences = np.subtract.outer(left.astype(np.float32), right.astype(np.float32))
@@ -167,7 +163,7 @@ def _squares(ones: Array, others: Array, sd: float) -> NDArray[np.float32]:
 
 
 def _cdf(z: Array) -> Array:
-    """Φ(z), to 1e-5, which weights need no better (Abramowitz, Stegun 1964, 26.2.16)."""
+    """Return Φ(z) to 1e-5, which is enough for weights (Abramowitz, Stegun 1964, 26.2.16)."""
     t = 1 / (1 + 0.33267 * np.abs(z))
     density = np.exp(-0.5 * z * z) * 0.3989422804
     tail = density * t * (0.4361836 + t * (-0.1201676 + t * 0.9372980))
@@ -175,22 +171,16 @@ def _cdf(z: Array) -> Array:
 
 
 def unbounded(max_epochs: int) -> EpochBound:
-    """The bound of a trial that is not stopped early."""
+    """Return the bound of a trial that is not stopped early."""
     return EpochBound(max_epochs, "all that max_epochs allows")
 
 
 def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth: Worth | None = None) -> EpochBound:
-    """The bound of a trial at a size of which it is known, more or less, what an epoch costs.
+    """Return the bound of a trial of `origin` at the size with this index, whose cost of an epoch is roughly known.
 
-    The incumbent is not meant to be stopped: its bound only ends runs that do not converge. A try is stopped where its
-    worth is greatest. Without `beta_knob`, and until a size is known to reach the target, nothing is stopped early.
-
-    Args:
-        job: The job.
-        forecast: Made while all other trials are under way.
-        index: That of the trial's size.
-        origin: That of the trial.
-        worth: What a try of the size is worth, if that is known already.
+    The bound of the incumbent only ends runs that do not converge. A trial of another size is stopped where its worth
+    is greatest; `worth` saves computing it again. Without `beta_knob`, or until a size is known to reach the target, no
+    trial is stopped early. `forecast` includes all other trials under way.
     """
     if job.beta_knob is None or not forecast.incumbent_converges:
         return unbounded(job.max_epochs)
@@ -207,9 +197,9 @@ def bound(job: CreatedJob, forecast: Forecast, index: int, origin: Origin, worth
 
 
 def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> EpochBound:
-    """``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, twice as many at each further retry.
+    """Return a bound of ``e^m · max(incumbent_allowance, e^(incumbent_sds · s))`` epochs, for log epochs N(m, s²).
 
-    Log epochs of a run have the mean m and the standard deviation s.
+    The bound doubles at each further retry.
     """
     mean, variance = forecast.epochs.of_run(index)
     spread = math.exp(min(CONSTANTS.incumbent_sds * math.sqrt(variance), 20.0))
@@ -225,13 +215,9 @@ def _bound_of_incumbent(job: CreatedJob, forecast: Forecast, index: int) -> Epoc
 
 
 def bound_of_try(share: float, *, epoch_j: float, incumbent_j: float, max_epochs: int) -> EpochBound:
-    """The last epoch by which a try costs no more than this share of a run of the incumbent; the first at the soonest.
+    """Bound a trial to `share` (may be infinite) of the cost of a run of the incumbent, at least to its first epoch.
 
-    Args:
-        share: The share, which may be infinite.
-        epoch_j: Cost of an epoch of the try, joules.
-        incumbent_j: Cost of a run of the incumbent, joules.
-        max_epochs: The bound is no larger than this.
+    `epoch_j` is the cost of an epoch of the trial, `incumbent_j` the cost of a run of the incumbent, in joules.
     """
     epochs = share * incumbent_j / epoch_j + _ROUNDING
     if epochs >= max_epochs:
