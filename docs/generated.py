@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from litestar import Litestar
-from litestar.routes import HTTPRoute
 
 from bso_server import cli as server_cli
+from bso_server.api.auth import needed_scope
 from bso_server.api.openapi import completed
 from bso_server.app import create_app
-from bso_server.core.access import Scope
 from bso_server.settings import Settings, variable_of
 from zeus_plugins import cli as client_cli
 from zeus_plugins import protocol
@@ -210,11 +209,9 @@ def scopes(app: Litestar) -> Iterator[tuple[str, str, str]]:
     """Path, method and needed scope of each route, as `bso_server.api.auth` reads them."""
     for found in app.routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", found.path)
-        handlers = found.route_handlers if isinstance(found, HTTPRoute) else [found.route_handler]
-        for handler in handlers:
-            methods = getattr(handler, "http_methods", {"POST"} if path == "/report" else {"GET"})
-            for method in [one for one in METHODS if one in methods]:
-                need = handler.opt.get("needs", Scope.READ if method == "GET" else Scope.ADMIN)
+        for handler in found.route_handlers:
+            need = needed_scope(handler)
+            for method in [one for one in METHODS if one in handler.http_methods]:
                 yield path, method, "none" if need is None else f"`{need.value}`"
 
 

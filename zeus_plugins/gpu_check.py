@@ -194,13 +194,7 @@ def own_mapping() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Examination:
-    """The checks of all visible GPUs.
-
-    Args:
-        nvml: A replacement for the installed `pynvml`.
-        load: Makes the load for the GPU with a UUID.
-        ask: See `ask_mapping`.
-    """
+    """The checks of all visible GPUs; `load` makes the load for the GPU with a UUID."""
 
     nvml: Nvml | None = None
     load: Callable[[str], Load] = Load

@@ -1,4 +1,4 @@
-"""Litestar handlers: decode, call the service, encode. No SQL and no error handling here."""
+"""Litestar handlers: decode the request, call the service, encode the answer. SQL and error handling are elsewhere."""
 
 from __future__ import annotations
 

@@ -1,18 +1,20 @@
-"""Routes for those who run the server."""
+"""Routes for operators of the server."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
+from typing import Annotated
 
 from litestar import Response, delete, get, post, put
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import SecurityRequirement
+from litestar.params import QueryParameter
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.bodies import require_json
 from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import FirstLine, JobInPath, Reader, Service, TrialNumber
+from bso_server.api.parameters import LARGEST, JobInPath, Reader, Service, TrialNumber
 from bso_server.core.access import Scope
 from bso_server.service.exports import MEDIA_TYPE
 from bso_server.service.imports import MAX_IMPORT_BYTES
@@ -20,10 +22,10 @@ from bso_server.service.reading import version_view
 from bso_server.service.views import Liveness, VersionView
 from zeus_plugins.protocol import JobSummary, Paths, TrialView
 
-# In the OpenAPI document: no token is needed.
+# The OpenAPI document says by this that no token is needed.
 _OPEN: list[SecurityRequirement] = [{}]
 
-# Of Prometheus's text format; Litestar adds the character set.
+# Prometheus's text format; Litestar adds the character set.
 _METRICS_TYPE = "text/plain; version=0.0.4"
 
 
@@ -34,8 +36,15 @@ _METRICS_TYPE = "text/plain; version=0.0.4"
     request_max_body_size=MAX_IMPORT_BYTES,
     responses=errors(HTTPStatus.CONFLICT, *BODY),
 )
-async def import_job(request: CallerRequest, service: Service, first_line: FirstLine = 1) -> JobSummary:
-    """Create a job with all its trials from an export: JSON Lines, as `GET /api/jobs/{job_id}/export` writes them."""
+async def import_job(
+    request: CallerRequest,
+    service: Service,
+    first_line: Annotated[
+        int,
+        QueryParameter(ge=1, le=LARGEST, description="Number of the body's first line in a larger file, for errors."),
+    ] = 1,
+) -> JobSummary:
+    """Create a job with its trials from an export, in the JSON Lines format of `GET /api/jobs/{job_id}/export`."""
     require_json(request.headers.get("content-type", ""), MEDIA_TYPE)
     return await service.imports.import_job(request.stream(), first_line=first_line)
 
@@ -48,7 +57,7 @@ async def import_job(request: CallerRequest, service: Service, first_line: First
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
 async def discard_trial(job_id: JobInPath, trial_number: TrialNumber, service: Service) -> TrialView:
-    """Take a trial that has ended out of all that the job's decisions rest on; it stays to be seen, as withdrawn."""
+    """Exclude an ended trial from the job's decisions. It stays visible in the state withdrawn."""
     return await service.transact(service.commands.discard, job_id, trial_number)
 
 
@@ -58,7 +67,7 @@ _ERRORS_OF_JOB = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
 
 @put(_SHARE, summary="Share a job", opt=needs(Scope.ADMIN), responses=_ERRORS_OF_JOB)
 async def share_job(job_id: JobInPath, service: Service) -> JobSummary:
-    """Let every token that may report run trials of the job, beside the one that it belongs to."""
+    """Let every token with scope `report` run trials of the job, not only the token that owns it."""
     return await service.transact(service.commands.share, job_id)
 
 
@@ -70,13 +79,13 @@ async def share_job(job_id: JobInPath, service: Service) -> JobSummary:
     responses=_ERRORS_OF_JOB,
 )
 async def stop_sharing_job(job_id: JobInPath, service: Service) -> JobSummary:
-    """Let no other token than the one that the job belongs to begin further trials; those that run go on."""
+    """Let only the token that owns the job start trials. Trials of other tokens that are running continue."""
     return await service.transact(service.commands.share, job_id, shared=False)
 
 
 @get(Paths.HEALTH, summary="Tell that the process is up", opt=needs(None), security=_OPEN, responses=errors(always=()))
 async def live() -> Liveness:
-    """Say that the process is up."""
+    """Answer while the process runs."""
     return Liveness()
 
 
@@ -88,19 +97,19 @@ async def live() -> Liveness:
     responses=errors(HTTPStatus.SERVICE_UNAVAILABLE, always=()),
 )
 async def ready(reader: Reader) -> Liveness:
-    """Say whether the database answers, has the right schema, and keeps what is written."""
+    """Check that the database answers, has the schema of this version, and can be written."""
     await reader.check_ready()
     return Liveness()
 
 
 @get(Paths.VERSION, summary="Tell the running version", opt=needs(None), security=_OPEN, responses=errors(always=()))
 async def show_version() -> VersionView:
-    """The version of the server, and of the schema that it needs."""
+    """Return the version of the server and of the schema that it needs."""
     return version_view()
 
 
 def metrics_route(exposition: Callable[[], Awaitable[bytes]], *, is_open: bool) -> HTTPRouteHandler:
-    """Make the route ``GET /metrics``, for callers that may read, or for everybody."""
+    """Make the route ``GET /metrics``, for callers that may read, or with `is_open` for all callers."""
 
     @get(
         Paths.METRICS,
@@ -110,7 +119,7 @@ def metrics_route(exposition: Callable[[], Awaitable[bytes]], *, is_open: bool) 
         responses=errors(),
     )
     async def metrics() -> Response[bytes]:
-        """The counts of this server since its start, and totals of its database, in Prometheus's text format."""
+        """Return counts since the server started and totals of its database, in Prometheus's text format."""
         return Response(await exposition(), media_type=_METRICS_TYPE)
 
     return metrics

@@ -1,4 +1,4 @@
-"""The right to call a route, checked before a request's body is read, and the log of refused requests."""
+"""Access control, which runs before the body of a request is read, and the log of refused requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from litestar import Request
 from litestar.exceptions import HTTPException
-from litestar.handlers.base import BaseRouteHandler
 from litestar.handlers.http_handlers import HTTPRouteHandler
 from litestar.middleware import ASGIMiddleware
 from litestar.types import ASGIApp, HTTPScope, Receive, Send
@@ -29,33 +28,23 @@ from bso_server.service.tokens import (
 )
 
 CallerRequest = Request[Caller, Any, Any]
-"""A request whose `user` is the caller that `AccessControl` let through."""
+"""A request whose `user` is the caller that `AccessControl` identified."""
 
-_NEEDS = "needs"
+PAGE: dict[str, Any] = {"page": True}
+"""The ``opt``, beside `needs`, of a page: other sites may link to it, and it accepts the session cookie as a token."""
 
-_PAGE = "page"
-
-PAGE: dict[str, Any] = {_PAGE: True}
-"""The ``opt``, beside `needs`, of a page for people: links and bookmarks anywhere may lead to it.
-
-There, and nowhere else, a session's cookie stands for a token.
-"""
-
-_FORM = "form"
-
-FORM: dict[str, Any] = {_FORM: True}
-"""The ``opt``, beside `needs`, of what a page of this server alone may send."""
+FORM: dict[str, Any] = {"form": True}
+"""The ``opt``, beside `needs`, of a route that accepts forms from pages of this server only."""
 
 SESSION_COOKIE = "zeus_bso_session"
 
-# A link that somebody follows, and neither a frame nor a script.
+# Sent by browsers for a followed link, but not for frames and scripts.
 _NAVIGATION = {b"sec-fetch-mode": b"navigate", b"sec-fetch-dest": b"document"}
 
-# Whoever set these, a proxy or the client itself, the address beside them may be anything.
+# The client's own address is unknown if one of these is present: a proxy or the client has set it.
 _FORWARDED = (b"forwarded", b"x-forwarded-for")
 
-
-# Seconds in which each sender is named once, and senders that are named in that time.
+# The log names each sender once per period (seconds), and at most this number of senders per period.
 PERIOD_S = 60.0
 MOST_SENDERS = 100
 
@@ -71,24 +60,25 @@ logger = logging.getLogger("bso_server")
 
 
 def needs(scope: Scope | None) -> dict[str, Any]:
-    """The ``opt`` of a route that callers with this scope may use, or, with None, anybody.
+    """Return the ``opt`` of a route that requires this scope; None means that every client may call it.
 
-    Routes that say nothing need `Scope.READ` where they only read (GET), and `Scope.ADMIN` otherwise.
+    Routes without this ``opt`` require `Scope.READ` for GET, and `Scope.ADMIN` otherwise.
     """
-    return {_NEEDS: scope}
+    return {"needs": scope}
 
 
-def needed_scope(handler: BaseRouteHandler) -> Scope | None:
-    """The scope that a route asks for, or None where it asks for nothing."""
-    reads = isinstance(handler, HTTPRouteHandler) and handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
-    needed: Scope | None = handler.opt.get(_NEEDS, Scope.READ if reads else Scope.ADMIN)
+def needed_scope(handler: HTTPRouteHandler) -> Scope | None:
+    """Return the scope that a route requires, or None if every client may call it."""
+    reads = handler.http_methods <= {"GET", "HEAD", "OPTIONS"}
+    needed: Scope | None = handler.opt.get("needs", Scope.READ if reads else Scope.ADMIN)
     return needed
 
 
 class AccessControl(ASGIMiddleware):
-    """Lets a request through to its route, with its caller as the request's `user`, or raises.
+    """Sets the caller as the request's `user`, or raises if the caller may not use the route.
 
-    A guard would do, but Litestar copies the route's handler for each call of one, which costs more than the check.
+    This is no Litestar guard, because Litestar copies the route handler for each call of a guard, which costs more CPU
+    time than the check itself.
     """
 
     def __init__(self, authenticator: Authenticator, allowed_hosts: Collection[str], *, read_timeout_s: float) -> None:
@@ -97,17 +87,18 @@ class AccessControl(ASGIMiddleware):
         self._read_timeout_s = read_timeout_s
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send, next_app: ASGIApp) -> None:
-        """See `ASGIMiddleware`; errors as of `Authenticator.identify`, and of the checks of `service.tokens`."""
-        handler = scope["route_handler"]
+        """Check the request; raises like `Authenticator.identify` and the checks of `service.tokens`."""
+        # The application has routes of no other kind.
+        handler = cast("HTTPRouteHandler", scope["route_handler"])
         needed = needed_scope(handler)
-        if needed is not None or _FORM in handler.opt:
+        if needed is not None or "form" in handler.opt:
             headers = dict(scope["headers"])
             host = _text(headers, b"host")
             require_allowed_host(host, self._allowed_hosts)
             if not _is_navigation(scope, headers):
                 refuse_other_sites(_text(headers, b"sec-fetch-site"))
             if needed is not Scope.READ:
-                # A batch-size request, which starts a trial, is a GET; but reading is not enough for it.
+                # Depends on the scope, not on the method: the batch-size request is a GET that starts a trial.
                 refuse_other_origins(_text(headers, b"origin"), host, self._allowed_hosts)
         if needed is not None:
             authorization = headers.get(b"authorization")
@@ -115,7 +106,7 @@ class AccessControl(ASGIMiddleware):
                 None if authorization is None else authorization.decode("latin-1"),
                 _address_of(scope, headers),
                 host,
-                session_in(headers) if _PAGE in handler.opt else None,
+                session_in(headers) if "page" in handler.opt else None,
                 administers=needed is Scope.ADMIN,
             )
             caller.require(needed)
@@ -124,16 +115,16 @@ class AccessControl(ASGIMiddleware):
 
 
 def _is_navigation(scope: AsgiScope, headers: Mapping[bytes, bytes]) -> bool:
-    """Return whether somebody comes to a page by a link, perhaps of another site."""
+    """Return whether a browser opens a page by a link, which may be on another site."""
     return (
-        _PAGE in scope["route_handler"].opt
+        "page" in scope["route_handler"].opt
         and cast("HTTPScope", scope)["method"] == HTTPMethod.GET
         and all(headers.get(name) == value for name, value in _NAVIGATION.items())
     )
 
 
 def session_in(headers: Mapping[bytes, bytes]) -> str | None:
-    """The session that a browser shows, good or not, or None."""
+    """Return the unverified session of the cookie, or None."""
     for pair in _text(headers, b"cookie").split(";"):
         name, _, value = pair.strip().partition("=")
         if name == SESSION_COOKIE:
@@ -151,10 +142,13 @@ def _address_of(scope: AsgiScope, headers: Collection[bytes]) -> str | None:
 
 
 class RefusalLog:
-    """Names clients that are refused, with their address and the id of the token that they show, good or not.
+    """Logs refused clients with their address and the unverified id of their token.
 
-    Who is refused again and again, and whoever comes when many are, is only counted. The clock is monotonic. The
-    listener is told of everybody whose identity or rights are at fault.
+    Further refusals of a logged sender, and senders beyond `MOST_SENDERS`, are only counted.
+
+    Args:
+        clock: A monotonic clock, in seconds.
+        listener: Receives each refusal for a missing or invalid identity, or for missing rights.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, listener: Listener = nobody) -> None:
@@ -165,14 +159,14 @@ class RefusalLog:
         self._unnamed = 0
 
     async def note(self, error: Exception, scope: AsgiScope) -> None:
-        """Take notice of an error with which a request is answered: an ``after_exception`` hook of Litestar."""
+        """Log the error with which a request is answered; an ``after_exception`` hook of Litestar."""
         reason = _reason_of(error, scope)
         if reason is not None:
             self._listener(CallerRefused(reason))
-        status = _status_of(error)
+        status = STATUS_OF[type(error)] if isinstance(error, BsoError) else getattr(error, "status_code", 500)
         if status not in _LOGGED and not isinstance(error, UntrustedHostError):
             return
-        self._begin_anew()
+        self._begin_period()
         client = scope["client"]
         token_id = token_id_in(dict(scope["headers"]).get(b"authorization", b"").decode("latin-1"))
         sender = (status, "an unknown address" if client is None else client[0], token_id)
@@ -187,12 +181,12 @@ class RefusalLog:
             scope["path"],
             sender[1],
             "no token" if token_id is None else f"token {token_id}",
-            # What to change about it is for the client to read.
+            # The text after the colon tells the client what to change.
             (error.detail if isinstance(error, HTTPException) else str(error)).partition(":")[0],
         )
 
-    def _begin_anew(self) -> None:
-        """Begin another period, if this one is over."""
+    def _begin_period(self) -> None:
+        """Begin the next period if this one is over."""
         now = self._clock()
         if now - self._begun_at < PERIOD_S:
             return
@@ -213,9 +207,3 @@ def _reason_of(error: Exception, scope: AsgiScope) -> Refusal | None:
     if isinstance(error, ForbiddenError):
         return Refusal.FORBIDDEN
     return Refusal.HOST if isinstance(error, UntrustedHostError) else None
-
-
-def _status_of(error: Exception) -> int:
-    if isinstance(error, BsoError):
-        return STATUS_OF[type(error)]
-    return error.status_code if isinstance(error, HTTPException) else HTTPStatus.INTERNAL_SERVER_ERROR

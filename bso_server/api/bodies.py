@@ -1,4 +1,4 @@
-"""The bodies of requests: their form, and the way they are read."""
+"""Request bodies: media type, deadline and decoding."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from litestar import Request
 from litestar.exceptions import ClientException, HTTPException, SerializationException
 from litestar.types import Receive
 
-# Bytes that buy a client another second for its body, so that a large one may come over a slow line.
+# A client that sends this many bytes gets one more second, so that a large body may come over a slow line.
 _BYTES_PER_S = 16 * 1024
 
 
 def in_time(receive: Receive, timeout_s: float) -> Receive:
-    """Give a client so many seconds to send its body, and one more for each 16 KiB; only time spent waiting counts.
+    """Return a `receive` that gives the client `timeout_s` seconds for its body, and one more for each 16 KiB.
 
-    Where it takes longer, what reads the body raises an `HTTPException`, 408. What comes after the body, such as the
-    news that the client has left, may be waited for without end.
+    Only time spent waiting counts. At the deadline, `receive` raises an `HTTPException` with status 408. Messages after
+    the body, such as the client's disconnection, have no deadline.
     """
     now, left_s = asyncio.get_running_loop().time, timeout_s
     is_whole = False
@@ -47,10 +47,10 @@ def in_time(receive: Receive, timeout_s: float) -> Receive:
 
 
 def require_json(content_type: str, also: str = "") -> None:
-    """Raise for a body whose ``Content-Type`` says to be anything but JSON, or what a route takes `also`.
+    """Raise unless a ``Content-Type`` is JSON, `also`, or missing.
 
-    One that does not say what it is counts as JSON: Zeus's clients send nothing else. A page in a browser, on the other
-    hand, may send text and forms to any server that its reader reaches, without asking that server first.
+    Zeus's clients send no ``Content-Type``. Text and forms are refused because a web page of another site may send them
+    to this server without a preflight request.
     """
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type not in ("", "application/json", also) and not media_type.endswith("+json"):
@@ -61,13 +61,12 @@ def require_json(content_type: str, also: str = "") -> None:
 
 
 def decoded(body: bytes) -> Any:
-    """A body that the fast parsers refuse, decoded as Python does it.
+    """Decode a body that the fast parsers refuse with Python's parser, which accepts NaN and infinities.
 
-    Many clients write NaN and infinities into JSON, which has no such numbers. They are let through to the fields they
-    were sent for, all of which refuse them, so that the answer names the field instead of a byte.
+    Every field refuses NaN and infinities, so the answer names the field instead of a byte of the body.
 
     Raises:
-        ClientException: It is no JSON, or nested deeper than anything here.
+        ClientException: The body is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(body.decode())
@@ -76,10 +75,10 @@ def decoded(body: bytes) -> Any:
 
 
 class BodyRequest(Request[Any, Any, Any]):
-    """A request whose body, where it cannot be JSON at all, is the client's fault."""
+    """A request that answers a body other than JSON with a client error."""
 
     async def json(self) -> Any:
-        """The body, decoded; errors as in `require_json` and `decoded`."""
+        """Decode the body; raises like `require_json` and `decoded`."""
         require_json(self.headers.get("content-type", ""))
         try:
             return await super().json()

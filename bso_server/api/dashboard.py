@@ -1,7 +1,7 @@
-"""Pages for people below ``/ui/``, the same figures as JSON, and the form that takes a token.
+"""The dashboard's pages below ``/ui/``, their figures as JSON, and the login form.
 
-All links in pages are relative and the session's cookie names no path, so that they work below any path at which a
-proxy shows them.
+All links in pages are relative and the session's cookie names no path, so that pages work below any path at which a
+proxy serves them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from litestar import Request, Response, Router, get, post
 from litestar.di import NamedDependency
@@ -23,7 +23,7 @@ from litestar.params import PathParameter, QueryParameter
 
 from bso_server.api import errors
 from bso_server.api.auth import FORM, PAGE, SESSION_COOKIE, CallerRequest, needs, session_in
-from bso_server.api.parameters import ID
+from bso_server.api.parameters import ID, LARGEST
 from bso_server.core.access import Scope
 from bso_server.errors import UnauthenticatedError
 from bso_server.service.health import Health
@@ -36,14 +36,8 @@ from zeus_plugins.protocol import MAX_ID_LENGTH
 AnyRequest = Request[Any, Any, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class JobPages:
-    """All that pages of jobs need. It is one dependency, because Litestar makes a task for each of several.
-
-    Attributes:
-        reader: Runs queries.
-        pages: The queries.
-    """
+class JobPages(NamedTuple):
+    """The reader and the queries of job pages; one dependency, because Litestar creates a task for each of several."""
 
     reader: JobReader
     pages: Pages
@@ -58,17 +52,17 @@ _JSON = ".json"
 
 logger = logging.getLogger("bso_server")
 
-# A page's name may be followed by that of its twin.
+# The JSON twin of a page has the page's name and this suffix, so a name may be longer by it.
 _NAME = Annotated[str, PathParameter(pattern=ID["pattern"], max_length=MAX_ID_LENGTH + len(_JSON))]
 _TRIAL_NAME = Annotated[str, PathParameter(pattern=r"^[0-9]{1,10}(\.json)?(?!\n)$")]
 _Containing = Annotated[str | None, QueryParameter(name="q", max_length=MAX_ID_LENGTH)]
-_At = Annotated[int | None, QueryParameter(name="at", ge=1, le=2**31 - 1)]
+_At = Annotated[int | None, QueryParameter(name="at", ge=1, le=LARGEST)]
 _After = Annotated[str | None, QueryParameter(name="after", max_length=MAX_ID_LENGTH)]
 _Eta = Annotated[float | None, QueryParameter(name="eta", ge=0, le=1)]
-# Empty: none. Zero is no β. As many digits as pages show of the one that a job has.
+# Empty means no β, and zero is not allowed. Pages show a job's β with up to twelve digits.
 _Beta = Annotated[str | None, QueryParameter(name="beta", pattern=r"^((?=.*[1-9])[0-9]{1,12}(\.[0-9]{0,12})?)?(?!\n)$")]
 
-# A place below /ui/ to go to after the login: nothing that a header or a link takes for anything else.
+# A path below /ui/ to return to after the login, without characters that are special in a header or a link.
 _PLACE = re.compile(r"[A-Za-z0-9._:@/?=&%-]{0,1000}")
 
 _HEADERS = {
@@ -77,7 +71,7 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
-# Less than a packet is sent as it is.
+# Bytes; a shorter answer fits one packet uncompressed.
 _WORTH_PACKING = 1400
 
 
@@ -86,38 +80,33 @@ async def jobs(
     request: AnyRequest, source: Source, containing: _Containing = None, after: _After = None
 ) -> Response[bytes]:
     """Show the list of jobs."""
-    tag = _Tag(request)
-    found = await source.reader.read(source.pages.jobs, containing=containing or None, cursor=after, known=tag.known)
-    return tag.answer(found)
+    return await _Tag(request).shown(source, source.pages.jobs, containing=containing or None, cursor=after)
 
 
 @get("/", opt=needs(None), include_in_schema=False)
 async def home() -> Response[bytes]:
-    """Lead whoever types the server's address to its pages."""
+    """Redirect the server's root to its pages."""
     return Response(b"", status_code=HTTPStatus.SEE_OTHER, headers={**_HEADERS, "Location": "./ui/"})
 
 
 @get("/jobs/{name:str}", opt=PAGE)
 async def job(request: AnyRequest, name: _NAME, source: Source, at: _At = None) -> Response[bytes]:
-    """Show a job, as it is or as it was when trial `at` was chosen.
+    """Show a job as it is now, or as it was when trial `at` was chosen.
 
-    With ``.json`` at the end it is JSON, unless a slash says that the ending belongs to the job's id.
+    The answer is JSON if `name` ends with ``.json`` without a slash after it; a slash makes the suffix part of the id.
     """
     tag = _Tag(request, is_twin=name.endswith(_JSON) and not _has_slash(request))
     job_id = name.removesuffix(_JSON) if tag.is_twin else name
     if at is not None:
-        then = await source.reader.read(source.pages.moment, job_id, at, known=tag.known)
-        return tag.answer(then, depth=1)
-    found = await source.reader.read(source.pages.job, job_id, known=tag.known)
-    return tag.answer(found, depth=1)
+        return await tag.shown(source, source.pages.moment, job_id, at)
+    return await tag.shown(source, source.pages.job, job_id)
 
 
 @get("/jobs/{name:str}/trials/{number:str}", opt=PAGE)
 async def trial(request: AnyRequest, name: _NAME, number: _TRIAL_NAME, source: Source) -> Response[bytes]:
-    """Show a trial, or with ``.json`` at the end return it as JSON."""
-    tag, trial_number = _Tag(request), min(int(number.removesuffix(_JSON)), 2**31 - 1)
-    found = await source.reader.read(source.pages.trial, name, trial_number, known=tag.known)
-    return tag.answer(found, depth=3)
+    """Show a trial; return it as JSON if `number` ends with ``.json``."""
+    trial_number = min(int(number.removesuffix(_JSON)), LARGEST)
+    return await _Tag(request).shown(source, source.pages.trial, name, trial_number)
 
 
 @get(["/jobs/{name:str}/whatif", "/jobs/{name:str}/whatif.json"], opt=PAGE)
@@ -125,14 +114,13 @@ async def job_if(
     request: AnyRequest, name: _NAME, source: Source, eta: _Eta = None, beta: _Beta = None
 ) -> Response[bytes]:
     """Show a job under another η and β."""
-    tag, bound = _Tag(request), None if beta is None else float(beta or math.inf)
-    found = await source.reader.read(source.pages.what_if, name, eta, bound, known=tag.known)
-    return tag.answer(found, depth=2)
+    bound = None if beta is None else float(beta or math.inf)
+    return await _Tag(request).shown(source, source.pages.what_if, name, eta, bound)
 
 
 @get("/jobs/{name:str}/report.html", opt=PAGE)
 async def report(request: AnyRequest, name: _NAME, source: Source) -> Response[bytes]:
-    """Return a job in one file, to be kept or sent."""
+    """Return a job in one file to keep or send."""
     page = await source.reader.read(source.pages.report, name)
     answer = _packed(request, html.report_page(page, datetime.now(UTC)).encode(), "text/html", "no-store")
     answer.headers["Content-Security-Policy"] = html.report_policy()
@@ -148,7 +136,7 @@ async def state(request: AnyRequest, health: HealthOfServer) -> Response[bytes]:
 
 @get(["/tokens", "/tokens.json"], opt=PAGE | needs(Scope.ADMIN))
 async def list_tokens(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """Show the tokens, to administrators."""
+    """Show the tokens to administrators."""
     tag, page = _Tag(request), await tokens.page(request.user.token_id)
     version = digest([page])
     return tag.answer((version, None if version == tag.known else page))
@@ -156,7 +144,7 @@ async def list_tokens(request: CallerRequest, tokens: TokensOfServer) -> Respons
 
 @post("/tokens/revoke", opt=PAGE | FORM | needs(Scope.ADMIN))
 async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Response[bytes]:
-    """Make a token worthless for good."""
+    """Revoke a token permanently."""
     form = await request.form()
     token_id = str(form.get("token_id", ""))
     await tokens.revoke(token_id)
@@ -166,7 +154,7 @@ async def revoke_token(request: CallerRequest, tokens: TokensOfServer) -> Respon
 
 @get("/static/{name:str}", opt=needs(None))
 async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
-    """Return a file that pages need; its address changes with its contents."""
+    """Return a file of the pages. Its address changes with its contents."""
     if name not in html.MEDIA_TYPES:
         raise NotFoundException
     return _packed(request, html.static_file(name), html.MEDIA_TYPES[name], "public, max-age=31536000, immutable")
@@ -174,7 +162,7 @@ async def static(request: AnyRequest, name: _NAME) -> Response[bytes]:
 
 @post("/login", opt=needs(None) | FORM)
 async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
-    """Take a token, and give its reader a cookie in place of it."""
+    """Exchange a token for a session cookie."""
     form = await request.form()
     place = str(form.get("to", ""))
     if _PLACE.fullmatch(place) is None:
@@ -183,42 +171,34 @@ async def login(request: AnyRequest, sessions: Sessions) -> Response[bytes]:
         session = await sessions.begin_session(str(form.get("token", "")).strip())
     except UnauthenticatedError:
         refused = "Not a valid token (tokens start with zbso_)."
-        page = html.login_page(_reader_of(request, 0), place, refused)
+        page = html.login_page(_reader_of(request), place, refused)
         return _page(request, page, HTTPStatus.UNAUTHORIZED)
     return _redirect(place, _cookie(request, session, SESSION_S))
 
 
 @post("/logout", opt=needs(None) | FORM)
 async def logout(request: AnyRequest) -> Response[bytes]:
-    """Take the cookie back."""
+    """Delete the session cookie."""
     return _redirect("", _cookie(request, "", 0))
 
 
-def refused(request: AnyRequest, error: Exception) -> Response[Any]:
-    """Answer an error with a page; who asks for JSON gets the API's answer."""
-    answer = _refusal_of(request, error)
+def refused(
+    answer_of: Callable[[AnyRequest, Any], Response[Any]], request: AnyRequest, error: Exception
+) -> Response[Any]:
+    """Answer an error with a page, or for a JSON twin with the API's answer, `answer_of(request, error)`."""
+    answer = answer_of(request, error)
     if request.url.path.endswith(_JSON):
         return answer
-    body = answer.content
-    below = request.url.path.strip("/").count("/")
-    reader = _reader_of(request, max(below - 1, 0))
+    body, reader = answer.content, _reader_of(request)
     if isinstance(error, UnauthenticatedError):
         return _page(request, html.login_page(reader, _place_of(request)), HTTPStatus.UNAUTHORIZED)
     return _page(request, html.error_page(reader, body.status, body.title, body.message), HTTPStatus(body.status))
 
 
-def _refusal_of(request: AnyRequest, error: Exception) -> Response[Any]:
-    kinds = type(error).__mro__
-    answer: Callable[[AnyRequest, Any], Response[Any]] = next(
-        errors.EXCEPTION_HANDLERS[kind] for kind in kinds if kind in errors.EXCEPTION_HANDLERS
-    )
-    return answer(request, error)
-
-
 class _Tag:
-    """The version of an answer, for a reader who asks again and again.
+    """The ``ETag`` of an answer, for readers that poll.
 
-    It names everything that the answer depends on. What is sent packed is the same page, hence a weak one.
+    It covers everything that the answer depends on, and is weak because the answer may be sent compressed.
     """
 
     def __init__(self, request: AnyRequest, *, is_twin: bool | None = None) -> None:
@@ -229,8 +209,14 @@ class _Tag:
         shown = request.headers.get("if-none-match", "")
         self.known = shown[len(self._prefix) : -1] if shown.startswith(self._prefix) else None
 
-    def answer(self, found: Found[View], depth: int = 0) -> Response[bytes]:
-        """Return the page, which lies `depth` folders below ``/ui/``, or its twin; 304 to a reader who has it."""
+    async def shown(
+        self, source: JobPages, query: Callable[..., Found[View]], *args: object, **kwargs: object
+    ) -> Response[bytes]:
+        """Run one of the queries of `Pages`, and return its answer."""
+        return self.answer(await source.reader.read(query, *args, known=self.known, **kwargs))
+
+    def answer(self, found: Found[View]) -> Response[bytes]:
+        """Return the page or its JSON twin; 304 if the reader has this version."""
         version, view = found
         tag = f'{self._prefix}{version}"'
         if view is None:
@@ -239,7 +225,7 @@ class _Tag:
         if self.is_twin:
             content, media_type = view.model_dump_json().encode(), "application/json"
         else:
-            content, media_type = html.page(view, _reader_of(self._request, depth, tag)).encode(), "text/html"
+            content, media_type = html.page(view, _reader_of(self._request, tag)).encode(), "text/html"
         answer = _packed(self._request, content, media_type, "private, no-cache")
         answer.headers["ETag"] = tag
         return answer
@@ -258,11 +244,13 @@ def _theme_of(request: AnyRequest) -> str:
     return theme if theme in html.THEMES else ""
 
 
-def _reader_of(request: AnyRequest, depth: int, tag: str = "") -> html.Reader:
-    """The reader of a page that lies so many folders below ``/ui/``."""
-    # Without a slash at its end, /ui itself is a name, and relative links begin above it. Jobs may be called so, too.
-    is_top = depth == 0 and request.url.path.rstrip("/").endswith("/ui")
-    root = ("./" if _has_slash(request) else "ui/") if is_top else "../" * (depth + _has_slash(request)) or "./"
+def _reader_of(request: AnyRequest, tag: str = "") -> html.Reader:
+    """Return the reader of the requested page."""
+    page = request.url.path.partition("/ui")[2].strip("/")
+    # Relative links begin at the last slash, which on /ui itself may be missing.
+    root = "../" * (page.count("/") + _has_slash(request)) or "./"
+    if not page:
+        root = "./" if _has_slash(request) else "ui/"
     return html.Reader(
         root=root,
         now=datetime.now(UTC),
@@ -273,7 +261,7 @@ def _reader_of(request: AnyRequest, depth: int, tag: str = "") -> html.Reader:
 
 
 def _place_of(request: AnyRequest) -> str:
-    """The page's address below ``/ui/``, to come back to after the login."""
+    """Return the page's address below ``/ui/``, to return to after the login."""
     path = request.scope["raw_path"].decode("latin-1").partition("/ui")[2].lstrip("/")
     query = request.scope["query_string"].decode("latin-1")
     place = f"{path}?{query}" if query else path
@@ -302,7 +290,7 @@ def _redirect(place: str, cookie: str | None = None) -> Response[bytes]:
 
 
 def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
-    """The session's cookie. It names no path: browsers take that of the folder, which is ``/ui`` behind any proxy."""
+    """Return the session's cookie. It has no path, so browsers use the page's folder, ``/ui`` behind any proxy."""
     is_secure = "https" in (request.scope["scheme"], request.headers.get("x-forwarded-proto", "").partition(",")[0])
     secure = "; Secure" if is_secure else ""
     return f"{SESSION_COOKIE}={value}; Max-Age={length_s}; HttpOnly; SameSite=Lax{secure}"
@@ -311,7 +299,7 @@ def _cookie(request: AnyRequest, value: str, length_s: int) -> str:
 PAGES = Router(
     "/ui",
     route_handlers=[jobs, job, job_if, report, trial, state, list_tokens, revoke_token, static, login, logout],
-    # Each that the API answers, or the nearer one would be found.
-    exception_handlers=dict.fromkeys(errors.EXCEPTION_HANDLERS, refused),
+    # For each class of the API's handlers, because Litestar prefers the handler of the nearest class.
+    exception_handlers={kind: partial(refused, answer_of) for kind, answer_of in errors.EXCEPTION_HANDLERS.items()},
     include_in_schema=False,
 )

@@ -1,4 +1,4 @@
-"""The one place where errors become HTTP bodies, and the error answers of routes for the OpenAPI document."""
+"""Error answers: exceptions as HTTP bodies, and the answers that the OpenAPI document lists for each route."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from zeus_plugins.protocol import ErrorBody, FieldError, RefusalReason
 
 logger = logging.getLogger("bso_server")
 
-HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
+_HEADERS_OF: dict[type[BsoError], dict[str, str]] = {
     UnauthenticatedError: {"WWW-Authenticate": 'Bearer realm="zeus-bso", Basic realm="zeus-bso"'},
-    # Seconds. The server itself has tried for some by then.
+    # Seconds; short, because the server itself has already retried.
     DatabaseUnavailableError: {"Retry-After": "5"},
 }
 
-# What Litestar refuses in two words of its own.
+# Messages that replace Litestar's, which do not say what to change.
 _WORDS_OF = {
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: (
         "the request's body is larger than this server takes: its setting ZEUS_BSO_MAX_BODY_BYTES says the limit, and "
@@ -36,14 +36,14 @@ _WORDS_OF = {
     ),
 }
 
-# What of the request is at fault where it is refused before its fields are looked at.
+# The faulty part of a request that is refused before its fields are validated.
 _FIELD_OF = {
     HTTPStatus.BAD_REQUEST: "body",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "body",
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "Content-Type",
 }
 
-# Fields that one answer names at most.
+# One answer names at most this number of fields.
 _MOST_FIELDS = 20
 
 _MISSING_PARAMETER = re.compile("Missing required [a-z]+ parameter '([^']+)'")
@@ -52,13 +52,13 @@ AnyRequest = Request[Any, Any, Any]
 
 
 def domain_error(_request: AnyRequest, error: BsoError) -> Response[ErrorBody]:
-    """Answer an error of the domain."""
+    """Answer an error that the service raised."""
     fields = () if error.field is None else (FieldError(field=error.field, message=error.message),)
-    return _answer(STATUS_OF[type(error)], error.message, fields, HEADERS_OF.get(type(error)), error.reason)
+    return _answer(STATUS_OF[type(error)], error.message, fields, _HEADERS_OF.get(type(error)), error.reason)
 
 
 def invalid_request(request: AnyRequest, error: ValidationException) -> Response[ErrorBody]:
-    """Answer a request whose body or query does not fit: 422, naming each field."""
+    """Answer an invalid body or query with 422, naming each field."""
     missing = _MISSING_PARAMETER.search(error.detail)
     if missing is not None:
         fields = [FieldError(field=missing[1], message=error.detail)]
@@ -72,7 +72,7 @@ def invalid_request(request: AnyRequest, error: ValidationException) -> Response
 
 
 def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody]:
-    """Answer what Litestar refused by itself, such as an unknown route."""
+    """Answer a request that Litestar refused, such as one for an unknown route."""
     status = HTTPStatus(error.status_code)
     message = _WORDS_OF.get(status, error.detail)
     fields = [FieldError(field=_FIELD_OF[status], message=message)] if status in _FIELD_OF else []
@@ -80,7 +80,7 @@ def http_error(_request: AnyRequest, error: HTTPException) -> Response[ErrorBody
 
 
 def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBody]:
-    """Answer a fault of the server: 500, with the details in its log alone."""
+    """Answer an unexpected exception with 500; only the log has the details."""
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _answer(HTTPStatus.INTERNAL_SERVER_ERROR, "the server failed at this request; its log says why")
 
@@ -88,18 +88,14 @@ def unexpected_error(request: AnyRequest, error: Exception) -> Response[ErrorBod
 def _field_error(request: AnyRequest, detail: dict[str, Any]) -> FieldError:
     key = str(detail.get("key") or "body")
     if key == "data":
-        # A handler's parameter of that name is the body, and there is none.
+        # `data` is the handler's name for the body: the request has none.
         return FieldError(field="body", message="a JSON object must be sent")
-    # Pydantic puts the exception's type before a validator's own words.
-    message = str(detail.get("message", "")).removeprefix("Value error, ")
-    return FieldError(field=_name_of(request, key, detail), message=message)
-
-
-def _name_of(request: AnyRequest, key: str, detail: dict[str, Any]) -> str:
-    """The client's name of a field; a handler may have another name for a parameter."""
-    parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
-    names = None if parameter is None or detail.get("source") == "body" else parameter.kwarg_definition
-    return getattr(names, "name", None) or key
+    if detail.get("source") != "body":
+        # Clients may know a parameter by another name than the handler.
+        parameter = request.route_handler.parsed_fn_signature.parameters.get(key)
+        key = getattr(getattr(parameter, "kwarg_definition", None), "name", None) or key
+    # Pydantic puts the exception's type before the validator's message.
+    return FieldError(field=key, message=str(detail.get("message", "")).removeprefix("Value error, "))
 
 
 def _answer(
@@ -144,7 +140,7 @@ BODY = (
 )
 """The error statuses of a route that reads a body."""
 
-# What any route behind the guard may answer.
+# Error statuses of every route that checks its caller.
 _ALWAYS = (
     HTTPStatus.BAD_REQUEST,
     HTTPStatus.UNAUTHORIZED,
@@ -156,7 +152,7 @@ _ALWAYS = (
 
 
 def errors(*statuses: HTTPStatus, always: tuple[HTTPStatus, ...] = _ALWAYS) -> dict[int, ResponseSpec]:
-    """Error answers of a route: these statuses, and those that every route may answer."""
+    """Return the error answers of a route for the OpenAPI document: `statuses` and those of every route."""
     return {
         int(status): ResponseSpec(
             ErrorBody,

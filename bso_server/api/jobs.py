@@ -1,53 +1,57 @@
-"""Routes that only read: jobs, their parts, and what happens in them."""
+"""Routes that only read: jobs, their parts and their events."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from http import HTTPStatus
+from typing import Annotated, Any
 
 from litestar import get
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import QueryParameter
 from litestar.response import Stream
 
 from bso_server.api.errors import errors
-from bso_server.api.parameters import (
-    ExplainedTrial,
-    JobCursor,
-    JobIdPrefix,
-    JobInPath,
-    Latest,
-    Limit,
-    Reader,
-    Since,
-    StageFilter,
-    StateFilter,
-    TrialCursor,
-    TrialNumber,
-)
+from bso_server.api.parameters import ID, LARGEST, JobInPath, Reader, TrialNumber
 from bso_server.service import reading
 from bso_server.service.exports import MEDIA_TYPE
-from bso_server.service.views import DEFAULT_PAGE, ArmList, EpochList, EventList, PowerProfileList
-from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, TrialList
+from bso_server.service.views import DEFAULT_PAGE, MAX_PAGE, ArmList, EpochList, EventList, PowerProfileList
+from zeus_plugins.protocol import Explanation, JobList, JobView, Paths, Stage, TrialList, TrialState
 
 _JOB = Paths.API_JOBS + "/{job_id:str}"
 _ERRORS = errors(HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+_CURSOR: dict[str, Any] = {
+    "name": "cursor",
+    "description": "The next_cursor of the page before; absent: the first page.",
+}
+Limit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="Length of the page.")]
 
 
 @get(Paths.API_JOBS, summary="List jobs", responses=errors(HTTPStatus.UNPROCESSABLE_ENTITY))
 async def list_jobs(
     reader: Reader,
-    prefix: JobIdPrefix = None,
-    stage: StageFilter = None,
+    prefix: Annotated[
+        str | None,
+        QueryParameter(name="prefix", **ID, description="Only jobs that were registered with this job_id_prefix."),
+    ] = None,
+    stage: Annotated[Stage | None, QueryParameter(name="stage", description="Only jobs in this stage.")] = None,
     limit: Limit = DEFAULT_PAGE,
-    cursor: JobCursor = None,
+    cursor: Annotated[str | None, QueryParameter(**_CURSOR, **ID)] = None,
 ) -> JobList:
-    """A page of jobs, ordered by id as the database orders text."""
+    """Return a page of jobs, ordered by id as the database orders text."""
     return await reader.read(reading.list_jobs, prefix=prefix, stage=stage, limit=limit, cursor=cursor)
 
 
 @get(_JOB, summary="Show a job", responses=_ERRORS)
-async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PAGE) -> JobView:
-    """One job with its arms, the number of its trials in each state, and the latest of them."""
+async def show_job(
+    job_id: JobInPath,
+    reader: Reader,
+    limit: Annotated[
+        int, QueryParameter(name="limit", ge=0, le=MAX_PAGE, description="How many of the latest trials to show.")
+    ] = DEFAULT_PAGE,
+) -> JobView:
+    """Return one job with its arms, the number of its trials in each state, and its latest trials."""
     return await reader.read(reading.show_job, job_id, limit=limit)
 
 
@@ -55,23 +59,25 @@ async def show_job(job_id: JobInPath, reader: Reader, limit: Latest = DEFAULT_PA
 async def list_trials(
     job_id: JobInPath,
     reader: Reader,
-    in_state: StateFilter = None,
+    in_state: Annotated[
+        TrialState | None, QueryParameter(name="state", description="Only trials in this state.")
+    ] = None,
     limit: Limit = DEFAULT_PAGE,
-    cursor: TrialCursor = 0,
+    cursor: Annotated[int, QueryParameter(**_CURSOR, ge=0, le=LARGEST)] = 0,
 ) -> TrialList:
-    """A page of the job's trials, in order of dispatch."""
+    """Return a page of the job's trials, in order of dispatch."""
     return await reader.read(reading.list_trials, job_id, state=in_state, limit=limit, cursor=cursor)
 
 
 @get(_JOB + "/arms", summary="List arms", responses=_ERRORS)
 async def list_arms(job_id: JobInPath, reader: Reader) -> ArmList:
-    """The knowledge of each of the job's batch sizes."""
+    """Return what is known of each batch size of the job."""
     return await reader.read(reading.list_arms, job_id)
 
 
 @get(_JOB + "/trials/{trial_number:int}/epochs", summary="List epochs", responses=_ERRORS)
 async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Reader) -> EpochList:
-    """Every report of a trial that is kept, in order."""
+    """Return every stored report of a trial, in order."""
     return await reader.read(reading.list_epochs, job_id, trial_number)
 
 
@@ -80,20 +86,37 @@ async def list_epochs(job_id: JobInPath, trial_number: TrialNumber, reader: Read
     summary="Explain a decision",
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY),
 )
-async def explain(job_id: JobInPath, reader: Reader, trial: ExplainedTrial = None) -> Explanation:
-    """The reason for a trial's batch size, or what would be chosen next and why; nothing is started."""
+async def explain(
+    job_id: JobInPath,
+    reader: Reader,
+    trial: Annotated[
+        int | None,
+        QueryParameter(
+            name="trial_number",
+            ge=1,
+            le=LARGEST,
+            description="The trial; without it, the one that would be started next.",
+        ),
+    ] = None,
+) -> Explanation:
+    """Explain the batch size of a trial, or the one that would be chosen next, without starting a trial."""
     return await reader.read(reading.explain, job_id, trial)
 
 
 @get(_JOB + "/events", summary="List events", responses=_ERRORS)
-async def list_events(job_id: JobInPath, reader: Reader, since: Since = 0, limit: Limit = DEFAULT_PAGE) -> EventList:
-    """Dispatches and ends of the job's trials, in order; asked again with `next` as `since`, what is new."""
+async def list_events(
+    job_id: JobInPath,
+    reader: Reader,
+    since: Annotated[int, QueryParameter(ge=0, le=LARGEST, description="Only what happened after this event.")] = 0,
+    limit: Limit = DEFAULT_PAGE,
+) -> EventList:
+    """List dispatches and ends of the job's trials, in order. Pass `next` as `since` to get newer events."""
     return await reader.read(reading.list_events, job_id, since=since, limit=limit)
 
 
 @get(_JOB + "/power_profiles", summary="List power-limit profiles", responses=_ERRORS)
 async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfileList:
-    """The job's power-limit profiles, in order of dispatch."""
+    """Return the job's power-limit profiles, in order of dispatch."""
     return await reader.read(reading.list_power_profiles, job_id)
 
 
@@ -107,9 +130,9 @@ async def list_power_profiles(job_id: JobInPath, reader: Reader) -> PowerProfile
     },
 )
 async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
-    """Export all that is kept of the job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
+    """Export the whole job as JSON Lines: a `JobExport`, then a `TrialExport` for each trial."""
     pieces = reader.export(job_id)
-    # An unknown job is answered as such; later nothing but an end in the middle would be left.
+    # Read the first line before the answer begins, so that an unknown job is answered with 404.
     first = await anext(pieces)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -122,5 +145,5 @@ async def export_job(job_id: JobInPath, reader: Reader) -> Stream:
 
 @get(_JOB + "/trials.csv", summary="Trials as CSV", media_type="text/csv", responses=_ERRORS)
 async def trials_csv(job_id: JobInPath, reader: Reader) -> str:
-    """All of the job's trials as a table, with a header line."""
+    """Return all trials of the job as a table with a header line."""
     return reading.trials_csv((await reader.read_whole(reading.show_job, job_id)).trials)

@@ -1,7 +1,7 @@
 """The OpenAPI document, with pydantic's own description of each message.
 
-Litestar's reading of them loses constraints inside of unions and takes ``tuple[X, ...]`` for a list of X or anything.
-It does not know the lines that ``POST /api/import`` takes either.
+Litestar's schemas lose constraints inside unions and describe ``tuple[X, ...]`` as a list of X or anything. Litestar
+also lacks the body of ``POST /api/import``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from zeus_plugins.protocol import Paths, WireMessage
 
 
 class OpenApiDocument(JsonRenderPlugin):
-    """Serves the document as ``/openapi.json``, without anything from elsewhere."""
+    """Serves the document as ``/openapi.json``."""
 
     def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
-        """See `JsonRenderPlugin`."""
+        """Render the completed document."""
         return super().render(request, completed(openapi_schema))
 
 
 def completed(document: dict[str, Any]) -> dict[str, Any]:
-    """Litestar's document, with what Litestar does not know."""
+    """Return Litestar's document with the missing routes, bodies and schemas added."""
     components = document["components"]
     ours = _schemas()
     paths = dict(document["paths"])
-    # It reads its body by itself, as it comes.
+    # The import handler streams its body, so Litestar does not know of it.
     body = {"content": {MEDIA_TYPE: {"schema": {"type": "string"}}}, "required": True}
     paths[Paths.IMPORT] = {"post": {**paths[Paths.IMPORT]["post"], "requestBody": body}}
     used = set(components["schemas"])
@@ -44,7 +44,7 @@ def completed(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str, schemas: dict[str, Any]) -> set[str]:
-    """The schema of this name, and all that it is made of."""
+    """Return the names of a schema and of all schemas that it refers to."""
     found, to_see = set(), {name}
     while to_see:
         found |= to_see
@@ -55,7 +55,7 @@ def _named(name: str, schemas: dict[str, Any]) -> set[str]:
 
 @cache
 def _schemas() -> dict[str, Any]:
-    """The JSON schema of each message and of what it is made of, by name."""
+    """Return the JSON schemas of all messages and of their parts, by name."""
     messages = [(message, "validation") for message in _below(WireMessage)]
     _, document = models_json_schema(messages, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]  # mypy takes the mode for any text
     schemas: dict[str, Any] = document["$defs"]

@@ -1,16 +1,17 @@
-"""The routes that Zeus 0.16's clients know, with its statuses; beside them heartbeats, offline trials, power limits."""
+"""Routes for trainings: those of Zeus 0.16 with its statuses, and heartbeats, offline trials and power limits."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
+from typing import Annotated
 
 from litestar import Response, delete, get, patch, post, put
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import JSONBody
+from litestar.params import HeaderParameter, JSONBody
 
 from bso_server.api.auth import CallerRequest, needs
 from bso_server.api.errors import BODY, errors
-from bso_server.api.parameters import IdempotencyKey, JobInQuery, RequiredIdempotencyKey, Service
+from bso_server.api.parameters import JobInQuery, Service
 from bso_server.core.access import Scope
 from zeus_plugins.protocol import (
     CreatedJob,
@@ -25,6 +26,16 @@ from zeus_plugins.protocol import (
     TrialEnd,
     TrialPowerProfile,
 )
+
+_IDEMPOTENCY_KEY = HeaderParameter(
+    name="Idempotency-Key",
+    pattern=r"^[\x21-\x7e]+$",
+    min_length=1,
+    max_length=255,
+    description="Made for this request; the request repeated with it gets the same trial again.",
+)
+IdempotencyKey = Annotated[str | None, _IDEMPOTENCY_KEY]
+RequiredIdempotencyKey = Annotated[str, _IDEMPOTENCY_KEY]
 
 _TRAINING = needs(Scope.REPORT)
 _ERRORS_OF_TRIAL = errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY)
@@ -58,7 +69,7 @@ async def receive_job(
 async def receive_trial_request(
     job_id: JobInQuery, service: Service, request: CallerRequest, idempotency_key: IdempotencyKey = None
 ) -> TrialDispatch:
-    """Start a trial of the job and name its batch size; repeated with the same key, the same trial."""
+    """Start a trial of the job and return its batch size. A request with a known key gets the same trial again."""
     return await service.transact(service.commands.begin_trial, job_id, idempotency_key, caller=request.user)
 
 
@@ -66,7 +77,7 @@ async def receive_trial_request(
 async def receive_offline_trial(
     data: JSONBody[OfflineTrial], service: Service, request: CallerRequest, idempotency_key: RequiredIdempotencyKey
 ) -> TrialDispatch:
-    """Start a trial with a batch size that the training chose itself; repeated with the same key, the same trial."""
+    """Record a trial whose batch size the training chose. A request with a known key gets the same trial again."""
     return await service.transact(service.commands.record_offline, data, idempotency_key, caller=request.user)
 
 
@@ -77,7 +88,7 @@ async def receive_offline_trial(
     responses=errors(HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, *BODY),
 )
 async def receive_trial_end(data: JSONBody[TrialEnd], service: Service, request: CallerRequest) -> None:
-    """End a trial; one that is still running has failed, unless the body says otherwise."""
+    """End a trial. A running trial becomes failed unless the body gives another outcome."""
     await service.transact(service.commands.end_trial, data, caller=request.user)
 
 
@@ -91,13 +102,13 @@ async def receive_report(data: JSONBody[TrainingResult], service: Service, reque
 
 @patch(Paths.HEARTBEAT, summary="Keep a trial alive", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def receive_heartbeat(data: JSONBody[Heartbeat], service: Service, request: CallerRequest) -> HeartbeatResponse:
-    """Keep a trial alive."""
+    """Renew the lease of a trial."""
     return await service.transact(service.commands.heartbeat, data, caller=request.user)
 
 
 @put(Paths.POWER_PROFILE, summary="Store a trial's power limits", opt=_TRAINING, responses=_ERRORS_OF_TRIAL)
 async def receive_power_profile(data: JSONBody[TrialPowerProfile], service: Service, request: CallerRequest) -> None:
-    """Keep what a trial's training knows of its power limits; later trials of its batch size get it when they begin."""
+    """Store the power-limit profile that a trial measured. Later trials of its batch size get it when they start."""
     await service.transact(service.commands.store_power_profile, data, caller=request.user)
 
 

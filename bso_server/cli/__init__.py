@@ -16,7 +16,6 @@ from bso_server.cli.common import (
     given,
     settings_of,
     take_server_from_environment,
-    with_ready_store,
     with_store,
 )
 from bso_server.cli.import_zeus import add_import_zeus_command
@@ -34,7 +33,7 @@ from bso_server.storage.transaction import Transaction
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 with one line on standard error."""
+    """Run the command; return 0, or 1 after one line on standard error."""
     options = _parser().parse_args(arguments)
     take_server_from_environment(options)
     try:
@@ -89,11 +88,11 @@ def _db_upgrade(options: argparse.Namespace) -> None:
         await store.migrate()
         await _say_ready(store)
 
-    with_store(options, upgrade)
+    with_store(options, upgrade, checks_schema=False)
 
 
 def _db_check(options: argparse.Namespace) -> None:
-    with_ready_store(options, _say_ready)
+    with_store(options, _say_ready)
 
 
 async def _say_ready(store: Store) -> None:
@@ -101,7 +100,7 @@ async def _say_ready(store: Store) -> None:
 
 
 def _db_current(options: argparse.Namespace) -> None:
-    print(with_store(options, Store.current_revision) or "none")
+    print(with_store(options, Store.current_revision, checks_schema=False) or "none")
 
 
 def _db_prune(options: argparse.Namespace) -> None:
@@ -111,7 +110,7 @@ def _db_prune(options: argparse.Namespace) -> None:
         profiles = await service.prune(Transaction.delete_power_profiles_before, options.older_than)
         print(f"{reports} reports and {profiles} power-limit profiles are forgotten")
 
-    with_ready_store(options, prune)
+    with_store(options, prune)
 
 
 def _db_verify(options: argparse.Namespace) -> None:
@@ -120,7 +119,7 @@ def _db_verify(options: argparse.Namespace) -> None:
 
     async def verify(store: Store) -> int:
         jobs = (await store.read(reading.list_jobs, limit=None)).jobs
-        # A transaction for each: the jobs of a large database need not be of one moment.
+        # One transaction for each job, because one for all jobs of a large database would take too long.
         for job in jobs:
             try:
                 if said := await store.read(differences, job.job_id):
@@ -129,7 +128,7 @@ def _db_verify(options: argparse.Namespace) -> None:
                 unchecked[job.job_id] = error.message
         return len(jobs)
 
-    number = with_ready_store(options, verify)
+    number = with_store(options, verify)
     if options.json:
         print(json.dumps({"jobs": number, "differences": differing, "unchecked": unchecked}, indent=2))
     else:

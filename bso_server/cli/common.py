@@ -1,4 +1,4 @@
-"""Shared by the ``bso-server`` commands: settings from the command line, and the database that they name."""
+"""Parts of several ``bso-server`` commands: common options, settings, the database, and tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bso_server.storage.store import Store
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-# As trainings read them.
+# Environment variables that trainings read, too.
 SERVER_URL_VARIABLE = "ZEUS_SERVER_URL"
 TOKEN_VARIABLE = "ZEUS_BSO_TOKEN"  # noqa: S105 - the variable's name, not a token
 _EMBEDDED = "embedded:"
@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 class CommandError(Exception):
-    """The command cannot do its work; the text tells the user why."""
+    """The command cannot do its work; the message says why."""
 
 
 def add_command(
@@ -39,7 +39,7 @@ def add_command(
     *,
     or_server: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command that works on a database, or perhaps asks a server, to which the command line gives the URL."""
+    """Add a command that opens a database, or with `or_server` can ask a server instead."""
     parser = commands.add_parser(name, help=summary)
     add_source(parser, or_server=or_server)
     parser.set_defaults(run=run)
@@ -47,7 +47,7 @@ def add_command(
 
 
 def add_source(parser: argparse.ArgumentParser, *, or_server: bool = True) -> None:
-    """Let the command line name a database, or perhaps a server."""
+    """Add the option for a database, and with `or_server` the option for a server."""
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--database-url", help="SQLAlchemy URL (default: a SQLite file in the user's data directory)")
     if or_server:
@@ -57,7 +57,7 @@ def add_source(parser: argparse.ArgumentParser, *, or_server: bool = True) -> No
 
 
 def take_server_from_environment(options: argparse.Namespace) -> None:
-    """Have a command that may ask a server look where a training of the same environment would keep its jobs."""
+    """Set the server or database of a command without such options as a training in this environment would."""
     url = os.environ.get(SERVER_URL_VARIABLE, "").strip()
     if not url or not hasattr(options, "server_url") or (options.server_url or options.database_url) is not None:
         return
@@ -68,24 +68,29 @@ def take_server_from_environment(options: argparse.Namespace) -> None:
 
 
 def given(options: argparse.Namespace) -> dict[str, Any]:
-    """The settings that stand on the command line."""
+    """Return the settings that the command line gives."""
     return {name: value for name in Settings.model_fields if (value := getattr(options, name, None)) is not None}
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings of a command, or `CommandError` if one is wrong."""
+    """Return the settings of a command; raise `CommandError` if one is wrong."""
     try:
         return Settings(**given(options))
     except ValidationError as error:
         raise CommandError(f"wrong setting, given as an argument or by {problems(error)}") from error
 
 
-def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the database, use it, and close it. A command keeps nobody waiting, and may itself take its time."""
+def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]], *, checks_schema: bool = True) -> T:
+    """Open the database without time limits, use it, and close it.
+
+    With `checks_schema`, raise `DatabaseNotReadyError` unless the database has this version's schema.
+    """
 
     async def use_store() -> T:
         store = store_of(settings_of(options)).patient()
         try:
+            if checks_schema:
+                await store.check_schema()
             return await use(store)
         finally:
             await store.close()
@@ -93,27 +98,16 @@ def with_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]
     return asyncio.run(use_store())
 
 
-def with_ready_store(options: argparse.Namespace, use: Callable[[Store], Awaitable[T]]) -> T:
-    """Open the database like `with_store`, and fail unless it has this version's schema."""
-
-    async def checked(store: Store) -> T:
-        await store.check_schema()
-        return await use(store)
-
-    return with_store(options, checked)
-
-
 def duration(text: str) -> timedelta:
-    """The time that an argument says, in hours, days or weeks."""
-    match = re.fullmatch(r"([0-9]{1,4})([hdw])", text)
-    if match is None and text != "0":
+    """Parse hours, days or weeks, such as 12h."""
+    match = re.fullmatch(r"([0-9]{1,4})([hdw])", "0h" if text == "0" else text)
+    if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write hours, days or weeks as 12h, 30d or 8w")
-    number, unit = (0, "h") if match is None else (int(match[1]), match[2])
-    return number * {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}[unit]
+    return timedelta(hours=int(match[1]) * {"h": 1, "d": 24, "w": 7 * 24}[match[2]])
 
 
 def cell(value: object) -> str:
-    """Return the text of a value in a table: a dash for None, four digits of a number, the minute of an instant."""
+    """Format a value for a table: None as a dash, floats with four digits, instants to the minute."""
     match value:
         case None:
             return "-"
@@ -125,7 +119,7 @@ def cell(value: object) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return columns as wide as what is in them, two blanks apart."""
+    """Format rows as aligned columns, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     return "\n".join(
         "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
@@ -134,5 +128,5 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def table_of(columns: Mapping[str, Callable[[Item], object]], items: Sequence[Item]) -> str:
-    """Return a table with a line for each item; each column is a title and the value that it shows of an item."""
+    """Format items as a table; each column has a title and a function that returns the value of an item."""
     return table(list(columns), [[cell(value(item)) for value in columns.values()] for item in items])

@@ -1,4 +1,4 @@
-"""``bso-server jobs import-zeus``: jobs of a Zeus 0.16 server, with all that it knows of them, go on here."""
+"""``bso-server jobs import-zeus``: take over jobs of a Zeus 0.16 server with their trials."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import asyncio
 from collections.abc import Callable
 from datetime import UTC, datetime, tzinfo
+from functools import partial
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from bso_server.cli.common import CommandError, Commands, add_command, settings_of, table_of
@@ -123,16 +124,16 @@ def _name_of(zone: tzinfo | None, moment: Moment) -> str:
 
 
 def _table(found: dict[str, ZeusImport]) -> str:
-    """Return a line for each job: its stage, and the number of its trials in each state."""
+    """Format jobs as a table, with the number of their trials in each state."""
     columns: dict[str, Callable[[ZeusImport], object]] = {
         "JOB": lambda job: job.job.job.job_id,
         "STAGE": lambda job: f"bandit, {len(job.job.survivors)} sizes" if job.job.survivors else "pruning",
         "TRIALS": lambda job: len(job.trials),
-        **{state.replace("_", " ").upper(): _number_in(state) for state in _COLUMNS},
+        **{state.replace("_", " ").upper(): partial(_number_in, state) for state in _COLUMNS},
         "LOWEST COST J": lambda job: job.min_cost_j,
     }
     return table_of(columns, list(found.values()))
 
 
-def _number_in(state: TrialState) -> Callable[[ZeusImport], int]:
-    return lambda job: job.states[state]
+def _number_in(state: TrialState, job: ZeusImport) -> int:
+    return job.states[state]

@@ -1,4 +1,4 @@
-"""The ``bso-server jobs`` commands: each works on a database, or through a running server."""
+"""The ``bso-server jobs`` commands. Each works on a database or asks a running server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from bso_server.cli.common import (
     settings_of,
     table,
     table_of,
-    with_ready_store,
+    with_store,
 )
 from bso_server.errors import (
     InvalidImportError,
@@ -37,13 +37,13 @@ from bso_server.errors import (
 )
 from bso_server.service import reading
 from bso_server.service.commands import BatchSizeService
+from bso_server.service.commands import Commands as Changes
 from bso_server.service.exports import MEDIA_TYPE, export, split_exports
 from bso_server.service.imports import LONGEST_LINE_BYTES, renamed
 from bso_server.service.pages import Pages
 from bso_server.service.views import MAX_PAGE, Tariff
 from bso_server.settings import secret
 from bso_server.storage.store import Store
-from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
     ArmView,
     ErrorBody,
@@ -62,45 +62,45 @@ if TYPE_CHECKING:
 Message = TypeVar("Message", bound=BaseModel)
 Page = TypeVar("Page", JobList, TrialList)
 
-# Whole jobs take a while to write and to read.
+# Long enough for the export and import of whole jobs.
 _TIMEOUT_S = 300.0
 
-# Trials that a terminal shows unless told otherwise.
+# Trials that `jobs show` prints by default.
 _LATEST = 20
 
-# User and password in a URL; a token may be the password, and is not to be printed.
+# User and password in a URL, removed before printing because the password may be a token.
 _LOGIN = re.compile("//[^/]*@")
 
 
 class _RefusedError(CommandError):
-    """One job cannot be had or imported; another one perhaps can."""
+    """The server refuses one job, but may accept another."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-class _UnknownError(_RefusedError):
-    """The server has no such job."""
+# Statuses of answers about one job.
+_OF_JOB = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
 
-
-# Errors of one import; another one may succeed.
-_REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError)
-
-# By the answers about the job that was sent or asked for.
-_ERRORS: dict[int, type[CommandError]] = {
-    HTTPStatus.BAD_REQUEST: _RefusedError,
-    HTTPStatus.NOT_FOUND: _UnknownError,
-    HTTPStatus.CONFLICT: _RefusedError,
-    HTTPStatus.UNPROCESSABLE_ENTITY: _RefusedError,
-}
+# Errors of one import, after which the next job may succeed.
+_REFUSALS = (InvalidImportError, InvalidJobError, JobConflictError, PolicyNotInstalledError, _RefusedError)
 
 
 def add_jobs_commands(commands: Commands) -> Commands:
-    """Add ``jobs`` with what can be done to them; others may be added to what is returned."""
+    """Add ``jobs`` with its subcommands, and return these so that more can be added."""
     jobs = commands.add_parser("jobs", help="look after jobs").add_subparsers(required=True, metavar="WHAT")
+
+    def add(name: str, summary: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        """Add a command about one job."""
+        parser = add_command(jobs, name, summary, run, or_server=True)
+        parser.add_argument("job_id", metavar="JOB")
+        return parser
 
     jobs_list = add_command(jobs, "list", "all jobs", _list, or_server=True)
     jobs_list.add_argument("--json", action="store_true", help="print JSON")
 
-    show = add_command(jobs, "show", "one job with its arms and trials", _show, or_server=True)
-    show.add_argument("job_id", metavar="JOB")
+    show = add("show", "one job with its arms and trials", _show)
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--verbose", action="store_true", help="print when and why each trial is stopped, too")
@@ -108,8 +108,7 @@ def add_jobs_commands(commands: Commands) -> Commands:
         "--all", action="store_true", help=f"print all trials, as --json does, and not the latest {_LATEST} alone"
     )
 
-    explain = add_command(jobs, "explain", "why a trial has its batch size, or the next one", _explain, or_server=True)
-    explain.add_argument("job_id", metavar="JOB")
+    explain = add("explain", "why a trial has its batch size, or the next one", _explain)
     explain.add_argument(
         "--at",
         dest="trial_number",
@@ -133,46 +132,55 @@ def add_jobs_commands(commands: Commands) -> Commands:
     )
     export_.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
-    report = add_command(jobs, "report", "a page about one job, as a file without scripts", _report, or_server=True)
-    report.add_argument("job_id", metavar="JOB")
+    report = add("report", "a page about one job, as a file without scripts", _report)
     report.add_argument("--output", metavar="FILE", type=Path, help="where to write it (default: standard output)")
 
     import_ = add_command(jobs, "import", "create the jobs that `jobs export` wrote", _import, or_server=True)
     import_.add_argument("file", metavar="FILE", type=Path)
     import_.add_argument("--job-id", metavar="NEW", help="give it this id, which starts with its job_id_prefix")
 
-    discard = add_command(jobs, "discard", "set aside a trial that ended with wrong numbers", _discard, or_server=True)
-    discard.add_argument("job_id", metavar="JOB")
+    discard = add("discard", "set aside a trial that ended with wrong numbers", _discard)
     discard.add_argument("trial_number", metavar="TRIAL", type=int)
 
-    share = add_command(jobs, "share", "let every token that may report run trials of a job", _share, or_server=True)
-    share.add_argument("job_id", metavar="JOB")
+    share = add("share", "let every token that may report run trials of a job", _share)
     share.add_argument(
         "--stop", action="store_true", help="leave it to the token that it belongs to; what runs goes on"
     )
 
-    delete = add_command(jobs, "delete", "delete a job with all that is known of it", _delete, or_server=True)
-    delete.add_argument("job_id", metavar="JOB")
+    add("delete", "delete a job with all that is known of it", _delete)
     return jobs
 
 
 def read_jobs(options: argparse.Namespace) -> JobList:
-    """All jobs of the database or server that the command line names."""
+    """Return all jobs of the database or server."""
     if options.server_url is None:
-        return with_ready_store(options, lambda store: store.read(reading.list_jobs, limit=None))
+        return with_store(options, lambda store: store.read(reading.list_jobs, limit=None))
     pages = _pages(options, JobList, Paths.API_JOBS)
     return JobList(jobs=tuple(job for page in pages for job in page.jobs))
 
 
 def _list(options: argparse.Namespace) -> None:
-    jobs = read_jobs(options)
-    print(jobs.model_dump_json(indent=2) if options.json else job_list_text(jobs))
+    listed = read_jobs(options)
+    if options.json:
+        print(listed.model_dump_json(indent=2))
+        return
+    columns: dict[str, Callable[[JobSummary], object]] = {
+        "JOB": lambda job: job.job_id,
+        "POLICY": lambda job: job.policy,
+        "TRIALS": lambda job: job.trials,
+        "LOWEST COST J": lambda job: job.min_cost_j,
+        "AT BATCH SIZE": lambda job: job.min_cost_batch_size,
+    }
+    # Without tokens the column would be empty.
+    if any(job.owner for job in listed.jobs):
+        columns["TOKEN"] = _owner
+    print(table_of(columns, listed.jobs) if listed.jobs else "no jobs")
 
 
 def read_job(options: argparse.Namespace, *, limit: int | None = None) -> JobView:
-    """The job that the command line names, with its latest trials, at most so many of them; None: all."""
-    query = urlencode({"limit": MAX_PAGE if limit is None else limit})
-    view = _read(options, JobView, f"?{query}", partial(reading.show_job, job_id=options.job_id, limit=limit))
+    """Return the job with its latest trials, at most `limit`; None means all trials."""
+    path = f"{_path_of_job(options.job_id)}?{urlencode({'limit': MAX_PAGE if limit is None else limit})}"
+    view = _do(options, "GET", path, JobView, lambda store: store.read(reading.show_job, options.job_id, limit=limit))
     if limit is not None or view.trial_count is None or len(view.trials) >= view.trial_count:
         return view
     pages = _pages(options, TrialList, f"{_path_of_job(options.job_id)}/trials")
@@ -185,10 +193,9 @@ def _show(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace) -> None:
-    number = options.trial_number
-    path = "/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
-    query = partial(reading.explain, job_id=options.job_id, trial_number=number)
-    view = _read(options, Explanation, path, query)
+    job_id, number = options.job_id, options.trial_number
+    path = f"{_path_of_job(job_id)}/explanation" + ("" if number is None else f"?{urlencode({'trial_number': number})}")
+    view = _do(options, "GET", path, Explanation, lambda store: store.read(reading.explain, job_id, number))
     print(view.model_dump_json(indent=2) if options.json else explanation_text(view))
 
 
@@ -196,13 +203,12 @@ def _report(options: argparse.Namespace) -> None:
     if options.server_url is not None:
         text = _ask(options, "GET", f"/ui/jobs/{quote(options.job_id, safe='')}/report.html").decode()
     else:
-        # Other commands need no templates.
+        # Imported here, because other commands need no templates.
         from bso_server.ui.html import report_page
 
-        query = Pages(Tariff.model_validate(settings_of(options), from_attributes=True)).report
-        text = report_page(
-            with_ready_store(options, lambda store: store.read(query, options.job_id)), datetime.now(UTC)
-        )
+        pages = Pages(Tariff.model_validate(settings_of(options), from_attributes=True))
+        page = with_store(options, lambda store: store.read(pages.report, options.job_id))
+        text = report_page(page, datetime.now(UTC))
     with _written(options.output) as file:
         file.write(text)
 
@@ -217,17 +223,17 @@ def _export(options: argparse.Namespace) -> None:
     ids = [job.job_id for job in read_jobs(options).jobs] if options.all else [options.job_id]
     with _written(options.output) as file:
         if options.server_url is None:
-            with_ready_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
+            with_store(options, lambda store: _export_from_store(store, ids, file, is_listed=options.all))
             return
         for job_id in ids:
             try:
                 with _answered(options, "GET", f"{_path_of_job(job_id)}/export") as answer:
                     for piece in answer.iter_text():
                         file.write(piece)
-            except _UnknownError:
-                if not options.all:
+            except _RefusedError as error:
+                # A job of the list may have been deleted since.
+                if not options.all or error.status != HTTPStatus.NOT_FOUND:
                     raise
-                # Deleted since it was listed.
 
 
 async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_listed: bool) -> None:
@@ -245,14 +251,14 @@ async def _export_from_store(store: Store, ids: list[str], file: TextIO, *, is_l
 
 @contextmanager
 def _written(output: Path | None) -> Iterator[TextIO]:
-    """Standard output, or a file that is replaced when all is written."""
+    """Yield standard output, or a file that replaces `output` once everything is written."""
     if output is None:
         yield sys.stdout
         return
     is_special = output.exists() and not output.is_file()
     part = output if is_special else output.with_name(f"{output.name}.part")
     try:
-        # Lines of CSV end as its standard says, on every system.
+        # Keep the line ends of CSV, which are the same on every system.
         with part.open("w", encoding="utf-8", newline="") as file:
             yield file
     except BaseException:
@@ -263,10 +269,10 @@ def _written(output: Path | None) -> Iterator[TextIO]:
 
 
 def _import(options: argparse.Namespace) -> None:
-    refused: list[_RefusedError] = []
+    refused: list[str] = []
     number = 0
     with options.file.open("rb") as file:
-        # A line that is longer is refused by its length, so that all of it need not fit into memory.
+        # Read at most one byte more than a line may have, so that a longer line need not fit into memory.
         lines = iter(partial(file.readline, LONGEST_LINE_BYTES + 1), b"")
         for number, (first_line, export) in enumerate(split_exports(lines), 1):
             if number > 1 and options.job_id is not None:
@@ -276,14 +282,14 @@ def _import(options: argparse.Namespace) -> None:
                 )
             try:
                 job = import_job(options, _renamed(export, options.job_id, first_line), first_line)
-            except (*_REFUSALS, _RefusedError) as error:
-                refused.append(_RefusedError(f"{options.file}: {error}"))
+            except _REFUSALS as error:
+                refused.append(f"{options.file}: {error}")
             else:
                 print(f"job {job.job_id} is imported with {job.trials} trials")
     if number == 0:
         raise CommandError(f"{options.file} is no job that can be imported: it is empty")
     if number == 1 and refused:
-        raise refused[0]
+        raise CommandError(refused[0])
     for each in refused:
         print(f"bso-server: {each}", file=sys.stderr)
     if refused:
@@ -291,7 +297,7 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> Iterator[bytes]:
-    """Yield the lines of an export, with another id for its job if one is given."""
+    """Yield the lines of an export, with `job_id` in place of its job's id unless None."""
     for number, line in enumerate(export, first_line):
         if job_id is not None and line.strip():
             yield renamed(line, f"line {number}", job_id)
@@ -301,7 +307,7 @@ def _renamed(export: Iterator[bytes], job_id: str | None, first_line: int) -> It
 
 
 def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line: int = 1) -> JobSummary:
-    """Create a job from the lines of an export, where the command line says; errors as of `Imports.import_job`."""
+    """Create a job from the lines of an export; raises like `Imports.import_job`."""
     if options.server_url is not None:
         path = f"{Paths.IMPORT}?{urlencode({'first_line': first_line})}"
         with _answered(options, "POST", path, content=export) as answer:
@@ -311,7 +317,7 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
         for line in export:
             yield line
 
-    return with_ready_store(
+    return with_store(
         options, lambda store: BatchSizeService(store).imports.import_job(in_turn(), first_line=first_line)
     )
 
@@ -319,21 +325,14 @@ def import_job(options: argparse.Namespace, export: Iterator[bytes], first_line:
 def _discard(options: argparse.Namespace) -> None:
     job_id, number = options.job_id, options.trial_number
     path = f"{_path_of_job(job_id)}/trials/{number}/discard"
-    _change(
-        options, TrialView, "POST", path, lambda service: service.transact(service.commands.discard, job_id, number)
-    )
+    _do(options, "POST", path, TrialView, lambda store: store.write(Changes().discard, job_id, number))
     print(f"trial {number} of job {job_id} is set aside")
 
 
 def _share(options: argparse.Namespace) -> None:
     job_id, shared = options.job_id, not options.stop
-    job = _change(
-        options,
-        JobSummary,
-        "PUT" if shared else "DELETE",
-        f"{_path_of_job(job_id)}/share",
-        lambda service: service.transact(service.commands.share, job_id, shared=shared),
-    )
+    method, path = "PUT" if shared else "DELETE", f"{_path_of_job(job_id)}/share"
+    job = _do(options, method, path, JobSummary, lambda store: store.write(Changes().share, job_id, shared=shared))
     if job.shared:
         print(f"job {job.job_id} is shared: every token with scope report may run trials of it")
     elif job.owner is None:
@@ -344,32 +343,23 @@ def _share(options: argparse.Namespace) -> None:
 
 def _delete(options: argparse.Namespace) -> None:
     if options.server_url is None:
-        with_ready_store(options, lambda store: BatchSizeService(store).delete_job(options.job_id))
+        with_store(options, lambda store: BatchSizeService(store).delete_job(options.job_id))
     else:
         _ask(options, "DELETE", f"{Paths.JOBS}?{urlencode({'job_id': options.job_id})}")
     print(f"job {options.job_id} is deleted")
 
 
-def _read(
-    options: argparse.Namespace, message: type[Message], path: str, query: Callable[[Transaction], Message]
-) -> Message:
-    """Ask the server for this part of the job if one is named, else read the database."""
-    if options.server_url is not None:
-        return message.model_validate_json(_ask(options, "GET", _path_of_job(options.job_id) + path))
-    return with_ready_store(options, lambda store: store.read(query))
-
-
-def _change(
+def _do(
     options: argparse.Namespace,
-    message: type[Message],
     method: str,
     path: str,
-    change: Callable[[BatchSizeService], Awaitable[Message]],
+    message: type[Message],
+    on_store: Callable[[Store], Awaitable[Message]],
 ) -> Message:
-    """Ask the server for a change if one is named, else change the database."""
+    """Send the request if the command line names a server, otherwise use the database."""
     if options.server_url is not None:
         return message.model_validate_json(_ask(options, method, path))
-    return with_ready_store(options, lambda store: change(BatchSizeService(store)))
+    return with_store(options, on_store)
 
 
 def _path_of_job(job_id: str) -> str:
@@ -377,7 +367,7 @@ def _path_of_job(job_id: str) -> str:
 
 
 def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator[Page]:
-    """All pages of a list that the server holds."""
+    """Yield all pages of a list of the server."""
     query = {"limit": str(MAX_PAGE)}
     while True:
         page = kind.model_validate_json(_ask(options, "GET", f"{path}?{urlencode(query)}"))
@@ -388,7 +378,7 @@ def _pages(options: argparse.Namespace, kind: type[Page], path: str) -> Iterator
 
 
 def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
-    """Send a request to the server that the command line names, and return the body of its answer."""
+    """Send a request to the server, and return the body of its answer."""
     with _answered(options, method, path) as answer:
         return answer.read()
 
@@ -397,8 +387,8 @@ def _ask(options: argparse.Namespace, method: str, path: str) -> bytes:
 def _answered(
     options: argparse.Namespace, method: str, path: str, content: Iterator[bytes] | None = None
 ) -> Iterator[httpx.Response]:
-    """Send such a request, and yield its answer, whose body is yet to be read."""
-    # Loaded where it is needed: a server starts without it.
+    """Send a request to the server, and yield its answer before its body is read."""
+    # Imported here, because the server starts faster without it.
     import httpx
 
     url = options.server_url.rstrip("/") + path
@@ -412,7 +402,9 @@ def _answered(
             if response.is_error:
                 response.read()
                 said = f"{shown} answered {response.status_code}: {_message_in(response)}"
-                raise _ERRORS.get(response.status_code, CommandError)(said)
+                if response.status_code in _OF_JOB:
+                    raise _RefusedError(said, response.status_code)
+                raise CommandError(said)
             yield response
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise CommandError(f"no answer from {shown}: {error}") from error
@@ -425,28 +417,8 @@ def _message_in(response: httpx.Response) -> str:
         return response.text[:200]
 
 
-def job_list_text(jobs: JobList) -> str:
-    """Return a table with a line for each job."""
-    if not jobs.jobs:
-        return "no jobs"
-    columns: dict[str, Callable[[JobSummary], object]] = {
-        "JOB": lambda job: job.job_id,
-        "POLICY": lambda job: job.policy,
-        "TRIALS": lambda job: job.trials,
-        "LOWEST COST J": lambda job: job.min_cost_j,
-        "AT BATCH SIZE": lambda job: job.min_cost_batch_size,
-    }
-    # A server that asks for no tokens has nothing to say there.
-    if any(job.owner for job in jobs.jobs):
-        columns["TOKEN"] = _owner
-    return table_of(columns, jobs.jobs)
-
-
 def job_text(view: JobView, *, verbose: bool = False) -> str:
-    """Return the job's standing, a table of its arms and one of its trials.
-
-    `verbose` adds the trials' epoch bounds and their reasons.
-    """
+    """Format a job as a summary and tables of its arms and its trials; `verbose` adds the trials' epoch bounds."""
     count = len(view.trials) if view.trial_count is None else view.trial_count
     states = ", ".join(f"{number} {state}" for state, number in view.trial_states.items())
     head = (
@@ -486,7 +458,7 @@ def job_text(view: JobView, *, verbose: bool = False) -> str:
 
 
 def explanation_text(view: Explanation) -> str:
-    """The reason for a batch size that was chosen, or would be: a sentence, and a table of beliefs about each size."""
+    """Format an explanation: a sentence, and a table of the beliefs about each size."""
     subject = "the next trial" if view.trial_number is None else f"trial {view.trial_number}"
     state = "" if view.state is None else f", {view.state}"
     head = f"job {view.job_id}, {subject}: batch size {view.batch_size} ({view.origin}{state})"
@@ -498,23 +470,18 @@ def explanation_text(view: Explanation) -> str:
     for size in decision.sizes:
         known = candidates.get(size.batch_size)
         band = "-" if size.low_j is None else f"{cell(size.low_j)} to {cell(size.high_j)}"
-        row = [str(size.batch_size), cell(size.expected_cost_j), band, _percent(size.chance_best)]
+        chance = "-" if size.chance_best is None else f"{100 * size.chance_best:.0f} %"
+        row = [str(size.batch_size), cell(size.expected_cost_j), band, chance]
         if candidates:
-            worth = (None, None, None) if known is None else (known.value, known.loss, known.stop_epochs)
-            row += map(cell, worth)
-        notes = {decision.incumbent: "best known", view.batch_size: "chosen"}
-        notes |= {view.batch_size: "best known, chosen"} if view.batch_size == decision.incumbent else {}
-        rows.append([*row, notes.get(size.batch_size, "")])
+            row += map(cell, (None, None, None) if known is None else (known.value, known.loss, known.stop_epochs))
+        noted = (("best known", decision.incumbent), ("chosen", view.batch_size))
+        rows.append([*row, ", ".join(note for note, noted_size in noted if noted_size == size.batch_size)])
     header = ["BATCH SIZE", "EXPECTED COST J", "90 % BAND J", "CHANCE TO BE BEST"]
     header += ["WORTH OF A TRY", "ITS LOSS", "STOP AFTER EPOCHS"] if candidates else []
     told = [head, view.sentence, table([*header, ""], rows)]
     if candidates:
         told.append(f"Worth and loss are in runs of {decision.incumbent}, the best size known.")
     return "\n\n".join(told)
-
-
-def _percent(chance: float | None) -> str:
-    return "-" if chance is None else f"{chance:.0%}".replace("%", " %")
 
 
 def _savings(view: JobView) -> str:

@@ -1,4 +1,4 @@
-"""``bso-server serve``: the processes of the server, from their start to their end."""
+"""``bso-server serve``: start and end of the server's processes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,19 @@ import uvicorn
 from bso_server.app import create_app, prepare
 from bso_server.cli.common import Commands, add_command, given, settings_of, with_store
 from bso_server.connections import KEEP_ALIVE_S, connections_allowed
-from bso_server.metrics import counted_together
 from bso_server.metrics.logs import JsonFormatter, TextFormatter
-from bso_server.metrics.watch import require_tracing
+from bso_server.metrics.watch import counted_together, require_tracing
 from bso_server.settings import file_variable_of, variable_of
 
 logger = logging.getLogger("bso_server")
 
-# Seconds that requests may go on after the signal to end; what then is left is broken off.
+# Seconds that requests may take after the signal to end; then they are cancelled.
 _GRACE_S = 5
 
-# Seconds that a worker may take to start, or stand still; then another one takes its place. On a busy machine no worker
-# would ever be up within uvicorn's own five.
+# Seconds after which an unresponsive worker is replaced. On a busy machine no worker starts within uvicorn's own five.
 _WORKER_S = 30
 
-# Seconds from that signal to the end of the process, whatever it waits for. Docker kills after ten.
+# Seconds from the signal to the forced end of the process. Docker kills after ten.
 _LAST_S = 9.0
 
 
@@ -56,11 +54,11 @@ def _serve(options: argparse.Namespace) -> None:
     settings = settings_of(options)
     log_config = _log_config(settings.log_level, settings.log_format)
     logging.config.dictConfig(log_config)
-    # What is missing for it shows here, and not in each process.
+    # Fail here once, not in each worker process.
     if settings.tracing:
         require_tracing()
-    with_store(options, lambda store: prepare(store, migrate=options.migrate))
-    # Each worker process builds its own application, and reads the settings from the environment that it inherits.
+    with_store(options, lambda store: prepare(store, migrate=options.migrate), checks_schema=False)
+    # Each worker process builds its own application from the environment that it inherits.
     for name, value in given(options).items():
         os.environ[variable_of(name)] = str(value)
         os.environ.pop(file_variable_of(name), None)
@@ -76,47 +74,47 @@ def _serve(options: argparse.Namespace) -> None:
             workers=options.workers,
             http="bso_server.connections:BoundedProtocol",
             ws="none",
-            # Of those that wait to be taken, no more come at once than there are files left.
+            # The process must have a free file for each connection that it accepts.
             backlog=files_left // 2,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACE_S,
             timeout_worker_healthcheck=_WORKER_S,
             log_config=log_config,
-            # One line per request would drown the others.
+            # A line for each request would hide the other lines.
             access_log=False,
         )
 
 
 def _log_config(level: str, log_format: str) -> dict[str, Any]:
-    """Logging for this process and for each worker, as `logging.config.dictConfig` takes it."""
+    """Return the logging configuration of this process and of each worker."""
     return {
         "version": 1,
         "disable_existing_loggers": False,
         "formatters": {"text": {"()": TextFormatter}, "json": {"()": JsonFormatter}},
         "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": log_format}},
         "root": {"level": level, "handlers": ["stderr"]},
-        # It tells which implementation it picked at every look at the schema.
+        # Alembic logs the chosen implementation at every check of the schema.
         "loggers": {"alembic": {"level": "WARNING"}},
     }
 
 
 def application() -> object:
-    """Make the application of a process that serves, whose end comes in time and not after its parent's."""
+    """Make the application of a worker process, which ends within `_LAST_S` and together with its parent."""
     _end_in_time()
     _end_with_parent()
     app = create_app()
-    # What is there by now stays: the garbage collector need not walk through it again and again.
+    # The objects made so far stay, so the garbage collector need not visit them again.
     gc.freeze()
     return app
 
 
 def _end_in_time() -> None:
-    """Have a signal to end this process do so, also when a database or a thread of this process hangs."""
+    """End the process `_LAST_S` seconds after a signal even if a database or a thread hangs."""
     for number in (signal.SIGINT, signal.SIGTERM):
         serving: Any = signal.getsignal(number)
 
         def end(number: int, frame: FrameType | None, serving: Any = serving) -> None:
-            # It says where each thread was, which is all that can be known then.
+            # The traceback of each thread shows what has hung.
             faulthandler.dump_traceback_later(_LAST_S, exit=True)
             serving(number, frame)
 
@@ -124,7 +122,7 @@ def _end_in_time() -> None:
 
 
 def _end_with_parent() -> None:
-    """End this worker when the process that started it has ended, however that came: it would keep the port."""
+    """End this worker when its parent process has ended, or the worker would keep the port."""
     parent = multiprocessing.parent_process()
     if parent is None:
         return

@@ -18,7 +18,7 @@ from bso_server.simulate.traces import PAPER_WORKLOADS, Selection, Traces, recor
 from bso_server.simulate.workload import Consumption, Savings, Workload
 from zeus_plugins.protocol import OWN_POLICIES
 
-# What names one workload in the traces; ``--all`` needs none of it.
+# Options that select one workload of the traces, not allowed with ``--all``.
 _SELECTION = ("dataset", "network", "optimizer", "target_metric", "max_epochs", "default_batch_size")
 
 
@@ -30,7 +30,7 @@ def add_simulate_command(commands: Commands) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is simulated, and how."""
+    """Add the options of a simulation."""
     parser.add_argument("--train-trace", type=Path, metavar="FILE", help="epochs to the target, as CSV")
     parser.add_argument("--power-trace", type=Path, metavar="FILE", help="time and power, as CSV")
     parser.add_argument("--job", dest="job_id", metavar="JOB", help="a job's own trials in place of traces")
@@ -77,12 +77,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The workloads to simulate, and the job they are of.
+    """The workloads to simulate.
 
     Attributes:
-        eta: η unless the command line says otherwise; β likewise.
-        recorded: Savings of the job whose trials they are; None with traces.
-        untried_default: That job's default size, if another one has to stand for it.
+        workloads: The workloads: one made from the trials of a job, or those of the traces.
+        eta: η unless the command line gives it.
+        beta: β unless the command line gives it.
+        recorded: Savings of the job; None with traces.
+        untried_default: The job's default size if it was never measured and another size replaces it, else None.
     """
 
     workloads: Sequence[Workload]
@@ -102,12 +104,12 @@ def _simulate(options: argparse.Namespace) -> None:
 
 
 def subject_of(options: argparse.Namespace) -> Subject:
-    """The workloads that the options name; `CommandError` or `ValueError` if they cannot be simulated."""
+    """Return the selected workloads; raise `CommandError` or `ValueError` if they cannot be simulated."""
     return _recorded(options) if options.job_id is not None else _traced(options)
 
 
 def policy_name(name: str) -> str:
-    """The name that an option states, if a policy of that name is installed here."""
+    """Parse the name of an installed policy."""
     missing = find(name).missing
     if missing is not None:
         raise argparse.ArgumentTypeError(missing)
@@ -115,12 +117,12 @@ def policy_name(name: str) -> str:
 
 
 def policies_of(options: argparse.Namespace) -> list[str]:
-    """The policies that the options name, each once."""
+    """Return the selected policies, each once."""
     return list(dict.fromkeys(options.policy or OWN_POLICIES))
 
 
 def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
-    """The setting that the options state, for each η."""
+    """Return a setting for each selected η."""
     return [
         Setting(
             recurrences=options.recurrences,
@@ -135,14 +137,14 @@ def settings_of(options: argparse.Namespace, subject: Subject) -> list[Setting]:
 
 
 def write_json(document: dict[str, Any], file: Path) -> None:
-    """Write results, which hold no infinity, as JSON."""
+    """Write results, which have no infinity or NaN, as JSON."""
     file.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
 def results_json(
     comparisons: Sequence[Comparison], options: argparse.Namespace, recorded: Savings | None
 ) -> dict[str, Any]:
-    """The results in JSON's types: one comparison, or several with their geometric mean."""
+    """Return the results as JSON types: one comparison, or several with their geometric mean."""
     workloads = [each.as_json(options.price, recorded) for each in comparisons]
     if not options.all and len(comparisons) == 1:
         return workloads[0]
@@ -150,7 +152,7 @@ def results_json(
 
 
 def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace, subject: Subject) -> str:
-    """The results as the terminal shows them."""
+    """Format the results for the terminal."""
     parts = [ratios_text(comparisons), savings_text(comparisons, options.price, subject.recorded)]
     if subject.untried_default is not None:
         untried = subject.untried_default
@@ -159,7 +161,7 @@ def results_text(comparisons: Sequence[Comparison], options: argparse.Namespace,
 
 
 def _recorded(options: argparse.Namespace) -> Subject:
-    """The workload of a job's own trials, with its η and β."""
+    """Return the workload of a job's own trials, with the job's η and β."""
     named = _flags(options, ("train_trace", "power_trace", *_SELECTION))
     if options.all:
         named.append("--all")
@@ -177,34 +179,27 @@ def _recorded(options: argparse.Namespace) -> Subject:
 
 
 def _traced(options: argparse.Namespace) -> Subject:
-    """The workloads from the traces."""
+    """Return the workloads of the traces."""
     missing = _flags(options, ("train_trace", "power_trace"), given=False)
     if missing:
         raise CommandError(f"what to simulate? Give {' and '.join(missing)}, or --job for a job's own trials")
-    selections = _selections(options)
-    traces = Traces.read(options.train_trace, options.power_trace)
-    return Subject([traces.workload(selection) for selection in selections])
-
-
-def _selections(options: argparse.Namespace) -> Sequence[Selection]:
-    if options.all:
-        named = _flags(options, _SELECTION)
-        if named:
-            raise CommandError(f"--all takes the six workloads as they are: leave out {', '.join(named)}")
-        return PAPER_WORKLOADS
-    missing = _flags(options, _SELECTION, given=False)
-    if missing:
+    named, missing = _flags(options, _SELECTION), _flags(options, _SELECTION, given=False)
+    if options.all and named:
+        raise CommandError(f"--all takes the six workloads as they are: leave out {', '.join(named)}")
+    if not options.all and missing:
         raise CommandError(f"which workload? Give {', '.join(missing)}, or --all for the six of the Zeus paper")
-    return [Selection(**{name: getattr(options, name) for name in _SELECTION})]
+    one = {name: getattr(options, name) for name in _SELECTION}
+    traces = Traces.read(options.train_trace, options.power_trace)
+    return Subject([traces.workload(each) for each in (PAPER_WORKLOADS if options.all else [Selection(**one)])])
 
 
 def _flags(options: argparse.Namespace, names: Sequence[str], *, given: bool = True) -> list[str]:
-    """Return the options of these names that the command line states, or does not."""
+    """Return the options of these names that the command line gives, or with `given` False those that it omits."""
     return ["--" + name.replace("_", "-") for name in names if (getattr(options, name) is not None) is given]
 
 
 def at_least_1(text: str) -> int:
-    """The whole number that an option states, if it is at least 1."""
+    """Parse a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -212,7 +207,7 @@ def at_least_1(text: str) -> int:
 
 
 def at_least_0(text: str) -> float:
-    """The number that an option states, if it is finite and not negative."""
+    """Parse a finite number of at least 0."""
     number = float(text)
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
@@ -227,7 +222,7 @@ def _share(text: str) -> float:
 
 
 def _beta(text: str) -> float | str | None:
-    # argparse passes a default that is text through here, too.
+    # argparse also parses the default, because it is a string.
     if text == "":
         return text
     if text == "none":
@@ -239,7 +234,7 @@ def _beta(text: str) -> float | str | None:
 
 
 def ratios_text(comparisons: Sequence[Comparison]) -> str:
-    """Ratios of total cost to the oracle's, by policy and number of recurrences."""
+    """Format the ratios of total cost to the oracle's, by policy and number of recurrences."""
     results = [(each, policy, result) for each in comparisons for policy, result in each.results.items()]
     marks = [str(mark) for mark in results[0][2].ratio]
     rows = [
@@ -267,7 +262,7 @@ def ratios_text(comparisons: Sequence[Comparison]) -> str:
 
 
 def savings_text(comparisons: Sequence[Comparison], price_per_kwh: float | None, recorded: Savings | None) -> str:
-    """Energy, time and money of all recurrences, and each policy's savings; without a price, money is left out."""
+    """Format energy, time, money (only with a price) and savings of all recurrences, by policy."""
     amounts = ["ENERGY J", "KWH", "HOURS"]
     if price_per_kwh is not None:
         amounts.append("MONEY")

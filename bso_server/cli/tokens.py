@@ -1,30 +1,22 @@
-"""The ``bso-server token`` commands. They work on the database: whoever can open it may say who else may."""
+"""The ``bso-server token`` commands. They work on the database only: access to it is the right to manage tokens."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from datetime import datetime
 
 from bso_server.app import prepare
-from bso_server.cli.common import (
-    TOKEN_VARIABLE,
-    Commands,
-    add_command,
-    duration,
-    table_of,
-    with_ready_store,
-    with_store,
-)
+from bso_server.cli.common import TOKEN_VARIABLE, Commands, add_command, duration, table_of, with_store
 from bso_server.core.access import Scope, TokenRecord
 from bso_server.service.tokens import CACHE_S, DEFAULT_GRACE, Tokens
 from bso_server.storage.store import Store
 
 
 def add_token_commands(commands: Commands) -> None:
-    """Add ``token`` with what can be done to them."""
+    """Add ``token`` with its subcommands."""
     token = commands.add_parser("token", help="say who may use it").add_subparsers(required=True, metavar="WHAT")
 
     create = add_command(token, "create", "make a token and print it, this once", _create)
@@ -64,7 +56,7 @@ def add_token_commands(commands: Commands) -> None:
 
 def _create(options: argparse.Namespace) -> None:
     async def create(store: Store) -> None:
-        # The first token may come before the server's first start.
+        # The first token may be created before the server has started, which would migrate the database.
         await prepare(store)
         token, record = await Tokens(store).create(
             options.name, options.scopes or [Scope.REPORT], shares_jobs=options.share
@@ -76,7 +68,7 @@ def _create(options: argparse.Namespace) -> None:
             file=sys.stderr,
         )
 
-    with_store(options, create)
+    with_store(options, create, checks_schema=False)
 
 
 def _list(options: argparse.Namespace) -> None:
@@ -84,12 +76,39 @@ def _list(options: argparse.Namespace) -> None:
         tokens = Tokens(store)
         return await tokens.all(), await tokens.jobs_per_owner()
 
-    tokens, jobs = with_ready_store(options, read)
-    print(token_list_json(tokens, jobs) if options.json else token_list_text(tokens, jobs))
+    tokens, jobs = with_store(options, read)
+    if options.json:
+        shown = [
+            {
+                "token_id": token.token_id,
+                "name": token.name,
+                "scopes": sorted(token.scopes),
+                "jobs": jobs.get(token.token_id, 0),
+                "shares_jobs": token.shares_jobs,
+                "created_at": token.created_at,
+                "rotated_at": token.rotated_at,
+                "previous_secret_until": token.previous_until,
+                "revoked_at": token.revoked_at,
+            }
+            for token in tokens
+        ]
+        print(json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat))
+        return
+    columns: dict[str, Callable[[TokenRecord], object]] = {
+        "ID": lambda token: token.token_id,
+        "NAME": lambda token: token.name,
+        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
+        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
+        "CREATED (UTC)": lambda token: token.created_at,
+        "ROTATED (UTC)": lambda token: token.rotated_at,
+        "OLD SECRET UNTIL": lambda token: token.previous_until,
+        "REVOKED (UTC)": lambda token: token.revoked_at,
+    }
+    print(table_of(columns, tokens) if tokens else "no tokens")
 
 
 def _rotate(options: argparse.Namespace) -> None:
-    token, record = with_ready_store(options, lambda store: Tokens(store).rotate(options.token_id, options.grace))
+    token, record = with_store(options, lambda store: Tokens(store).rotate(options.token_id, options.grace))
     print(token)
     end = f"within {CACHE_S:g} s" if not options.grace else f"from {record.previous_until:%Y-%m-%d %H:%M} UTC on"
     print(
@@ -101,7 +120,7 @@ def _rotate(options: argparse.Namespace) -> None:
 
 def _transfer(options: argparse.Namespace) -> None:
     token_id, successor_id = options.token_id, options.successor_id
-    jobs, trials = with_ready_store(options, lambda store: Tokens(store).transfer(token_id, successor_id))
+    jobs, trials = with_store(options, lambda store: Tokens(store).transfer(token_id, successor_id))
     print(f"{jobs} jobs and {trials} trials of token {token_id} belong to token {successor_id}")
 
 
@@ -112,7 +131,7 @@ def _revoke(options: argparse.Namespace) -> None:
         tokens = Tokens(store)
         return await tokens.revoke(token_id), await tokens.any_valid()
 
-    alive, any_left = with_ready_store(options, revoke)
+    alive, any_left = with_store(options, revoke)
     print(f"token {token_id} is revoked; running servers refuse it within {CACHE_S:g} s")
     if alive:
         print(
@@ -125,39 +144,3 @@ def _revoke(options: argparse.Namespace) -> None:
             "bso-server token create makes another one",
             file=sys.stderr,
         )
-
-
-def token_list_text(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
-    """Return a table with a line for each token, and the number of its jobs."""
-    if not tokens:
-        return "no tokens"
-    columns: dict[str, Callable[[TokenRecord], object]] = {
-        "ID": lambda token: token.token_id,
-        "NAME": lambda token: token.name,
-        "SCOPES": lambda token: " ".join(sorted(token.scopes)),
-        "JOBS": lambda token: f"{jobs.get(token.token_id, 0)}{' (shares)' if token.shares_jobs else ''}",
-        "CREATED (UTC)": lambda token: token.created_at,
-        "ROTATED (UTC)": lambda token: token.rotated_at,
-        "OLD SECRET UNTIL": lambda token: token.previous_until,
-        "REVOKED (UTC)": lambda token: token.revoked_at,
-    }
-    return table_of(columns, tokens)
-
-
-def token_list_json(tokens: Sequence[TokenRecord], jobs: Mapping[str, int]) -> str:
-    """Return what people may see of tokens, without their hashes, as JSON."""
-    shown = [
-        {
-            "token_id": token.token_id,
-            "name": token.name,
-            "scopes": sorted(token.scopes),
-            "jobs": jobs.get(token.token_id, 0),
-            "shares_jobs": token.shares_jobs,
-            "created_at": token.created_at,
-            "rotated_at": token.rotated_at,
-            "previous_secret_until": token.previous_until,
-            "revoked_at": token.revoked_at,
-        }
-        for token in tokens
-    ]
-    return json.dumps({"tokens": shown}, indent=2, default=datetime.isoformat)

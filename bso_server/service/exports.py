@@ -21,7 +21,7 @@ from bso_server.errors import UnknownJobError
 from bso_server.service.loading import known_job
 from bso_server.service.views import EpochExport, PowerProfileExport
 from bso_server.storage import queries
-from bso_server.storage.rows import TRIAL, StoredDecision, StoredEpoch, StoredPowerProfile, epoch_row
+from bso_server.storage.rows import StoredDecision, StoredEpoch, StoredPowerProfile, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -203,7 +203,7 @@ def _lines(trials: Iterable[TrialRows]) -> bytes:
 
 
 def _trial_export(rows: TrialRows) -> TrialExport:
-    values, reports, profile = TRIAL.of(rows.trial), [epoch_row(epoch) for epoch in rows.epochs], rows.power_profile
+    values, reports, profile = trial_row(rows.trial), [record_row(epoch) for epoch in rows.epochs], rows.power_profile
     not_finite = [*_not_finite(values)]
     for index, report in enumerate(reports):
         not_finite += [f"epochs.{index}.{name}" for name in _not_finite(report)]

@@ -92,7 +92,7 @@ class ImportedTrial(TrialExport):
 
     def record_of(self, job_id: str) -> TrialRecord:
         """Return the trial's row in this job."""
-        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL.names}})
+        return trial_from({"job_id": job_id, **{name: value for name, value in self if name in TRIAL}})
 
     @model_validator(mode="after")
     def _goes_together(self, info: ValidationInfo) -> Self:

@@ -38,7 +38,7 @@ from bso_server.service.views import (
 )
 from bso_server.storage import queries
 from bso_server.storage.migrations import HEAD
-from bso_server.storage.rows import TRIAL, StoredJob, StoredPowerProfile, epoch_row, last_report
+from bso_server.storage.rows import StoredJob, StoredPowerProfile, last_report, record_row, trial_row
 from bso_server.storage.store import Store
 from bso_server.storage.transaction import Transaction
 from zeus_plugins.protocol import (
@@ -294,18 +294,18 @@ def _arms(history: History, expected: Mapping[int, ExpectedCost]) -> tuple[ArmVi
 
 def trial_view(job: CreatedJob, trial: TrialRecord) -> TrialView:
     """Return one trial of a job."""
-    shown = TRIAL.of(trial)
+    shown = trial_row(trial)
     return TrialView(**shown, cost_j=cost_of(job, trial) if trial.report_count else None, epochs=shown["epoch"])
 
 
 def epoch_views(transaction: Transaction, job: CreatedJob, trial: TrialRecord) -> tuple[EpochView, ...]:
     """Return a trial's reports that were not pruned, in order."""
-    kept = queries.epochs_of(transaction, trial.job_id, trial.trial_number)
+    kept = queries.epochs_between(transaction, trial.job_id, trial.trial_number, trial.trial_number)
     # Table `epochs` lacks the last report if it ended the trial or was pruned; the trial's own row always has it.
     if trial.last_report is not None and (not kept or kept[-1].report_number < trial.report_count):
         kept = [*kept, last_report(trial)]
     return tuple(
-        EpochView(**epoch_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
+        EpochView(**record_row(each), cost_j=job.cost_j(time_s=each.time_s, energy_j=each.energy_j)) for each in kept
     )
 
 

@@ -1,1 +1,1 @@
-"""The dashboard's pages: views in, HTML and SVG out. No HTTP here, no database and no clock."""
+"""The dashboard's pages: views in, HTML and SVG out, without HTTP, database or clock."""

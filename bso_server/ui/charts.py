@@ -1,10 +1,10 @@
-"""The charts of the pages, from views to the parts that ``templates/charts.html`` draws; pure."""
+"""The charts of the pages: views in, parts of drawings for ``templates/charts.html`` out; pure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from bso_server.core.savings import Span
 from bso_server.service.views import (
@@ -23,33 +23,32 @@ from bso_server.ui.words import STATES, Z90
 from zeus_plugins.protocol import CreatedJob, Decision, SizeBelief, TrialState
 
 COLOURS = 12
-"""Colours for batch sizes in the stylesheet, from small to large."""
+"""Number of colours for batch sizes in the stylesheet, from small to large."""
 
-# Means of sizes that lie so many times apart are shown on logarithmic axes, or the largest would press all others
-# together.
+# Axes are logarithmic if the largest mean is this many times the smallest, which would otherwise be squeezed together.
 _FAR = 3
 
-# Of more trials than that, marks are drawn small and pale.
+# Above this number of trials, marks are drawn pale.
 _MANY = 150
 
-# Of more reports than that only the line is drawn, and the last one.
+# Above this number of reports, only the last one has a mark on its line.
 _FEW = 60
 
-# What lies further above a trial's curve is not drawn beside it.
+# Bounds and beliefs beyond this multiple of a trial's curve are not drawn.
 _NEAR = 4
 
-# A span of η of less than this share of the width has no room for its name.
+# Least width of a span of η that is labelled, as a share of the chart's width.
 _ROOM_FOR_NAME = 0.08
 
 
 def colours(batch_sizes: Sequence[int]) -> dict[int, str]:
-    """Return the class of each of a job's batch sizes: a size has the same colour in all charts of the job."""
+    """Return the CSS class of each batch size, the same in all charts of the job."""
     last = max(len(batch_sizes) - 1, 1)
     return {size: f"s{round(index * (COLOURS - 1) / last)}" for index, size in enumerate(batch_sizes)}
 
 
 def key(job: CreatedJob, points: Sequence[TrialPoint]) -> tuple[list[TrialState], list[int]]:
-    """Return the states and the batch sizes in a chart of trials, in order."""
+    """Return the states and batch sizes in a chart of trials, ordered for its legend."""
     states, sizes = {point.state for point in points}, {point.batch_size for point in points}
     return [state for state in STATES if state in states], [size for size in job.batch_sizes if size in sizes]
 
@@ -57,10 +56,11 @@ def key(job: CreatedJob, points: Sequence[TrialPoint]) -> tuple[list[TrialState]
 # --- Run by run -------------------------------------------------------------------------------------------------------
 
 
-def costs(page: JobPage, address: str | None) -> Plot | None:
-    """Return the cost of each trial: its state as a shape, its size as a colour; None before the first report.
+def costs(page: JobPage, links: str) -> Plot | None:
+    """Chart the cost of each trial; None before the first report.
 
-    `address` is the job's; None: marks lead nowhere.
+    The shape of a mark is the trial's state, its colour the batch size, and its link `links` followed by the trial's
+    number; marks have no links if `links` is empty.
     """
     job = page.view.job
     levels = [
@@ -71,28 +71,26 @@ def costs(page: JobPage, address: str | None) -> Plot | None:
     if page.view.min_cost_j is not None and job.beta_knob is not None and job.policy == "zeus":
         bound_j = job.beta_knob * page.view.min_cost_j
         levels.append((bound_j, f"stopped above {units.energy(bound_j)}", "bound"))
-    return _costs(
-        page.points, job, levels, lambda number: "" if address is None else f"{address}/trials/{number}", page.older
-    )
+    return _costs(page.points, job, links, levels, page.older)
 
 
-def costs_until(page: MomentPage, address: str) -> Plot | None:
-    """Return the cost of each trial before one; marks lead to the moments at which the trials were chosen."""
-    return _costs(page.points, page.job, [], lambda number: f"{address}?at={number}")
+def costs_until(page: MomentPage, links: str) -> Plot | None:
+    """Chart the cost of each trial before the page's trial, like `costs`."""
+    return _costs(page.points, page.job, links)
 
 
 def _costs(
     points: Sequence[TrialPoint],
     job: CreatedJob,
-    levels: Sequence[tuple[float, str, str]],
-    href: Callable[[int], str],
+    links: str,
+    levels: Sequence[tuple[float, str, str]] = (),
     older: Sequence[TrialBin] = (),
 ) -> Plot | None:
     known = [(point.trial_number, point.cost_j) for point in points if point.cost_j is not None]
     if not known:
         return None
     costs_j = [cost_j for _, cost_j in known]
-    # A bound far above all costs would press them together.
+    # A bound far above all costs would squeeze them together.
     shown = [level for level in levels if level[2] != "bound" or level[0] < 1.5 * max(costs_j)]
     bins = [each for each in older if each.low_j is not None and each.high_j is not None]
     ends = [end for each in bins for end in (each.low_j or 0.0, each.high_j or 0.0)]
@@ -110,15 +108,16 @@ def _costs(
     for point in points:
         cost = "" if point.cost_j is None else f", {units.energy(point.cost_j)}"
         told = f"Run {point.trial_number}: batch size {point.batch_size}, {STATES[point.state]}{cost}"
-        # A trial without a report stands at the foot.
+        # A trial without a report has its mark on the axis.
         cost_j = y.low if point.cost_j is None else point.cost_j
         classes = f"{colour[point.batch_size]}{many}"
-        plot.mark(point.trial_number, cost_j, point.state, classes, told, href(point.trial_number))
+        href = f"{links}{point.trial_number}" if links else ""
+        plot.mark(point.trial_number, cost_j, point.state, classes, told, href)
     return plot
 
 
 def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -> Scale:
-    """Return the axis of trials' numbers, with half a trial of room."""
+    """Return the axis of trial numbers, with room at both ends."""
     first, last = (points[0].trial_number, points[-1].trial_number) if points else (1, 1)
     first = older[0].first if older else first
     room = max((last - first) * 0.015, 0.5)
@@ -126,7 +125,7 @@ def _trial_scale(points: Sequence[TrialPoint], older: Sequence[TrialBin] = ()) -
 
 
 def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
-    """Draw the median of each bin in the band of its middle, and a mark that tells of both."""
+    """Draw the median of each bin, its band of four in five, and a mark that describes both."""
     upper, lower, middle = [
         [(end, getattr(each, name)) for each in bins for end in (each.first, each.last)]
         for name in ("high_j", "low_j", "median_j")
@@ -140,19 +139,14 @@ def _draw_older(plot: Plot, bins: Sequence[TrialBin]) -> None:
 
 
 def saved(page: JobPage) -> Plot | None:
-    """Return the cost saved over the default with all runs until each; None before that is known."""
+    """Chart the cumulative cost saved over the default; None before savings are known."""
     line = [(point.trial_number, point.saved_j) for point in page.points if point.saved_j is not None]
     if not line:
         return None
     number, last = line[-1]
     word, amount = "saved" if last >= 0 else "lost", units.energy(abs(last))
-    plot = _over_runs(
-        "saved",
-        "Cost saved so far",
-        f"After run {number} the job has {word} {amount} of cost over its default.",
-        page,
-        [value for _, value in line],
-    )
+    told = f"After run {number} the job has {word} {amount} of cost over its default."
+    plot = _over_runs("saved", "Cost saved so far", told, page, line)
     whole = _through_zero(line)
     plot.path([(at, max(value, 0.0)) for at, value in whole], "area gain", down_to=0.0)
     plot.path([(at, min(value, 0.0)) for at, value in whole], "area loss", down_to=0.0)
@@ -169,7 +163,7 @@ def saved(page: JobPage) -> Plot | None:
 
 
 def _through_zero(line: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the line with its points at 0."""
+    """Return the line with a point added wherever it crosses 0."""
     found = list(line[:1])
     for (before, low), (after, high) in pairwise(line):
         if low * high < 0:
@@ -179,26 +173,27 @@ def _through_zero(line: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def regret(page: JobPage) -> Plot | None:
-    """Return the cost beyond that of the best size with all runs until each; None before a size reached the target."""
+    """Chart the cumulative cost beyond the best size's; None before a size reached the target."""
     line = [(point.trial_number, point.regret_j) for point in page.points if point.regret_j is not None]
     if not line:
         return None
     number, last = line[-1]
     told = f"After run {number}: {units.energy(last)} more than with the best size from the start"
-    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, [value for _, value in line])
+    plot = _over_runs("regret", "Cost of not having known", f"{told}.", page, line)
     plot.path(line, "line")
     plot.mark(number, last, "end", "ink", told)
     return plot
 
 
-def _over_runs(name: str, title: str, told: str, page: JobPage, values: Sequence[float]) -> Plot:
-    plot = Plot(name, title, told, _trial_scale(page.points), Scale.over(values, log=False), height=220)
+def _over_runs(name: str, title: str, told: str, page: JobPage, line: Sequence[tuple[int, float]]) -> Plot:
+    y = Scale.over([value for _, value in line], log=False)
+    plot = Plot(name, title, told, _trial_scale(page.points), y, height=220)
     plot.axes(plot.y.energies(4), plot.x.whole_numbers(), "run")
     return plot
 
 
 def spark(points: Sequence[TrialPoint]) -> Picture | None:
-    """Return the costs of the latest trials, as small as a word; None before the first report."""
+    """Draw the costs of the latest trials for a line of text; None before the first report."""
     known = [(index, point.cost_j, point) for index, point in enumerate(points) if point.cost_j is not None]
     if not known:
         return None
@@ -221,7 +216,7 @@ def spark(points: Sequence[TrialPoint]) -> Picture | None:
 
 
 def front(page: JobPage) -> Plot | None:
-    """Return mean time against mean energy of each size, with the line of the sizes that no other beats in both."""
+    """Chart mean time against mean energy of each size, with the Pareto front; None for fewer than two sizes."""
     means = page.means
     if len(means) < 2:
         return None
@@ -239,12 +234,12 @@ def front(page: JobPage) -> Plot | None:
             f"mean of {units.count(each.runs, 'run')}"
         )
         plot.mark(each.time_s, each.energy_j, "completed", colour[each.batch_size], told)
-    _draw_names(plot, [(each.time_s, each.energy_j, str(each.batch_size)) for each in means])
+    _draw_names(plot, means)
     return plot
 
 
 def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
-    """Return the sizes that no other one beats in time and energy, by time."""
+    """Return the sizes that no other size beats in both time and energy, ordered by time."""
     found: list[SizeMeans] = []
     for each in sorted(means, key=lambda each: (each.time_s, each.energy_j)):
         if not found or each.energy_j < found[-1].energy_j:
@@ -255,12 +250,12 @@ def pareto(means: Sequence[SizeMeans]) -> list[SizeMeans]:
 _Rect = tuple[float, float, float, float]
 
 
-def _draw_names(plot: Plot, named: Sequence[tuple[float, float, str]], width: float = 280.0) -> None:
-    """Draw names beside points, each where it hides nothing on a plot so many pixels wide; none where all would."""
-    points = [(plot.x.at(x) * width, plot.top(y)) for x, y, _ in named]
+def _draw_names(plot: Plot, means: Sequence[SizeMeans]) -> None:
+    """Draw batch sizes beside their points on a plot 280 pixels wide, unless they would hide something."""
+    points = [(plot.x.at(each.time_s) * 280, plot.top(each.energy_j)) for each in means]
     taken = [(across - 6, down - 6, 12.0, 12.0) for across, down in points]
-    for (x, _, name), (across, down) in zip(named, points, strict=True):
-        wide, own = 7.5 * len(name), (across - 6, down - 6, 12.0, 12.0)
+    for each, (across, down), own in zip(means, points, list(taken), strict=True):
+        name, wide = str(each.batch_size), 7.5 * len(str(each.batch_size))
         for left, below, classes in (
             (across + 9, 4.0, "start right"),
             (across - 9 - wide, 4.0, "end left"),
@@ -268,9 +263,9 @@ def _draw_names(plot: Plot, named: Sequence[tuple[float, float, str]], width: fl
             (across - wide / 2, 20.0, "mid"),
         ):
             box = (left, down + below - 11, wide, 13.0)
-            if left >= 0 and not any(_overlap(box, each) for each in taken if each != own):
+            if left >= 0 and not any(_overlap(box, other) for other in taken if other != own):
                 taken.append(box)
-                plot.parts.append(Label(plot.left(x), down + below, name, f"size-name {classes}"))
+                plot.parts.append(Label(plot.left(each.time_s), down + below, name, f"size-name {classes}"))
                 break
 
 
@@ -278,39 +273,23 @@ def _overlap(one: _Rect, other: _Rect) -> bool:
     return all(one[side] < other[side] + other[side + 2] and other[side] < one[side] + one[side + 2] for side in (0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class BeliefRow:
-    """A batch size in the table of what is believed.
+class BeliefTable(NamedTuple):
+    """For each batch size its notes and a picture of its expected and observed costs, and the axis of all pictures."""
 
-    Attributes:
-        index: Its place among the sizes.
-        notes: What else there is to say of it.
-        picture: What is believed and was observed, on an axis that all rows share.
-    """
-
-    index: int
-    notes: tuple[str, ...]
-    picture: Picture
-
-
-@dataclass(frozen=True, slots=True)
-class BeliefTable:
-    """The rows, and the axis below them."""
-
-    rows: tuple[BeliefRow, ...]
+    rows: list[tuple[list[str], Picture]]
     axis: Picture
 
 
-@dataclass(frozen=True, slots=True)
-class _Believed:
+class _Believed(NamedTuple):
     """The expected cost of a batch size, joules, and the ends of its 90 % band, as far as they are known."""
 
     batch_size: int
+    notes: list[str]
     mean_j: float | None
     ends: tuple[float, float] | None
 
     def told(self, runs: int) -> str:
-        """Return the belief in words, with the number of runs that were observed."""
+        """Describe the belief, with the number of observed runs."""
         if self.mean_j is None:
             return "nothing is known of its cost"
         between = ""
@@ -320,53 +299,37 @@ class _Believed:
 
 
 def beliefs(page: JobPage) -> BeliefTable | None:
-    """Return the beliefs about each size: its expected cost with a band of 90 %, beside the costs of its runs.
-
-    None while nothing is believed.
-    """
+    """Return the expected cost of each size with its 90 % band, beside the costs of its runs; None before any."""
     view, believed = page.view, []
-    notes = _notes([arm.batch_size for arm in view.arms], view.best_batch_size, view.job.default_batch_size)
     for arm in view.arms:
+        notes = _notes(arm.batch_size, view.best_batch_size, view.job)
         if arm.infeasible is not None:
-            notes[arm.batch_size].append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
+            notes.append("out of memory" if arm.infeasible == "out_of_memory" else "crashes")
         elif not arm.trials:
-            notes[arm.batch_size].append("never tried")
+            notes.append("never tried")
         mean_j, std_j = arm.expected_cost_j, arm.expected_cost_std_j
         ends = None
         if mean_j is not None and std_j is not None:
             ends = max(mean_j - Z90 * std_j, 0.0), mean_j + Z90 * std_j
-        believed.append(_Believed(arm.batch_size, mean_j, ends))
-    return _belief_table(believed, page.points, view.job, notes)
+        believed.append(_Believed(arm.batch_size, notes, mean_j, ends))
+    return _belief_table(believed, page.points, view.job)
 
 
 def beliefs_of(decision: Decision, job: CreatedJob, points: Sequence[TrialPoint]) -> BeliefTable | None:
-    """Return the beliefs about each size when a decision was made."""
-    believed = [
-        _Believed(
-            each.batch_size,
-            each.expected_cost_j,
-            None if each.low_j is None or each.high_j is None else (each.low_j, each.high_j),
-        )
-        for each in decision.sizes
-    ]
-    notes = _notes([each.batch_size for each in believed], decision.incumbent, job.default_batch_size)
-    return _belief_table(believed, points, job, notes)
+    """Return the belief table as of a recorded decision."""
+    believed = []
+    for each in decision.sizes:
+        ends = None if each.low_j is None or each.high_j is None else (each.low_j, each.high_j)
+        notes = _notes(each.batch_size, decision.incumbent, job)
+        believed.append(_Believed(each.batch_size, notes, each.expected_cost_j, ends))
+    return _belief_table(believed, points, job)
 
 
-def _notes(batch_sizes: Sequence[int], best: int | None, default: int) -> dict[int, list[str]]:
-    notes: dict[int, list[str]] = {size: [] for size in batch_sizes}
-    for note, size in (("best", best), ("default", default)):
-        if size is not None and size in notes:
-            notes[size].append(note)
-    return notes
+def _notes(batch_size: int, best: int | None, job: CreatedJob) -> list[str]:
+    return [note for note, size in (("best", best), ("default", job.default_batch_size)) if size == batch_size]
 
 
-def _belief_table(
-    believed: Sequence[_Believed],
-    points: Sequence[TrialPoint],
-    job: CreatedJob,
-    notes: Mapping[int, Sequence[str]],
-) -> BeliefTable | None:
+def _belief_table(believed: Sequence[_Believed], points: Sequence[TrialPoint], job: CreatedJob) -> BeliefTable | None:
     means = [each.mean_j for each in believed if each.mean_j is not None]
     if not means:
         return None
@@ -376,29 +339,29 @@ def _belief_table(
             observed.setdefault(point.batch_size, []).append(point.cost_j)
     seen = [cost_j for found in observed.values() for cost_j in found]
     ends = [end for each in believed if each.ends is not None for end in each.ends]
-    # The band of a size of which hardly anything is known would press all else together.
+    # Cap the scale, because the wide band of a hardly known size would squeeze everything else together.
     most = 2.5 * max([*seen, min(means)])
     scale = Scale.over([min(value, most) for value in (*seen, *means, *ends)], log=False)
     ticks = [(share(scale.at(value)), label) for value, label in scale.energies()]
     grid = [Line("grid", 0, 32, x, x) for x, _ in ticks]
     colour, rows = colours(job.batch_sizes), []
-    for index, each in enumerate(believed):
+    for each in believed:
         own, name = observed.get(each.batch_size, []), colour[each.batch_size]
         parts: list[Part] = [*grid]
         if each.ends is not None:
             low, high = (min(max(scale.at(end), 0.0), 1.0) for end in each.ends)
             parts.append(Box(f"band {name}", 9, 14, share(low), share(high - low)))
-        # Of a thousand runs, the latest show where they lie.
+        # The latest runs are enough to show the spread of a thousand.
         parts += [Dot(f"run {name}", share(scale.at(cost_j)), 16, 2.5) for cost_j in own[-60:]]
         if each.mean_j is not None and scale.at(each.mean_j) <= 1:
             x = share(scale.at(each.mean_j))
             parts.append(Line(f"mean {name}", 5, 27, x, x))
-        rows.append(BeliefRow(index, tuple(notes[each.batch_size]), Picture(32, parts, each.told(len(own)))))
-    return BeliefTable(tuple(rows), Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
+        rows.append((each.notes, Picture(32, parts, each.told(len(own)))))
+    return BeliefTable(rows, Picture(16, [Label(x, 12, label, "tick mid") for x, label in ticks]))
 
 
 def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = None) -> Picture:
-    """Return the best size under each η, as a bar from 0 to 1, with the job's own η and the η that is asked about."""
+    """Draw the best size under each η as a bar from 0 to 1, with marks at the job's η and at `eta`."""
     colour, parts = colours(job.batch_sizes), list[Part]()
     for span in spans:
         width = span.high - span.low
@@ -418,7 +381,7 @@ def spans_of_eta(job: CreatedJob, spans: Sequence[Span], eta: float | None = Non
 
 
 def costs_by_eta(page: WhatIfPage) -> Plot | None:
-    """Return the mean cost of a run of each size, a line over η, and what it is under the η that is asked about."""
+    """Chart the mean cost of a run of each size over η, with marks at the page's η; None without a mean."""
     if not page.means:
         return None
     job, colour = page.job, colours(page.job.batch_sizes)
@@ -443,14 +406,14 @@ def costs_by_eta(page: WhatIfPage) -> Plot | None:
 
 
 def metric(page: TrialPage) -> Plot | None:
-    """Return the metric by epoch, with the target; None before the first report."""
+    """Chart the metric by epoch, with the target; None before the first report."""
     if not page.epochs:
         return None
     target, last = page.job.target_metric, page.epochs[-1]
     y = Scale.over([target, *(each.metric for each in page.epochs)], zero=False, log=False)
     is_better = "rise to" if page.job.higher_is_better_metric else "fall to"
     told = (
-        f"{units.number(last.metric, 4)} after {units.count_of_epochs(last.epoch)}; it is to {is_better} "
+        f"{units.number(last.metric, 4)} after {units.count(last.epoch, 'epoch', 4)}; it is to {is_better} "
         f"{units.exact(target)}."
     )
     plot = Plot("metric", "Metric by epoch", told, _epoch_scale(page), y)
@@ -462,7 +425,7 @@ def metric(page: TrialPage) -> Plot | None:
 
 
 def cost(page: TrialPage) -> Plot | None:
-    """Return the cost by epoch, with what ends the trial; None before the first report."""
+    """Chart the cost by epoch, with the expected cost and the bound; None before the first report."""
     if not page.epochs:
         return None
     costs_j = [each.cost_j for each in page.epochs]
@@ -472,7 +435,7 @@ def cost(page: TrialPage) -> Plot | None:
     belief = belief_of(page)
     expected = [] if belief is None else [belief.expected_cost_j or 0.0, min(belief.high_j or 0.0, 2 * max(costs_j))]
     y = Scale.over([0.0, *costs_j, bound_j or 0.0, *expected], log=False)
-    told = f"{units.energy(costs_j[-1])} after {units.count_of_epochs(page.epochs[-1].epoch)}."
+    told = f"{units.energy(costs_j[-1])} after {units.count(page.epochs[-1].epoch, 'epoch', 4)}."
     plot = Plot("cost", "Cost by epoch", told, _epoch_scale(page), y)
     plot.axes(y.energies(), plot.x.whole_numbers(), "epoch")
     if belief is not None:
@@ -491,7 +454,7 @@ def cost(page: TrialPage) -> Plot | None:
 
 
 def belief_of(page: TrialPage) -> SizeBelief | None:
-    """Return the belief about the trial's size when it was chosen; None where none is kept, or it was of no cost."""
+    """Return the belief about the trial's size when it was chosen; None if no cost was stored."""
     decision = page.explanation.decision
     known = [] if decision is None else decision.sizes
     found = next((each for each in known if each.batch_size == page.trial.batch_size), None)
@@ -500,14 +463,8 @@ def belief_of(page: TrialPage) -> SizeBelief | None:
     return found
 
 
-def index_of_belief(page: TrialPage) -> int | None:
-    """Return the place of that belief among those of the trial's decision; None where there is none."""
-    belief, decision = belief_of(page), page.explanation.decision
-    return None if belief is None or decision is None else decision.sizes.index(belief)
-
-
 def _predicted_epochs(page: TrialPage) -> tuple[float, float] | None:
-    """Return the epochs in which a run of the predicted cost ends at what an epoch of this one costs; None: unknown."""
+    """Return the epochs at which the expected 90 % band of cost is reached, at this trial's mean cost of an epoch."""
     belief, last = belief_of(page), page.epochs[-1]
     if belief is None or not last.cost_j:
         return None
@@ -528,7 +485,7 @@ def _draw_predicted_epochs(plot: Plot, page: TrialPage) -> None:
 
 def _epoch_scale(page: TrialPage) -> Scale:
     last = page.epochs[-1].epoch
-    # The bound is on the axis where the trial came near it.
+    # The axis includes the bound only if the trial came near it.
     far = max(float(page.max_epochs), last) if page.max_epochs <= 2 * last else last
     predicted = _predicted_epochs(page)
     if predicted is not None and predicted[1] < _NEAR * last:
@@ -551,7 +508,7 @@ def _draw_series(plot: Plot, page: TrialPage, points: list[tuple[float, float]],
 
 
 def power(profile: PowerProfileView, name: str) -> Plot:
-    """Return the energy of a step under each power limit; `name` is the chart's id."""
+    """Chart the energy of a step under each power limit; `name` is the chart's id."""
     samples = profile.samples
     x = Scale.over([each.limit_w for each in samples], zero=False, log=False)
     y = Scale.over([each.energy_per_step_j for each in samples], log=False)

@@ -1,4 +1,4 @@
-"""The pages: a view and what is known of its reader in, HTML out. No HTTP here, no database and no clock."""
+"""The pages: a view and its reader in, HTML out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup, escape
 
 from bso_server.service.pages import View
-from bso_server.service.views import HealthPage, JobPage, JobsPage, MomentPage, TokensPage, TrialPage, WhatIfPage
+from bso_server.service.views import JobPage
 from bso_server.ui import charts, units, words
 from bso_server.ui.plot import pixels
 
@@ -24,18 +24,8 @@ if TYPE_CHECKING:
 
 THEMES = ("light", "dark")
 
-_TEMPLATES = {
-    JobsPage: "jobs.html",
-    JobPage: "job.html",
-    MomentPage: "moment.html",
-    TrialPage: "trial.html",
-    WhatIfPage: "whatif.html",
-    HealthPage: "health.html",
-    TokensPage: "tokens.html",
-}
-
 MEDIA_TYPES = {"ui.js": "text/javascript", "style.css": "text/css", "icon.svg": "image/svg+xml"}
-"""The files beside the pages."""
+"""The static files of the pages."""
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; form-action 'self'; "
@@ -54,23 +44,23 @@ FORMATS: dict[str, Callable[[Any], str]] = {
     "size": str,
     "watts": lambda watts: f"{units.number(watts, 4)}{units.SPACE}W",
     "percent": units.percent,
-    "epochs": units.count_of_epochs,
+    "epochs": lambda epochs: units.count(epochs, "epoch", 4),
     "runs": lambda value: units.number(round(value, 3)),
 }
-"""The wording of a view's figures, by the names that templates use."""
+"""The formats of a view's figures, by the names that templates use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """The reader of a page, as far as the page knows.
+    """The reader of a page.
 
     Attributes:
-        root: The way from the page's address to ``/ui/``, relative.
-        now: The present instant, aware.
-        tag: The page's version, by which it is asked for again.
-        theme: The theme that was chosen, or "" for that of the system.
-        is_logged_in: Whether a session can be ended.
-        is_report: Whether the page is a file to keep: with its style within, no script, and links to nothing.
+        root: The relative address of ``/ui/`` from the page.
+        now: The current time, aware.
+        tag: The page's ``ETag``, which the page sends when it polls.
+        theme: The chosen theme, or "" for the system's theme.
+        is_logged_in: Whether the page offers to log out.
+        is_report: Whether the page is a file to keep, with its style inside, without scripts and links.
     """
 
     root: str
@@ -83,52 +73,46 @@ class Reader:
 
 @lru_cache(maxsize=16)
 def static_file(name: str) -> bytes:
-    """A file beside the pages; `KeyError` if there is none."""
-    MEDIA_TYPES[name]
+    """Return a file of `MEDIA_TYPES`."""
     return (files(__package__) / "static" / name).read_bytes()
 
 
 @cache
 def build() -> str:
-    """A short text that changes with the pages' own look, so that browsers ask anew after an update."""
+    """Return a short hash of all templates and static files, so that browsers reload them after an update."""
     parts = [version("zeus-plugins").encode(), *map(static_file, MEDIA_TYPES)]
     templates = sorted((files(__package__) / "templates").iterdir(), key=lambda each: each.name)
     return hashlib.sha256(b"".join([*parts, *(each.read_bytes() for each in templates)])).hexdigest()[:12]
 
 
 def page(view: View, reader: Reader) -> str:
-    """Return the page that shows a view."""
-    return _rendered(_TEMPLATES[type(view)], view, reader)
+    """Return the page that shows a view; the template of a `JobsPage` is ``jobs.html``."""
+    return _rendered(f"{type(view).__name__.removesuffix('Page').lower()}.html", view, reader)
 
 
 def report_page(view: JobPage, now: datetime) -> str:
-    """Return a job in one file, which needs nothing else and leads nowhere."""
+    """Return a job in one file, which refers to no other file."""
     return page(view, Reader(root="", now=now, is_report=True))
 
 
 def report_policy() -> str:
-    """The ``Content-Security-Policy`` of such a file."""
-    digest = base64.b64encode(hashlib.sha256(_style().encode()).digest()).decode()
+    """Return the ``Content-Security-Policy`` of `report_page`."""
+    digest = base64.b64encode(hashlib.sha256(static_file("style.css")).digest()).decode()
     return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; frame-ancestors 'none'"
 
 
-@cache
-def _style() -> str:
-    return static_file("style.css").decode()
-
-
 def login_page(reader: Reader, to: str, refused: str = "") -> str:
-    """Return the form that takes a token; `to` is the page to go to then, relative to ``/ui/``."""
+    """Return the login form, which leads to the page `to`, relative to ``/ui/``."""
     return _rendered("login.html", None, reader, to=to, refused=refused)
 
 
 def error_page(reader: Reader, status: int, title: str, message: str) -> str:
-    """Return the reason why a page cannot be shown."""
+    """Return a page that explains an error."""
     return _rendered("error.html", None, reader, status=status, title=title, message=message)
 
 
 def _setting(value: Any) -> str:
-    """Return a setting of a job in words."""
+    """Return the text of a job's setting."""
     match value:
         case bool():
             return "yes" if value else "no"
@@ -145,7 +129,7 @@ def _setting(value: Any) -> str:
 @cache
 def templates() -> Environment:
     """Return the templates, with the filters that they use."""
-    # A server need not wait for it to listen.
+    # Imported at the first page, so that the server starts without waiting for it.
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -167,9 +151,9 @@ def templates() -> Environment:
         pixels=pixels,
         kind=lambda part: type(part).__name__,
     )
-    # Templates say which charts and sentences they show.
+    # Templates choose their charts and sentences.
     environment.globals.update(draw=charts, say=words, build=build(), version=version("zeus-plugins"))
-    environment.globals["style"] = Markup(_style())  # noqa: S704 - a file of ours
+    environment.globals["style"] = Markup(static_file("style.css").decode())  # noqa: S704 - a file of ours
     return environment
 
 
@@ -181,7 +165,7 @@ def _rendered(template: str, view: Any, reader: Reader, **parts: Any) -> str:
         return Markup(f'<data value="{value!r}" data-of="{path}">{escape(FORMATS[kind](value))}</data>')  # noqa: S704 - numbers
 
     def ago(instant: datetime) -> Markup:
-        # A file is read at any time.
+        # A report is read at any time later, so its ages would be wrong.
         told = f"{instant:%Y-%m-%d %H:%M} UTC" if reader.is_report else units.ago(instant, reader.now)
         return Markup('<time datetime="{}" class="ago">{}</time>').format(instant.isoformat(), told)
 

@@ -1,7 +1,7 @@
 """The geometry of charts: axes with round numbers, and the parts that ``templates/charts.html`` draws; pure.
 
-Across, places are shares of the width, and down they are pixels: one drawing fits every screen, and its text keeps its
-size. Colours, and what is left out on narrow screens, are the stylesheet's.
+Horizontal places are shares of the width and vertical places are pixels, so a drawing fits every screen while its text
+keeps its size. The stylesheet sets colours and hides labels on narrow screens.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from bso_server.ui import units
 
-# A logarithmic axis shows more of values that lie so many times apart.
+# An axis of positive values is logarithmic if the largest is more than this many times the smallest.
 _WIDE = 30.0
 
-# The least distance between two labels: down in pixels, and across as a share of a wide and of a narrow screen.
+# Least distance between labels: vertical in pixels, horizontal as a share of a wide and of a narrow screen.
 _LINE_HEIGHT = 20.0
 _APART = 0.045
 _APART_NARROW = 0.13
@@ -37,12 +37,12 @@ class Scale:
 
     @classmethod
     def over(cls, values: Iterable[float], *, zero: bool = True, log: bool | None = None) -> Scale:
-        """Return an axis with room for these values.
+        """Return an axis that covers these values.
 
         Args:
-            values: The values, some of which may be missing from a chart.
-            zero: Whether 0 is on the axis, unless it is logarithmic.
-            log: Whether it is; None: if the values are positive and far apart.
+            values: The values; infinities and NaN are ignored.
+            zero: Whether a linear axis includes 0.
+            log: Whether the axis is logarithmic; None decides by the values.
         """
         found = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
         low, high = min(found), max(found)
@@ -54,20 +54,20 @@ class Scale:
         if zero:
             low, high = min(low, 0.0), max(high, 0.0)
         if low == high:
-            # A value alone is in the middle, or at the end of an axis that begins at 0.
+            # Put a single value in the middle, or at the end of an axis that begins at 0.
             reach = abs(high) or 1.0
             return cls(low, low + reach) if zero else cls(low - reach / 2, high + reach / 2)
         room = (high - low) * 0.06
         return cls(low if zero and low == 0 else low - room, high if zero and high == 0 else high + room)
 
     def at(self, value: float) -> float:
-        """Return the place of a value: 0 at the low end, 1 at the high one."""
+        """Return the place of a value: 0 at the low end, 1 at the high end."""
         if self.is_log:
             return math.log(value / self.low) / math.log(self.high / self.low) if value > 0 else 0.0
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Return round numbers within the axis, at most about so many: 1, 2 and 5 times powers of ten."""
+        """Return about `most` round numbers within the axis, multiples of 1, 2 or 5 times a power of ten."""
         if self.is_log and self.high / self.low >= 10:
             return self._log_ticks(most)
         least = (self.high - self.low) / most
@@ -87,14 +87,14 @@ class Scale:
         return within[:: math.ceil(len(within) / most)]
 
     def energies(self, most: int = 5) -> Ticks:
-        """Return round energies in one unit for the whole axis; on a logarithmic axis each in its own."""
+        """Return round energies, on a linear axis all in one unit."""
         if self.is_log:
             return [(value, units.energy(value)) for value in self.ticks(most)]
         size, name = units.energy_unit(max(abs(self.low), abs(self.high)))
         return [(value, label if value else "0") for value, label in self._in_unit(size, name, most)]
 
     def durations(self, most: int = 5) -> Ticks:
-        """Return round durations in one unit for the whole axis."""
+        """Return round durations, all in one unit."""
         size, name = next((each for each in _TIMES if self.high >= 2 * each[0]), (1, "s"))
         return self._in_unit(size, name, most)
 
@@ -103,12 +103,12 @@ class Scale:
         return [(value * size, f"{units.number(value)}{units.SPACE}{name}") for value in ticks]
 
     def whole_numbers(self, most: int = 10) -> Ticks:
-        """Return round whole numbers, such as those of trials and epochs."""
+        """Return round whole numbers, for example of trials."""
         return [(value, units.exact(value)) for value in self.ticks(most) if float(value).is_integer()]
 
 
 def apart(places: Sequence[float], least: float) -> list[bool]:
-    """For each label's place, ascending, tell whether it keeps its distance from the label shown before it."""
+    """Choose labels, given in ascending places, that keep a distance of `least` from the last chosen label."""
     shown, last = [], -math.inf
     for place in places:
         is_shown = place - last >= least
@@ -118,12 +118,12 @@ def apart(places: Sequence[float], least: float) -> list[bool]:
 
 
 def share(place: float) -> str:
-    """Return a place across, or a width, as SVG takes it."""
+    """Format a horizontal place or width for SVG."""
     return f"{100 * place:.2f}".rstrip("0").rstrip(".") + "%"
 
 
 def pixels(place: float) -> str:
-    """Return a place down, or a height, as SVG takes it."""
+    """Format a vertical place or height for SVG."""
     return f"{place:.1f}".removesuffix(".0")
 
 
@@ -166,7 +166,7 @@ class Label(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A data point: a shape that the page defines, the words that it tells when pointed at, and its page or ""."""
+    """A data point: the id of its shape, the text of its tooltip, and its link or ""."""
 
     x: str
     y: float
@@ -177,19 +177,19 @@ class Mark(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A path in a drawing 1000 wide that is stretched to the chart's width; `steps` as SVG takes them."""
+    """A path with the SVG commands `steps`, in a drawing 1000 wide that is stretched to the chart's width."""
 
     classes: str
     steps: str
 
 
 Part = Line | Box | Dot | Label | Mark | Path
-"""A part of a drawing; the macro of its name draws it."""
+"""A part of a drawing; ``templates/charts.html`` chooses the SVG element by its class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """A drawing without axes; without words it is an ornament."""
+    """A drawing without axes. Screen readers ignore it if `told` is empty."""
 
     height: int
     parts: Sequence[Part]
@@ -202,12 +202,12 @@ class Plot:
     """A chart with two axes.
 
     Attributes:
-        name: Its id in the page.
-        title: What it shows, in a few words.
-        told: What can be seen in it, in a sentence, for those who cannot see it.
-        x: The axis across.
-        y: The axis upwards.
-        height: Pixels.
+        name: The id of its element.
+        title: Its subject, in a few words.
+        told: Its message in a sentence, for screen readers.
+        x: The horizontal axis.
+        y: The vertical axis.
+        height: Height in pixels.
     """
 
     name: str
@@ -219,15 +219,15 @@ class Plot:
     parts: list[Part] = field(default_factory=list)
 
     def left(self, value: float) -> str:
-        """Return the place across of a value."""
+        """Return the horizontal place of a value."""
         return share(self.x.at(value))
 
     def top(self, value: float) -> float:
-        """Return the place down of a value; beyond the ends of the axis it is at an end."""
+        """Return the vertical place of a value, limited to the ends of the axis."""
         return self.height * (1 - min(max(self.y.at(value), 0.0), 1.0))
 
     def axes(self, up: Ticks, across: Ticks, name: str) -> None:
-        """Draw the lines and labels of both axes, as far as labels do not run into each other."""
+        """Draw the lines of both axes, and the labels that do not overlap."""
         for value, label in up:
             y = self.top(value)
             self.parts += [Line("grid", y, y), Label("-10", y + 4, label, "tick end")]
@@ -240,7 +240,7 @@ class Plot:
         self.parts += [Line("axis", self.height, self.height), Label("100%", self.height + 38, name, "name end")]
 
     def level(self, value: float, label: str, kind: str, *, above: bool = True) -> None:
-        """Draw a line across at a value, with its name at the right end."""
+        """Draw a horizontal line at a value, with its label at the right end."""
         y = self.top(value)
         self.parts += [
             Line(f"level {kind}", y, y),
@@ -248,14 +248,14 @@ class Plot:
         ]
 
     def levels(self, levels: Sequence[tuple[float, str, str]]) -> None:
-        """Draw several such lines, of which the lower one of two that are close has its name below."""
+        """Draw several levels. The lower one of two that are close has its label below its line."""
         tops = [self.top(value) for value, _, _ in levels]
         for (value, label, kind), own in zip(levels, tops, strict=True):
             is_crowded = any(other < own < other + _LINE_HEIGHT for other in tops)
             self.level(value, label, kind, above=not is_crowded)
 
     def upright(self, value: float, classes: str) -> None:
-        """Draw a line upwards at a value of the axis across."""
+        """Draw a vertical line at a value of the horizontal axis."""
         self.parts.append(Line(classes, 0, self.height, self.left(value), self.left(value)))
 
     def mark(self, x: float, y: float, shape: str, classes: str, told: str, href: str = "") -> None:
@@ -263,11 +263,11 @@ class Plot:
         self.parts.append(Mark(self.left(x), self.top(y), shape, classes, told, href))
 
     def path(self, points: Sequence[tuple[float, float]], classes: str, *, down_to: float | None = None) -> None:
-        """Draw a line through points, or with `down_to` the area between it and that level."""
+        """Draw a line through points, or the area between the line and the level `down_to`."""
         if not points:
             return
         at, top = self.x.at, self.top
-        # A page of a thousand runs draws three thousand points.
+        # Local names, because a page of a thousand runs draws three thousand points.
         steps = [f"{1000 * at(x):.1f} {top(y):.1f}" for x, y in points]
         if down_to is not None:
             base = f"{top(down_to):.1f}"

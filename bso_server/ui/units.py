@@ -1,7 +1,4 @@
-"""Numbers as people read them: three digits and a unit that fits; durations in two units; the age of an instant.
-
-A space inside of what belongs together does not break.
-"""
+"""Numbers for people: three digits and a fitting unit, durations in two units, ages; all with no-break spaces."""
 
 from __future__ import annotations
 
@@ -13,13 +10,13 @@ from functools import lru_cache
 SPACE = "\N{NO-BREAK SPACE}"
 MINUS = "\N{MINUS SIGN}"
 
-# Joules of each unit, largest first. From a kilowatt-hour on people know that better than megajoules.
+# Joules of each unit, largest first. Kilowatt-hours are better known than megajoules.
 _ENERGY = ((3.6e12, "GWh"), (3.6e9, "MWh"), (3.6e6, "kWh"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ"))
 _DURATIONS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 def number(value: float, digits: int = 3) -> str:
-    """So many significant digits, no exponent where that can be avoided, and groups of three for large numbers."""
+    """Format with `digits` significant digits, groups of three from 10,000, and an exponent beyond 1e-4 and 1e12."""
     if not value or not math.isfinite(value):
         return "0" if value == 0 else str(value)
     magnitude = math.floor(math.log10(abs(value)))
@@ -33,18 +30,18 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def exact(value: float) -> str:
-    """A number that somebody has chosen, such as a target, with all of its digits."""
+    """Format a number that a user has chosen, such as a target, with all of its digits."""
     return f"{value:.12g}".replace("-", MINUS)
 
 
 def energy_unit(joules: float) -> tuple[float, str]:
-    """The unit in which so much energy is told, and its joules."""
+    """Return the joules of the unit that fits an energy, and its name."""
     return next(((size, name) for size, name in _ENERGY if abs(joules) >= 0.9995 * size), _ENERGY[-1])
 
 
 @lru_cache(maxsize=8192)
 def energy(joules: float) -> str:
-    """Energy, or a cost in joules; a live page of a thousand runs tells of nearly the same ones each time."""
+    """Format an energy or a cost. Cached, because each refresh of a page repeats most of its thousand figures."""
     if not joules:
         return f"0{SPACE}J"
     size, name = energy_unit(joules)
@@ -52,56 +49,45 @@ def energy(joules: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the two units that tell most of it."""
+    """Format a duration in its largest unit and the next smaller one."""
     if abs(seconds) < 10:
         return f"{number(seconds, 2)}{SPACE}s"
-    left, sign = round(abs(seconds)), MINUS if seconds < 0 else ""
-    for index, (size, name) in enumerate(_DURATIONS):
-        if left >= size:
-            whole, rest = divmod(left, size)
-            below = _DURATIONS[index + 1] if index + 1 < len(_DURATIONS) else None
-            second = 0 if below is None else rest // below[0]
-            tail = f"{SPACE}{second}{SPACE}{below[1]}" if below is not None and second else ""
-            return f"{sign}{whole}{SPACE}{name}{tail}"
-    return f"0{SPACE}s"
+    left, parts = round(abs(seconds)), list[tuple[int, str]]()
+    for size, name in _DURATIONS:
+        amount, left = divmod(left, size)
+        if amount or parts:
+            parts.append((amount, name))
+    return (MINUS if seconds < 0 else "") + SPACE.join(f"{amount}{SPACE}{name}" for amount, name in parts[:2] if amount)
 
 
 def mass(grams: float) -> str:
-    """A mass in the unit that fits."""
+    """Format a mass in the unit that fits."""
     size, name = next((each for each in ((1e6, "t"), (1e3, "kg")) if abs(grams) >= each[0]), (1.0, "g"))
     return f"{number(grams / size)}{SPACE}{name}"
 
 
 def percent(share: float) -> str:
-    """A share of a whole; one below a percent, and not nothing, keeps a digit."""
+    """Format a share as a percentage, with one decimal between 0 and 1 %."""
     value = share * 100
     text = f"{value:.1f}" if 0 < abs(value) < 1 else f"{value:.0f}"
     return text.replace("-", MINUS) + SPACE + "%"
 
 
 def ago(then: datetime, now: datetime) -> str:
-    """The age of an instant, such as ``3 min ago``."""
+    """Format the age of an instant, such as ``3 min ago``."""
     seconds = (now - then).total_seconds()
-    if seconds < 5:
-        return "just now" if seconds > -5 else f"in{SPACE}{_largest(-seconds)}"
-    return f"{_largest(seconds)}{SPACE}ago"
+    if abs(seconds) < 5:
+        return "just now"
+    size, name = next(each for each in _DURATIONS if abs(seconds) >= each[0])
+    age = f"{int(abs(seconds) // size)}{SPACE}{name}"
+    return f"{age}{SPACE}ago" if seconds > 0 else f"in{SPACE}{age}"
 
 
-def _largest(seconds: float) -> str:
-    size, name = next(((size, name) for size, name in _DURATIONS if seconds >= size), _DURATIONS[-1])
-    return f"{int(seconds // size)}{SPACE}{name}"
-
-
-def count(amount: int, one: str, many: str | None = None) -> str:
-    """An amount with its noun."""
-    return f"{number(amount, 15)}{SPACE}{one if amount == 1 else many or one + 's'}"
+def count(amount: float, noun: str, digits: int = 15) -> str:
+    """Format an amount with its noun."""
+    return f"{number(amount, digits)}{SPACE}{noun}{'' if amount == 1 else 's'}"
 
 
 def listed(words: Sequence[str]) -> str:
-    """Words as a list in a sentence."""
+    """Join words with commas and "and"."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def count_of_epochs(epochs: float) -> str:
-    """Epochs, of which a training may have done a part."""
-    return f"{number(epochs, 4)}{SPACE}{'epoch' if epochs == 1 else 'epochs'}"

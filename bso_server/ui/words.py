@@ -1,10 +1,10 @@
-"""The sentences of the dashboard: what a job, a trial or all jobs have come to, in plain words."""
+"""The sentences of the dashboard."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from bso_server.service.views import (
     HealthPage,
@@ -30,7 +30,7 @@ STATES = {
     TrialState.ABANDONED: "not heard of any more",
     TrialState.WITHDRAWN: "set aside",
 }
-"""The outcome of a trial."""
+"""Words for the state of a trial."""
 
 ORIGINS = {
     Origin.EXPLORATION: "try",
@@ -39,15 +39,14 @@ ORIGINS = {
     Origin.BANDIT: "drawn",
     Origin.OFFLINE: "without the server",
 }
-"""The kind of a decision."""
+"""Words for the origin of a trial."""
 
 Z90 = 1.6448536269514722
-"""Nine in ten of a normal variable's values lie within so many standard deviations."""
+"""Half the width of a normal distribution's central 90 % interval, in standard deviations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """The first sentence of a page, its good or bad news, and what is to be added in a smaller one."""
+class Headline(NamedTuple):
+    """The first sentence of a page, a smaller second one, and its mood: "gain", "loss" or ""."""
 
     text: str
     more: str = ""
@@ -55,7 +54,7 @@ class Headline:
 
 
 def of_jobs(page: JobsPage) -> Headline:
-    """All jobs on the page, in a sentence."""
+    """Summarise the jobs on the page."""
     if not page.jobs:
         if page.containing:
             return Headline(f"No job has “{page.containing}” in its name")
@@ -77,7 +76,7 @@ def of_jobs(page: JobsPage) -> Headline:
 
 
 def of_job(page: JobPage) -> Headline:
-    """The state and success of the job."""
+    """Summarise the state and success of the job."""
     view = page.view
     default, best = view.job.default_batch_size, view.best_batch_size
     reached = view.trial_states.get(TrialState.COMPLETED, 0)
@@ -99,7 +98,7 @@ def of_job(page: JobPage) -> Headline:
     ratio = mine.expected_cost_j / theirs.expected_cost_j
     sure = ""
     if mine.expected_cost_std_j is not None and theirs.expected_cost_std_j is not None:
-        # Of a ratio, to the first order; what both expectations share makes it narrower still.
+        # First-order error of a ratio; positive correlation of the two expectations would only narrow it.
         spread = math.hypot(
             mine.expected_cost_std_j / mine.expected_cost_j, theirs.expected_cost_std_j / theirs.expected_cost_j
         )
@@ -118,7 +117,7 @@ def _nothing_reached(page: JobPage) -> Headline:
         latest = page.view.trials[-1] if page.view.trials else None
         so_far = ""
         if latest is not None and latest.metric is not None and latest.epochs is not None:
-            metric, epochs = units.number(latest.metric, 4), units.count_of_epochs(latest.epochs)
+            metric, epochs = units.number(latest.metric, 4), units.count(latest.epochs, "epoch", 4)
             so_far = f"Run {latest.trial_number} with batch size {latest.batch_size} is at {metric} after {epochs}. "
         return Headline(
             f"{units.count(alive, 'run')} under way",
@@ -139,7 +138,7 @@ def _paid(page: JobPage) -> str:
 
 
 def of_eta(page: JobPage) -> str:
-    """The best sizes, were the job to weigh energy against time otherwise."""
+    """Name the best sizes under other values of η."""
     spans = page.best_by_eta
     if len(spans) == 1:
         return f"{spans[0].batch_size} is the cheapest for every η."
@@ -148,7 +147,7 @@ def of_eta(page: JobPage) -> str:
 
 
 def of_what_if(page: WhatIfPage) -> Headline:
-    """The best size under the knobs that are asked about, and what that would change."""
+    """Name the best size under the page's η, and its effect on energy and time."""
     eta, own_eta = units.exact(page.eta), units.exact(page.job.eta_knob)
     if page.batch_size is None:
         return Headline(
@@ -177,7 +176,7 @@ def of_what_if(page: WhatIfPage) -> Headline:
 
 
 def replay_command(page: WhatIfPage) -> str:
-    """Return the command that replays the job under its own η and the η that is asked about."""
+    """Return the command that replays the job under its own η and the page's η."""
     job = page.job
     etas = " ".join(f"--eta {eta:.12g}" for eta in dict.fromkeys([job.eta_knob, page.eta]))
     beta = "none" if page.beta is None else f"{page.beta:.12g}"
@@ -186,7 +185,7 @@ def replay_command(page: WhatIfPage) -> str:
 
 
 def money(tariff: Tariff, energy_j: float) -> str:
-    """Return the price and the carbon of energy, as far as the server's settings tell them."""
+    """Return the price and the carbon of energy, as far as the server's settings define them."""
     told, kwh = [], energy_j / 3.6e6
     if tariff.price_per_kwh is not None and tariff.currency:
         told.append(f"{kwh * tariff.price_per_kwh:,.2f}{units.SPACE}{tariff.currency}")
@@ -196,14 +195,14 @@ def money(tariff: Tariff, energy_j: float) -> str:
 
 
 def of_health(page: HealthPage) -> Headline:
-    """The state of the server."""
+    """Summarise the state of the server."""
     if page.trouble is not None:
         return Headline("Requests cannot be served", sentence(page.trouble), "loss")
     return Headline("All is well", "The database answers, has the schema of this version, and keeps what is written.")
 
 
 def of_tokens(page: TokensPage) -> Headline:
-    """The tokens, counted."""
+    """Count the tokens."""
     if not page.tokens:
         return Headline(
             "No tokens yet", "Only clients of this machine are served; bso-server token create makes a token."
@@ -217,17 +216,17 @@ def of_tokens(page: TokensPage) -> Headline:
 
 
 def of_moment(page: MomentPage) -> Headline:
-    """The reason for a trial's batch size."""
+    """Explain a trial's batch size."""
     trial = page.trial
     return Headline(f"Run {trial.trial_number} got {trial.batch_size}", sentence(page.explanation.sentence))
 
 
 def of_trial(page: TrialPage) -> Headline:
-    """The outcome of a trial."""
+    """Summarise the state or outcome of a trial."""
     trial, job = page.trial, page.job
     size, target = trial.batch_size, units.exact(job.target_metric)
     spent = "" if trial.cost_j is None else f" for {units.energy(trial.cost_j)}"
-    epochs = "" if trial.epochs is None else units.count_of_epochs(trial.epochs)
+    epochs = "" if trial.epochs is None else units.count(trial.epochs, "epoch", 4)
     after = f" after {epochs}" if epochs else ""
     match trial.state:
         case TrialState.RUNNING if trial.metric is None:
@@ -256,7 +255,7 @@ def _message(page: TrialPage) -> str:
 
 
 def interval(saved: SavedView) -> str:
-    """The ends between which nine in ten such savings lie, as shares of what the default would have taken."""
+    """Return the 90 % interval of a saving, as shares of the default's amount, or "" if unknown."""
     if saved.low is None or saved.high is None or not saved.default or saved.low >= saved.high:
         return ""
     low, high = saved.low / saved.default, saved.high / saved.default
@@ -269,6 +268,6 @@ _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
 
 
 def sentence(words: str) -> str:
-    """The same as a sentence, with energies in the units that fit."""
+    """Return words as a sentence, with energies in fitting units."""
     words = _JOULES.sub(lambda found: units.energy(float(found[1]) * _PREFIXES[found[2]]), words)
     return words[:1].upper() + words[1:] + ("" if words.endswith((".", "!", "?")) or not words else ".")

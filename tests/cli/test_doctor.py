@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.answering import answering
 from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import FakeGpu, FakeNvml, has_nvidia_driver
 from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.tokens import make_token
 from zeus_plugins.cli import main
 from zeus_plugins.energy.linux import POWERCAP
 from zeus_plugins.environment import VARIABLES
@@ -112,10 +110,7 @@ def test_a_server_that_does_not_answer_is_a_problem_and_no_password_is_shown(ask
 
 
 def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
-    tokens = {"": ""}
-    for scope in ("read", "report"):
-        arguments = ("--name", "a", "--scope", scope, "--database-url", server.database_url)
-        tokens[scope] = bso_server("token", "create", *arguments).stdout.strip().splitlines()[-1]
+    tokens = {"": "", **{scope: make_token(server.database_url, scope) for scope in ("read", "report")}}
     for scope, level, says in [
         ("", "problem", "does not accept the token (401"),
         ("read", "problem", "has no scope report"),
@@ -127,37 +122,14 @@ def test_a_token_has_to_allow_trials(ask: Any, server: ServerProcess) -> None:
         assert not scope or tokens[scope] not in json.dumps(report.findings)
 
 
-@contextmanager
-def another_server(status: int) -> Iterator[str]:
-    """A web server that answers everything with the same error, as FastAPI, which is below Zeus's server, words it."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_PATCH(self) -> None:
-            body = b'{"detail": "Not Found"}'
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_: object) -> None:
-            """Quietly."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
-
-
 @pytest.mark.parametrize(
     ("answer", "level", "says"),
     [(404, "warning", "a Zeus 0.16 server does so, too"), (500, "problem", "failed (500): Not Found")],
 )
 def test_another_server_is_told_of(ask: Any, answer: int, level: str, says: str) -> None:
-    with another_server(answer) as url:
-        found = ask(ZEUS_SERVER_URL=url).only("server")
+    # As FastAPI, which is below Zeus's server, words it.
+    with answering(answer, b'{"detail": "Not Found"}') as (port, _):
+        found = ask(ZEUS_SERVER_URL=f"http://127.0.0.1:{port}").only("server")
     assert found[0] == level
     assert says in found[1]
 
@@ -180,20 +152,16 @@ class LiveNvml(FakeNvml):
         return int(1000 * self.drawn_w)
 
 
-def test_counters_are_compared_with_power_readings(ask: Any) -> None:
-    report = ask(nvml=LiveNvml([FakeGpu(power_mw=1)]))
+@pytest.mark.parametrize(
+    ("counted_w", "level", "says"), [(100.0, "ok", "they agree"), (50.0, "warning", "they differ by more than 20%")]
+)
+def test_counters_are_compared_with_power_readings(ask: Any, counted_w: float, level: str, says: str) -> None:
+    report = ask(nvml=LiveNvml([FakeGpu(power_mw=1)], counted_w=counted_w))
     gpu, compared = report.of("nvidia")
     assert gpu == ("ok", "GPU 0 (NVIDIA H200): energy counter, power reading")
-    assert compared[0] == "ok"
-    assert compared[1].endswith("they agree")
+    assert compared[0] == level
+    assert compared[1].endswith(says)
     assert report.only("energy") == ("ok", "nvml")
-
-
-def test_counters_that_count_otherwise_are_told_of(ask: Any) -> None:
-    report = ask(nvml=LiveNvml([FakeGpu(power_mw=1)], counted_w=50.0))
-    level, text = report.of("nvidia")[1]
-    assert level == "warning"
-    assert text.endswith("they differ by more than 20%")
 
 
 def test_a_gpu_without_a_counter_is_told_of(ask: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.energy_bench import VARIABLES
+from tests.support.energy_bench import plain_environment  # noqa: F401 - a fixture
 from tests.support.fake_nvml import Clock, FakeGpu, FakeNvml
 from zeus_plugins import energy
 from zeus_plugins.cli import main
@@ -25,12 +25,6 @@ LONG_S = 60.0
 
 def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*ENERGY, *arguments], capture_output=True, text=True, check=False, timeout=LONG_S, **options)
-
-
-@pytest.fixture(autouse=True)
-def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_time_and_energy_are_told_beside_what_the_command_prints() -> None:

@@ -21,6 +21,7 @@ from tests.support import service
 from tests.support.exports import Lines, decoded, encoded, renamed
 from tests.support.jobs import job
 from tests.support.servers import ServerProcess, bso_server, free_port
+from tests.support.tokens import make_token
 from tests.support.wire import begin, reached, report
 
 Output = tuple[int, str, str]
@@ -42,14 +43,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerPr
     """A server that asks for a token, and a token of each of two scopes."""
     directory = tmp_path_factory.mktemp("guarded")
     server = ServerProcess(f"sqlite:///{directory / 'bso.sqlite3'}", directory / "server.log")
-    tokens = {}
-    with pytest.MonkeyPatch.context() as patch:
-        for scope in ("admin", "read"):
-            printed = io.StringIO()
-            patch.setattr("sys.stdout", printed)
-            create = ["token", "create", "--name", scope, "--scope", scope, "--database-url", server.database_url]
-            assert main(create) == 0
-            tokens[scope] = printed.getvalue().strip()
+    tokens = {scope: make_token(server.database_url, scope) for scope in ("admin", "read")}
     server.start()
     yield server, tokens
     server.kill()
@@ -67,13 +61,9 @@ def source(request: pytest.FixtureRequest, server: ServerProcess) -> list[str]:
     return [request.param, server.database_url if request.param == "--database-url" else server.url]
 
 
-@pytest.fixture
-def run() -> Any:
-    def run(*arguments: str | Path) -> Output:
-        done = bso_server(*map(str, arguments))
-        return done.returncode, done.stdout, done.stderr
-
-    return run
+def run(*arguments: str | Path) -> Output:
+    done = bso_server(*map(str, arguments))
+    return done.returncode, done.stdout, done.stderr
 
 
 def new_id() -> str:
@@ -112,7 +102,7 @@ def assert_failed(output: Output, *words: str) -> None:
 
 class TestShow:
     def test_a_terminal_gets_the_latest_trials_and_scripts_get_all(
-        self, run: Any, server: ServerProcess, job_id: str, source: list[str], monkeypatch: pytest.MonkeyPatch
+        self, server: ServerProcess, job_id: str, source: list[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("bso_server.cli.jobs.MAX_PAGE", 10)  # so that a server is asked for several pages
         with httpx.Client(base_url=server.url) as http:
@@ -135,19 +125,20 @@ class TestShow:
 
 class TestWhereToLook:
     def test_in_the_environments_server_unless_told_otherwise(
-        self, run: Any, server: ServerProcess, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, server: ServerProcess, job_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("ZEUS_BSO_DATABASE_URL", f"sqlite:///{tmp_path / 'other.sqlite3'}")
         for url in (f" {server.url}\n", f"embedded://{server.database_url.removeprefix('sqlite:///')}"):
             monkeypatch.setenv(SERVER_URL_VARIABLE, url)
             assert job_id in run("jobs", "list")[1]
             assert job_id in run("jobs", "show", job_id)[1]
-        monkeypatch.setenv(SERVER_URL_VARIABLE, f"http://127.0.0.1:{free_port()}")
-        assert_failed(run("jobs", "list"), "no answer from")
+        absent = f"http://127.0.0.1:{free_port()}"
+        monkeypatch.setenv(SERVER_URL_VARIABLE, absent)
+        assert_failed(run("jobs", "list"), f"no answer from {absent}")
         assert job_id in run("jobs", "list", "--server-url", server.url)[1]
         assert job_id in run("jobs", "list", "--database-url", server.database_url)[1]
 
-    def test_simulate_too(self, run: Any, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_simulate_too(self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(SERVER_URL_VARIABLE, server.url)
         status, out, _ = run("simulate", "--job", job_id, "--seeds", "1", "--recurrences", "2")
         assert (status, "took" in out) == (0, True), out
@@ -160,14 +151,14 @@ def numbers_in(table: str) -> list[int]:
 
 
 class TestExport:
-    def test_lines(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_lines(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         status, out, err = run("jobs", "export", job_id, *source)
         assert (status, err) == (0, "")
         assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/export").text
         head, *trials = decoded(out)
         assert (head["job"]["job_id"], head["trials"], len(trials)) == (job_id, 2, 2)
 
-    def test_csv(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_csv(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         status, out, err = run("jobs", "export", job_id, "--format", "csv", *source)
         assert (status, err) == (0, "")
         assert out == httpx.get(f"{server.url}/api/jobs/{job_id}/trials.csv").text
@@ -178,19 +169,19 @@ class TestExport:
         ]
 
     @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_into_a_file(self, run: Any, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_into_a_file(self, job_id: str, source: list[str], kind: str, tmp_path: Path) -> None:
         file = tmp_path / "job"
         _, printed, _ = run("jobs", "export", job_id, "--format", kind, *source)
         assert run("jobs", "export", job_id, "--format", kind, "--output", file, *source) == (0, "", "")
         # Bytes: reading as text would hide other ends of lines.
         assert file.read_bytes() == printed.encode()
 
-    def test_into_a_directory_that_is_not_there(self, run: Any, job_id: str, source: list[str], tmp_path: Path) -> None:
+    def test_into_a_directory_that_is_not_there(self, job_id: str, source: list[str], tmp_path: Path) -> None:
         file = tmp_path / "absent" / "job.jsonl"
         assert_failed(run("jobs", "export", job_id, "--output", file, *source), str(file))
 
     @pytest.mark.parametrize("kind", ["jsonl", "csv"])
-    def test_an_unknown_job_leaves_no_file(self, run: Any, source: list[str], kind: str, tmp_path: Path) -> None:
+    def test_an_unknown_job_leaves_no_file(self, source: list[str], kind: str, tmp_path: Path) -> None:
         file = tmp_path / "job"
         output = run("jobs", "export", "nobodys", "--format", kind, "--output", file, *source)
         assert_failed(output, "unknown job")
@@ -198,7 +189,7 @@ class TestExport:
 
 
 @pytest.fixture
-def exported(run: Any, server: ServerProcess, job_id: str, tmp_path: Path) -> Path:
+def exported(server: ServerProcess, job_id: str, tmp_path: Path) -> Path:
     """Such a job in a file."""
     file = tmp_path / "job.jsonl"
     assert run("jobs", "export", job_id, "--output", file, "--server-url", server.url)[0] == 0
@@ -206,57 +197,45 @@ def exported(run: Any, server: ServerProcess, job_id: str, tmp_path: Path) -> Pa
 
 
 class TestImport:
-    def test_under_another_id(
-        self, run: Any, server: ServerProcess, job_id: str, exported: Path, source: list[str]
-    ) -> None:
+    def test_under_another_id(self, server: ServerProcess, job_id: str, exported: Path, source: list[str]) -> None:
         other = new_id()
-        assert run("jobs", "import", exported, "--job-id", other, *source) == (
-            0,
-            f"job {other} is imported with 2 trials\n",
-            "",
-        )
+        imported = (0, f"job {other} is imported with 2 trials\n", "")
+        assert run("jobs", "import", exported, "--job-id", other, *source) == imported
         assert shown(server, other) == shown(server, job_id)
 
-    def test_into_another_database(self, run: Any, job_id: str, exported: Path, tmp_path: Path) -> None:
+    def test_into_another_database(self, job_id: str, exported: Path, tmp_path: Path) -> None:
         other = ["--database-url", f"sqlite:///{tmp_path / 'other.sqlite3'}"]
         assert_failed(run("jobs", "import", exported, *other), "bso-server db upgrade")
         run("db", "upgrade", *other)
         assert run("jobs", "import", exported, *other)[0] == 0
         assert run("jobs", "export", job_id, *other) == (0, exported.read_text(), "")
 
-    def test_a_job_that_exists(
-        self, run: Any, server: ServerProcess, job_id: str, exported: Path, source: list[str]
-    ) -> None:
+    def test_a_job_that_exists(self, server: ServerProcess, job_id: str, exported: Path, source: list[str]) -> None:
         before = shown(server, job_id)
         assert_failed(run("jobs", "import", exported, *source), job_id, "exists", "import under another job_id")
         assert shown(server, job_id) == before
 
-    def test_an_id_without_the_prefix(self, run: Any, exported: Path, source: list[str]) -> None:
+    def test_an_id_without_the_prefix(self, exported: Path, source: list[str]) -> None:
         output = run("jobs", "import", exported, "--job-id", "other", *source)
         assert_failed(output, str(exported), "'other' does not start with job_id_prefix 'cli'")
 
-    def test_no_such_file(self, run: Any, tmp_path: Path, source: list[str]) -> None:
+    def test_no_such_file(self, tmp_path: Path, source: list[str]) -> None:
         assert_failed(run("jobs", "import", tmp_path / "absent.jsonl", *source), "absent.jsonl", "No such file")
 
     @pytest.mark.parametrize("text", ["", "{", '{"format": ', "trial_number,batch_size\r\n1,16\r\n", "[]", "\0", "é"])
-    def test_no_job_at_all(self, run: Any, tmp_path: Path, source: list[str], text: str) -> None:
+    def test_no_job_at_all(self, tmp_path: Path, source: list[str], text: str) -> None:
         file = tmp_path / "broken.jsonl"
         file.write_text(text, encoding="latin-1")
         assert_failed(run("jobs", "import", file, *source), "broken.jsonl", "" if text else "it is empty")
 
-    def test_a_broken_job_names_its_line_and_field(self, run: Any, exported: Path, source: list[str]) -> None:
-        job = renamed(decoded(exported.read_text()))
-        job[2]["batch_size"] = "many"
-        exported.write_bytes(encoded(job))
-        assert_failed(run("jobs", "import", exported, *source), "line 3, batch_size: ")
-
-    def test_contradictions_are_refused(
-        self, run: Any, server: ServerProcess, exported: Path, source: list[str]
+    @pytest.mark.parametrize(("number", "size", "says"), [(3, "many", ""), (2, 32, "32 is not one of the job's")])
+    def test_a_wrong_trial_names_its_line_and_field(
+        self, server: ServerProcess, exported: Path, source: list[str], number: int, size: object, says: str
     ) -> None:
         job = renamed(decoded(exported.read_text()))
-        job[1]["batch_size"] = 32
+        job[number - 1]["batch_size"] = size
         exported.write_bytes(encoded(job))
-        assert_failed(run("jobs", "import", exported, *source), "line 2, batch_size: 32 is not one of the job's")
+        assert_failed(run("jobs", "import", exported, *source), f"line {number}, batch_size: {says}")
         assert httpx.get(f"{server.url}/api/jobs/{job[0]['job']['job_id']}").status_code == 404
 
 
@@ -274,7 +253,7 @@ class TestAllJobs:
     """Exports of all jobs, one after another in one text, and imports of it."""
 
     def test_one_export_after_another(
-        self, run: Any, server: ServerProcess, job_id: str, source: list[str], tmp_path: Path
+        self, server: ServerProcess, job_id: str, source: list[str], tmp_path: Path
     ) -> None:
         file = tmp_path / "all.jsonl"
         assert run("jobs", "export", "--all", "--output", file, *source) == (0, "", "")
@@ -285,9 +264,7 @@ class TestAllJobs:
 
     @pytest.mark.storage
     @pytest.mark.usefixtures("job_id")
-    def test_into_each_kind_of_database(
-        self, run: Any, server: ServerProcess, database_url: str, tmp_path: Path
-    ) -> None:
+    def test_into_each_kind_of_database(self, server: ServerProcess, database_url: str, tmp_path: Path) -> None:
         first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
         here, there = (["--database-url", url] for url in (server.database_url, database_url))
         run("jobs", "export", "--all", "--output", first, *here)
@@ -301,9 +278,7 @@ class TestAllJobs:
         assert (status, out, err.count("exists")) == (1, "", number)
         assert f"{number} of {number} jobs of {first} are not imported" in err
 
-    def test_one_that_is_refused_keeps_no_other_out(
-        self, run: Any, exported: Path, source: list[str], tmp_path: Path
-    ) -> None:
+    def test_one_that_is_refused_keeps_no_other_out(self, exported: Path, source: list[str], tmp_path: Path) -> None:
         first = decoded(exported.read_text())
         jobs = [first, *(renamed(first) for _ in range(3))]
         jobs[2][1]["batch_size"] = 32
@@ -319,14 +294,14 @@ class TestAllJobs:
         assert "line 17, format: " in no_export
         assert all_in_all == f"bso-server: 3 of 5 jobs of {file} are not imported"
 
-    def test_one_id_is_for_one_job(self, run: Any, exported: Path, source: list[str]) -> None:
+    def test_one_id_is_for_one_job(self, exported: Path, source: list[str]) -> None:
         exported.write_text(2 * exported.read_text())
         status, out, err = run("jobs", "import", exported, "--job-id", new_id(), *source)
         assert (status, out.count("is imported with 2 trials")) == (1, 1)
         assert "--job-id is for one" in err
 
     def test_a_token_that_may_not_ends_it_all(
-        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+        self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
         exported.write_text(3 * exported.read_text())
@@ -336,7 +311,7 @@ class TestAllJobs:
 
     @pytest.mark.parametrize(("status", "fails"), [(404, 0), (400, 1), (409, 1)])
     def test_no_job_is_left_out_but_one_that_is_gone(
-        self, run: Any, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
+        self, server: ServerProcess, job_id: str, monkeypatch: pytest.MonkeyPatch, status: int, fails: int
     ) -> None:
         stream = httpx.stream
 
@@ -351,23 +326,24 @@ class TestAllJobs:
         assert (ended, f"answered {status}" in err) == (fails, bool(fails))
         assert f'"{job_id}"' not in out
 
-    def test_no_table_of_all(self, run: Any, source: list[str]) -> None:
+    def test_no_table_of_all(self, source: list[str]) -> None:
         assert_failed(run("jobs", "export", "--all", "--format", "csv", *source), "name it")
 
-    def test_a_job_or_all_of_them(self, run: Any, source: list[str]) -> None:
+    def test_a_job_or_all_of_them(self, source: list[str]) -> None:
         for wrong in ([], ["some", "--all"]):
             status, _, err = run("jobs", "export", *wrong, *source)
             assert (status, "usage:" in err) == (2, True)
 
 
 class TestDelete:
-    def test_a_job(self, run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+    def test_a_job(self, server: ServerProcess, job_id: str, source: list[str]) -> None:
         assert run("jobs", "delete", job_id, *source) == (0, f"job {job_id} is deleted\n", "")
         assert httpx.get(f"{server.url}/api/jobs/{job_id}").status_code == 404
-        assert_failed(run("jobs", "delete", job_id, *source), f"unknown job '{job_id}'")
+        for command in ("delete", "show"):
+            assert_failed(run("jobs", command, job_id, *source), f"unknown job '{job_id}'")
 
 
-def test_a_trial_is_set_aside(run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+def test_a_trial_is_set_aside(server: ServerProcess, job_id: str, source: list[str]) -> None:
     assert run("jobs", "discard", job_id, 1, *source) == (0, f"trial 1 of job {job_id} is set aside\n", "")
     job = shown(server, job_id)
     assert [(trial["state"], trial["end_reason"]) for trial in job["trials"]] == [
@@ -380,7 +356,7 @@ def test_a_trial_is_set_aside(run: Any, server: ServerProcess, job_id: str, sour
     assert_failed(run("jobs", "discard", job_id, 3, *source), f"job '{job_id}' has no trial 3")
 
 
-def test_a_job_is_shared_and_no_more(run: Any, server: ServerProcess, job_id: str, source: list[str]) -> None:
+def test_a_job_is_shared_and_no_more(server: ServerProcess, job_id: str, source: list[str]) -> None:
     for _ in range(2):
         shared = f"job {job_id} is shared: every token with scope report may run trials of it\n"
         assert run("jobs", "share", job_id, *source) == (0, shared, "")
@@ -392,7 +368,7 @@ def test_a_job_is_shared_and_no_more(run: Any, server: ServerProcess, job_id: st
     assert_failed(run("jobs", "share", "none", *source), "unknown job 'none'")
 
 
-async def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path: Path) -> None:
+async def test_what_is_remembered_is_compared_with_the_trials(tmp_path: Path) -> None:
     database = f"sqlite:///{tmp_path / 'bso.sqlite3'}"
     async with service.job_service(database) as job:
         await job.reach(await job.suggest(), 500.0)
@@ -418,7 +394,7 @@ async def test_what_is_remembered_is_compared_with_the_trials(run: Any, tmp_path
 
 class TestTokens:
     def test_a_server_that_asks_for_a_token(
-        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+        self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
         source, job_id = ["--server-url", server.url], new_id()
@@ -437,16 +413,14 @@ class TestTokens:
             assert job_id in out or "trial_number" in out
 
     def test_a_token_that_allows_less(
-        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
+        self, guarded: tuple[ServerProcess, dict[str, str]], exported: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         server, tokens = guarded
         monkeypatch.setenv(TOKEN_VARIABLE, tokens["read"])
         for command in (["jobs", "import", exported], ["jobs", "delete", "any"]):
             assert_failed(run(*command, "--server-url", server.url), "403", "has no scope admin")
 
-    def test_a_token_in_the_url_is_taken_and_not_shown(
-        self, run: Any, guarded: tuple[ServerProcess, dict[str, str]]
-    ) -> None:
+    def test_a_token_in_the_url_is_taken_and_not_shown(self, guarded: tuple[ServerProcess, dict[str, str]]) -> None:
         server, tokens = guarded
         for url, words in (
             (server.url.replace("//", f"//me:{tokens['admin']}@"), "404"),
@@ -457,8 +431,12 @@ class TestTokens:
             assert tokens["admin"] not in output[2]
 
 
+def forgotten(reports: int) -> Output:
+    return 0, f"{reports} reports and 0 power-limit profiles are forgotten\n", ""
+
+
 class TestPrune:
-    def test_old_reports_are_forgotten(self, run: Any, tmp_path: Path, exported: Path, job_id: str) -> None:
+    def test_old_reports_are_forgotten(self, tmp_path: Path, exported: Path, job_id: str) -> None:
         job, *trials = decoded(exported.read_text())
         # One report of a trial that has ended, one that is the last of a running trial.
         assert [len(trial["epochs"]) for trial in trials] == [1, 1]
@@ -470,39 +448,21 @@ class TestPrune:
         run("jobs", "import", exported, *source)
         before = run("jobs", "show", job_id, *source)
 
-        assert run("db", "prune", "--older-than", "1500w", *source) == (
-            0,
-            "0 reports and 0 power-limit profiles are forgotten\n",
-            "",
-        )
-        assert run("db", "prune", "--older-than", "30d", *source) == (
-            0,
-            "2 reports and 0 power-limit profiles are forgotten\n",
-            "",
-        )
-        assert run("db", "prune", "--older-than", "0h", *source) == (
-            0,
-            "0 reports and 0 power-limit profiles are forgotten\n",
-            "",
-        )
+        for age, reports in (("1500w", 0), ("30d", 2), ("0h", 0)):
+            assert run("db", "prune", "--older-than", age, *source) == forgotten(reports)
         assert run("jobs", "show", job_id, *source) == before
 
-    def test_reports_of_the_last_hours_stay(self, run: Any, tmp_path: Path, exported: Path) -> None:
+    def test_reports_of_the_last_hours_stay(self, tmp_path: Path, exported: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'young.sqlite3'}"]
         run("db", "upgrade", *source)
         run("jobs", "import", exported, *source)
-        assert (
-            run("db", "prune", "--older-than", "12h", *source)[1]
-            == "0 reports and 0 power-limit profiles are forgotten\n"
-        )
-        assert (
-            run("db", "prune", "--older-than", "0h", *source)[1]
-            == "2 reports and 0 power-limit profiles are forgotten\n"
-        )
+        for age, reports in (("12h", 0), ("0h", 2)):
+            assert run("db", "prune", "--older-than", age, *source) == forgotten(reports)
 
-    def test_a_database_without_tables(self, run: Any, tmp_path: Path) -> None:
+    def test_a_database_without_tables(self, tmp_path: Path) -> None:
         source = ["--database-url", f"sqlite:///{tmp_path / 'empty.sqlite3'}"]
-        assert_failed(run("db", "prune", "--older-than", "1d", *source), "bso-server db upgrade")
+        for command in (["db", "prune", "--older-than", "1d"], ["jobs", "list"]):
+            assert_failed(run(*command, *source), "bso-server db upgrade")
 
     @pytest.mark.parametrize("age", ["", "30", "d", "1.5d", "-1d", "30m", "30D", "99999d", "1d ", "１d", "1d2h"])
     def test_ages_that_are_none(self, capsys: pytest.CaptureFixture[str], age: str) -> None:

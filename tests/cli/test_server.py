@@ -120,34 +120,6 @@ def test_list(used_server: ServerProcess) -> None:
         assert "night.ly-1" in bso_server("jobs", "list", *source).stdout
 
 
-def test_list_of_an_empty_server(server: ServerProcess) -> None:
-    assert bso_server("jobs", "list", "--server-url", server.url).stdout == "no jobs\n"
-
-
-def test_an_unknown_job_is_one_line_on_standard_error(used_server: ServerProcess) -> None:
-    for source in sources(used_server):
-        answer = bso_server("jobs", "show", "none", *source)
-        assert answer.returncode == 1
-        assert answer.stdout == ""
-        assert len(answer.stderr.splitlines()) == 1
-        assert "unknown job 'none'" in answer.stderr
-
-
-def test_no_server_is_one_line_naming_the_url() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    answer = bso_server("jobs", "list", "--server-url", url)
-    assert answer.returncode == 1
-    assert f"no answer from {url}" in answer.stderr
-    assert "Traceback" not in answer.stderr
-
-
-def test_reading_makes_no_database(tmp_path: Path) -> None:
-    absent = tmp_path / "absent.sqlite3"
-    answer = bso_server("jobs", "list", "--database-url", f"sqlite:///{absent}")
-    assert answer.returncode == 1
-    assert "bso-server db upgrade" in answer.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -23,10 +23,13 @@ DISPATCH = json.dumps({"job_id": "digits-1", "batch_size": 32, "trial_number": 3
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
 
+Parts = Callable[[], Iterator[bytes]]
+
+
 class Talker:
     """A server that answers each request with these parts, until they end or nobody listens any more."""
 
-    def __init__(self, parts: Callable[[], Iterator[bytes]], pause_s: float = 0.0) -> None:
+    def __init__(self, parts: Parts, pause_s: float = 0.0) -> None:
         self.parts, self.pause_s = parts, pause_s
         self.requests: list[bytes] = []
         self.sent = 0
@@ -62,7 +65,7 @@ class Talker:
 
 
 @contextmanager
-def talking(parts: Callable[[], Iterator[bytes]], pause_s: float = 0.0) -> Iterator[Talker]:
+def talking(parts: Parts, pause_s: float = 0.0) -> Iterator[Talker]:
     server = Talker(parts, pause_s)
     try:
         yield server
@@ -70,39 +73,44 @@ def talking(parts: Callable[[], Iterator[bytes]], pause_s: float = 0.0) -> Itera
         server.close()
 
 
+def whole(body: bytes, head: bytes = HEAD, more: bytes = b"") -> bytes:
+    """An answer with this body, after the beginning of its head and with `more` in the head."""
+    return head + more + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def client_of(server: Talker) -> BsoClient:
+    return BsoClient(server.url, retries=NO_RETRIES)
+
+
 def slow_head() -> Iterator[bytes]:
     yield HEAD
     for _ in range(600):
         yield b"x"
-    yield b": 1\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(DISPATCH), DISPATCH)
+    yield whole(DISPATCH, b": 1\r\nConnection: close\r\n")
 
 
 def slow_body() -> Iterator[bytes]:
-    padded = DISPATCH + b" " * 600
-    yield HEAD + b"Content-Length: %d\r\n\r\n" % len(padded)
-    for byte in padded:
+    yield HEAD + b"Content-Length: %d\r\n\r\n" % (len(DISPATCH) + 600)
+    for byte in DISPATCH + b" " * 600:
         yield bytes([byte])
 
 
 def endless_interim() -> Iterator[bytes]:
     for _ in range(600):
         yield b"HTTP/1.1 100 Continue\r\n\r\n"
-    yield HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(DISPATCH), DISPATCH)
+    yield whole(DISPATCH)
 
 
 @pytest.mark.parametrize("parts", [slow_head, slow_body, endless_interim])
-def test_an_answer_that_comes_byte_by_byte_ends_at_the_time_out(parts: Callable[[], Iterator[bytes]]) -> None:
-    with (
-        talking(parts, pause_s=0.02) as server,
-        BsoClient(server.url, timeout_s=0.3, retries=NO_RETRIES) as client,
-    ):
+def test_an_answer_that_comes_byte_by_byte_ends_at_the_time_out(parts: Parts) -> None:
+    with talking(parts, pause_s=0.02) as server, BsoClient(server.url, timeout_s=0.3, retries=NO_RETRIES) as client:
         with pytest.raises(ZeusBSOServerUnreachableError, match=r"timed out after 0\.3 s"):
             client.request_trial("digits-1")
         # The server would have talked 40 times as long.
         assert server.sent < sum(map(len, parts())) / 2
 
 
-def endless(status: bytes) -> Callable[[], Iterator[bytes]]:
+def endless(status: bytes) -> Parts:
     def parts() -> Iterator[bytes]:
         yield b"HTTP/1.1 %s\r\nConnection: close\r\n\r\n" % status
         for _ in range(256):
@@ -113,7 +121,7 @@ def endless(status: bytes) -> Callable[[], Iterator[bytes]]:
 
 @pytest.mark.parametrize("status", [b"200 OK", b"503 Service Unavailable", b"401 Unauthorized"])
 def test_an_answer_without_end_is_given_up(status: bytes) -> None:
-    with talking(endless(status)) as server, BsoClient(server.url, retries=NO_RETRIES) as client:
+    with talking(endless(status)) as server, client_of(server) as client:
         with pytest.raises(ZeusBSOServerUnreachableError, match="its answer is larger than 16777216 bytes"):
             client.end_trial(TRIAL)
         assert server.sent < 128 * 2**20
@@ -122,11 +130,8 @@ def test_an_answer_without_end_is_given_up(status: bytes) -> None:
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "gzip, identity"])
 def test_a_packed_answer_is_not_unpacked(encoding: str) -> None:
     packed = (zlib.compress if encoding == "deflate" else gzip.compress)(DISPATCH)
-
-    def parts() -> Iterator[bytes]:
-        yield HEAD + b"Content-Encoding: %s\r\nContent-Length: %d\r\n\r\n" % (encoding.encode(), len(packed)) + packed
-
-    with talking(parts) as server, BsoClient(server.url, retries=NO_RETRIES) as client:
+    answer = whole(packed, more=b"Content-Encoding: %s\r\n" % encoding.encode())
+    with talking(lambda: iter([answer])) as server, client_of(server) as client:
         with pytest.raises(ZeusBSOServerUnreachableError, match="its answer is encoded"):
             client.request_trial("digits-1")
         assert b"accept-encoding: identity\r\n" in server.requests[0].lower()
@@ -138,21 +143,13 @@ def test_a_packed_answer_is_not_unpacked(encoding: str) -> None:
     ids=["a charset that is none", "deep JSON", "a deep error"],
 )
 def test_no_answer_is_an_error_of_another_kind(head: bytes) -> None:
-    body = b"[" * 200_000
-
-    def parts() -> Iterator[bytes]:
-        yield head + b"Content-Length: %d\r\n\r\n" % len(body) + body
-
-    with (
-        talking(parts) as server,
-        BsoClient(server.url, retries=NO_RETRIES) as client,
-        pytest.raises(ZeusBSORuntimeError),
-    ):
+    answer = whole(b"[" * 200_000, head)
+    with talking(lambda: iter([answer])) as server, client_of(server) as client, pytest.raises(ZeusBSORuntimeError):
         client.end_trial(TRIAL)
 
 
 def one_answer() -> Iterator[bytes]:
-    yield HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(DISPATCH), DISPATCH)
+    yield whole(DISPATCH, more=b"Connection: close\r\n")
 
 
 @pytest.mark.parametrize("variable", ["HTTP_PROXY", "http_proxy", "ALL_PROXY"])

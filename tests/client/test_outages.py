@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from sqlalchemy.engine import make_url
 
 from tests.support.databases import POSTGRES_URL, administer, empty_database
 from tests.support.disks import fill, small_disk
+from tests.support.impostors import Impostor
 from tests.support.outage_training import DEFAULT_SIZE, EPOCHS, TRAININGS, train
 from tests.support.servers import ServerProcess
 from zeus_plugins.cli import main
@@ -33,28 +32,13 @@ PATIENCE_S = 30.0
 SMALL_DISK = "sqlite on a small disk"
 
 
-class Failing(BaseHTTPRequestHandler):
-    """Answers everything with 500."""
-
-    def do_any(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.send_response(500)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
-        """Keep the test's output clean."""
-
-
 @dataclass
 class Site:
     """A server, and what may happen to it."""
 
     server: ServerProcess
     outbox: Outbox
-    impostor: ThreadingHTTPServer | None = None
+    impostor: Impostor | None = None
 
     def is_killed(self) -> None:
         self.server.kill()
@@ -72,13 +56,11 @@ class Site:
 
     def answers_500(self) -> None:
         self.server.kill()
-        self.impostor = ThreadingHTTPServer(("127.0.0.1", self.server.port), Failing)
-        threading.Thread(target=self.impostor.serve_forever).start()
+        self.impostor = Impostor(500, self.server.port)
 
     def is_mended(self) -> None:
         assert self.impostor is not None
-        self.impostor.shutdown()
-        self.impostor.server_close()
+        self.impostor.close()
         self.server.start()
 
     def loses_database(self) -> None:
@@ -127,15 +109,13 @@ class Scenario:
 
     Attributes:
         strikes: By the points of `tests.support.outage_training`.
-        recovery: What mends it all after the training.
-        is_delivered_by_training: Whether nothing is left to ``zeus-plugins sync``.
+        recovery: What mends it all after the training; None if nothing is left to ``zeus-plugins sync``.
         origin: Of the trial.
         state: In which the trial ends.
     """
 
     strikes: Mapping[str, Strike]
     recovery: Strike | None
-    is_delivered_by_training: bool = False
     origin: Origin = Origin.EXPLORATION
     state: TrialState = TrialState.COMPLETED
 
@@ -147,14 +127,12 @@ SCENARIOS = {
     "away-and-back-before-the-end": Scenario(
         {"start": Site.is_killed, "epoch 2": Site.is_started, "epoch 3": Site.has_everything},
         recovery=None,
-        is_delivered_by_training=True,
         origin=Origin.OFFLINE,
     ),
     "away-after-the-dispatch": Scenario({"dispatched": Site.is_killed}, Site.is_started),
     "away-in-the-middle-and-back": Scenario(
         {"epoch 2": Site.is_killed, "epoch 3": Site.is_started, "epoch 4": Site.has_everything},
         recovery=None,
-        is_delivered_by_training=True,
     ),
     "away-in-the-middle": Scenario({"epoch 2": Site.is_killed}, Site.is_started),
     "away-and-never-at-the-target": Scenario({"epoch 2": Site.is_killed}, Site.is_started, state=TrialState.EXHAUSTED),
@@ -225,7 +203,7 @@ def test_a_training_ends_by_its_own_rule_and_the_server_has_everything_once_in_t
         assert f"after {EPOCHS} epochs, all that max_epochs allows" in seen["message"]
         assert "judged without the server" in seen["message"]
 
-    assert len(site.outbox.waiting()) == (0 if scenario.is_delivered_by_training else 1)
+    assert len(site.outbox.waiting()) == (0 if scenario.recovery is None else 1)
     if scenario.recovery is not None:
         scenario.recovery(site)
     monkeypatch.setenv("ZEUS_BSO_TIMEOUT_S", str(PATIENCE_S))

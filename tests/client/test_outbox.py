@@ -18,46 +18,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.outboxes import TRIAL, dispatched, evaluation, facts, items_of, left_by, no_more_room, sender
+from tests.support.contract_double import ContractDouble
+from tests.support.outboxes import (
+    TRIAL,
+    dispatched,
+    evaluation,
+    facts,
+    items_of,
+    left_by,
+    no_more_room,
+    sender,
+    taken_from,
+)
 from tests.support.properties import examples
 from tests.support.servers import ServerProcess
 from zeus_plugins.client.delivery import Delivered, deliver, deliver_waiting
 from zeus_plugins.client.http import BsoClient
-from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, OutboxFileError
+from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileError
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOServerUnreachableError
-from zeus_plugins.files import state_directory
-from zeus_plugins.protocol import Ending, OfflineTrial, TrialState
+from zeus_plugins.files import FileBusyError, state_directory
+from zeus_plugins.protocol import Ending, OfflineTrial, TrialId, TrialState
 
 TOO_LARGE = r"File too large|No space left"
 THREE = (evaluation(1), evaluation(2), Ending(detail="gone"))
+
+
+def trial(number: int) -> TrialId:
+    return TRIAL.model_copy(update={"trial_number": number})
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def test_what_was_put_in_comes_out_in_order_in_another_process(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
-    for item in THREE:
-        box.put(item)
-    box.close()
-
-    (path,) = outbox.waiting()
-    again = outbox.open(path)
-    assert (again.sender, again.trial, again.latest, len(again)) == (sender(TRIAL), TRIAL, evaluation(2), 3)
-    assert items_of(again) == list(THREE)
-    again.close()
+    path = left_by(outbox, sender(), *THREE)
+    assert outbox.waiting() == [path]
+    with closing(outbox.open(path)) as again:
+        assert (again.sender, again.trial, again.latest, len(again)) == (sender(), TRIAL, evaluation(2), 3)
+        assert items_of(again) == list(THREE)
     assert outbox.waiting() == []
 
 
 def test_a_later_run_of_the_trial_goes_on_with_its_file(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
-    box.put(THREE[0])
-    box.close()
-    box = outbox.box(sender(TRIAL))
-    box.put(THREE[1])
-    assert items_of(box) == list(THREE[:2])
-    box.close()
+    left_by(outbox, sender(), THREE[0])
+    path = left_by(outbox, sender(), THREE[1])
+    assert taken_from(outbox, path) == list(THREE[:2])
 
 
 def test_an_offline_trial_keeps_its_file_once_it_has_a_number(outbox: Outbox) -> None:
@@ -66,9 +72,8 @@ def test_an_offline_trial_keeps_its_file_once_it_has_a_number(outbox: Outbox) ->
     assert box.trial is None
     box.name(TRIAL)
     box.close()
-    named = outbox.box(sender(TRIAL, key="made-here"))
-    assert (named.trial, len(named)) == (TRIAL, 1)
-    named.close()
+    with closing(outbox.box(sender(TRIAL, key="made-here"))) as named:
+        assert (named.trial, len(named)) == (TRIAL, 1)
 
 
 def test_a_run_that_goes_on_with_a_file_notes_what_it_knows_of_the_trial(outbox: Outbox) -> None:
@@ -102,13 +107,13 @@ def test_a_job_id_with_letters_that_file_names_lack(outbox: Outbox) -> None:
 
 
 def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
+    box = outbox.box(sender())
     box.put(THREE[0])
-    with pytest.raises(OutboxFileBusyError):
+    with pytest.raises(FileBusyError):
         outbox.open(box.path)
     assert list(deliver_waiting(outbox, lambda _: pytest.fail("not ours to deliver"))) == []
     # Who has results of the same trial meanwhile does not wait.
-    with closing(outbox.box(sender(TRIAL))) as second:
+    with closing(outbox.box(sender())) as second:
         assert second.path != box.path
     box.close()
     outbox.open(box.path).close()
@@ -117,7 +122,7 @@ def test_a_file_is_one_processs_at_a_time(outbox: Outbox) -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing forks here")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_forked_child_keeps_no_file_locked(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
+    box = outbox.box(sender())
     box.put(THREE[0])
     reader, writer = os.pipe()
     child = os.fork()
@@ -135,14 +140,14 @@ def test_a_forked_child_keeps_no_file_locked(outbox: Outbox) -> None:
 
 
 def test_the_oldest_file_comes_first(outbox: Outbox) -> None:
-    paths = [left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": n})), THREE[0]) for n in (1, 2, 3)]
+    paths = [left_by(outbox, sender(trial(n)), THREE[0]) for n in (1, 2, 3)]
     for age_s, path in enumerate(sorted(paths)):
         os.utime(path, (1e9 - age_s, 1e9 - age_s))
     assert outbox.waiting() == sorted(paths, reverse=True)
 
 
 def write_and_die(directory: Path) -> None:
-    box = Outbox(directory).box(sender(TRIAL))
+    box = Outbox(directory).box(sender())
     for item in THREE:
         box.put(item)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -154,9 +159,7 @@ def test_what_was_put_in_outlives_kill_9(outbox: Outbox) -> None:
     process.join()
     assert process.exitcode == -signal.SIGKILL
     (path,) = outbox.waiting()
-    box = outbox.open(path)
-    assert items_of(box) == list(THREE)
-    box.close()
+    assert taken_from(outbox, path) == list(THREE)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -165,7 +168,7 @@ def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
     tmp_path_factory: pytest.TempPathFactory, cut: int, delivered: int
 ) -> None:
     outbox = Outbox(tmp_path_factory.mktemp("outbox"))
-    box = outbox.box(sender(TRIAL))
+    box = outbox.box(sender())
     sizes = [box.path.stat().st_size]
     for item in THREE:
         box.put(item)
@@ -181,14 +184,12 @@ def test_a_file_that_was_cut_off_anywhere_loses_its_last_line_at_most(
         again.drop_first()
     again.put(Ending(detail="after the cut"))
     again.close()
-    last = outbox.open(box.path)
-    assert items_of(last) == [*THREE[delivered:whole], Ending(detail="after the cut")]
-    last.close()
+    assert taken_from(outbox, box.path) == [*THREE[delivered:whole], Ending(detail="after the cut")]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n", b"something else\n", b'{"format": "zeus-outbox", "version": 2}\n'])
 def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) -> None:
-    path = left_by(outbox, sender(TRIAL), *THREE)
+    path = left_by(outbox, sender(), *THREE)
     path.write_bytes(content)
     with pytest.raises(OutboxFileError, match=re.escape(str(path))):
         outbox.open(path)
@@ -197,43 +198,22 @@ def test_a_file_that_is_none_is_told_and_left(outbox: Outbox, content: bytes) ->
     assert str(path) in (file.problem or "")
     assert path.read_bytes() == content
     # A training whose file that would be starts another, and the old one is not lost.
-    box = outbox.box(sender(TRIAL))
-    assert [kept.read_bytes() for kept in outbox.refused()] == [content]
-    box.close()
+    with closing(outbox.box(sender())):
+        assert [kept.read_bytes() for kept in outbox.refused()] == [content]
 
 
-def left_by_hand(outbox: Outbox) -> Path:
-    """A file that was written without locks."""
-    path = outbox.directory / sender(TRIAL).file_name()
-    path.write_text(sender(TRIAL).model_dump_json() + "\n")
-    return path
-
-
-def test_a_disk_that_is_full_spoils_nothing(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
+@pytest.mark.parametrize("delivered", [0, 2])
+def test_a_disk_that_is_full_spoils_nothing(outbox: Outbox, delivered: int) -> None:
+    box = outbox.box(sender())
     box.put(THREE[0])
     with no_more_room(box.path), pytest.raises(OSError, match=TOO_LARGE):
         box.put(THREE[1])
     box.put(THREE[2])
     assert len(box) == 3  # all of it is delivered as long as this process lives
+    for _ in range(delivered):
+        box.drop_first()
     box.close()
-    again = outbox.open(box.path)
-    assert items_of(again) == list(THREE)  # in order, as there is room again
-    again.close()
-
-
-def test_what_is_not_on_the_disk_does_not_count_among_its_lines(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
-    box.put(THREE[0])
-    with no_more_room(box.path), pytest.raises(OSError, match=TOO_LARGE):
-        box.put(THREE[1])
-    box.put(THREE[2])
-    box.drop_first()
-    box.drop_first()
-    box.close()
-    again = outbox.open(box.path)
-    assert items_of(again) == [THREE[2]]
-    again.close()
+    assert taken_from(outbox, box.path) == list(THREE[delivered:])  # in order, as there is room again
 
 
 def test_a_file_system_without_locks_is_told_at_once(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,16 +227,17 @@ def test_a_file_system_without_locks_is_told_at_once(outbox: Outbox, monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr("zeus_plugins.files._lock", lock)
         with pytest.raises(OSError, match="Function not implemented"):
-            outbox.box(sender(TRIAL))
+            outbox.box(sender())
         assert outbox.waiting() == []
-        path = left_by_hand(outbox)
+        path = outbox.directory / sender().file_name()
+        path.write_text(sender().model_dump_json() + "\n")
         (file,) = deliver_waiting(outbox, lambda _: pytest.fail("it cannot be locked"))
         assert "Function not implemented" in (file.problem or "")
     assert outbox.waiting() == [path]
 
 
 def test_a_file_that_somebody_removed_can_be_refused(outbox: Outbox) -> None:
-    box = outbox.box(sender(TRIAL))
+    box = outbox.box(sender())
     box.put(THREE[0])
     box.path.unlink()
     assert box.refuse() is None
@@ -266,7 +247,7 @@ def test_a_file_that_somebody_removed_can_be_refused(outbox: Outbox) -> None:
 def test_what_was_set_aside_stays(outbox: Outbox) -> None:
     aside = set()
     for item in THREE:
-        box = outbox.box(sender(TRIAL))
+        box = outbox.box(sender())
         box.put(item)
         aside.add(box.refuse())
     assert len(aside) == 3
@@ -286,16 +267,6 @@ def test_the_directory(environ: dict[str, str], directory: str) -> None:
     assert str(state_directory(environ)) == directory
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows knows its users otherwise")
-def test_the_directory_of_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user id that a container made up
-    directory = state_directory({})
-    # Others' directory for temporary files is shared: what is in it is named by its user, and made private.
-    assert (directory.name, directory.parent.name) == ("zeus-plugins", f"user-{os.geteuid()}")
-    assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/zeus-plugins")
-
-
 # --- delivery, to a real server ---------------------------------------------------------------------------------------
 
 
@@ -304,8 +275,8 @@ def synced(outbox: Outbox, client: BsoClient) -> list[Delivered]:
 
 
 def test_results_arrive_in_order_and_once(outbox: Outbox, client: BsoClient) -> None:
-    trial = dispatched(client)
-    left_by(outbox, sender(trial, url=client.server_url), evaluation(1), evaluation(2), evaluation(3, metric=0.95))
+    begun = dispatched(client)
+    left_by(outbox, sender(begun, url=client.server_url), evaluation(1), evaluation(2), evaluation(3, metric=0.95))
     (file,) = synced(outbox, client)
     assert (file.delivered, file.left, file.problem) == (3, 0, None)
     assert facts(client.show_job("digits-1")) == [(TrialState.COMPLETED, 3, 30)]
@@ -315,9 +286,9 @@ def test_results_arrive_in_order_and_once(outbox: Outbox, client: BsoClient) -> 
 @pytest.mark.parametrize("delivered", [1, 2, 3])
 def test_results_whose_answers_were_lost_arrive_once(outbox: Outbox, client: BsoClient, delivered: int) -> None:
     """The server has them, and whoever delivered them died before that was noted."""
-    trial = dispatched(client)
+    begun = dispatched(client)
     items = [evaluation(1), evaluation(2), evaluation(3, metric=0.95)]
-    path = left_by(outbox, sender(trial, url=client.server_url), *items)
+    path = left_by(outbox, sender(begun, url=client.server_url), *items)
     box = outbox.open(path)
     noted = box.path.read_bytes()
     for number in range(delivered):
@@ -345,24 +316,24 @@ def test_an_offline_trial_is_recorded_once(outbox: Outbox, client: BsoClient) ->
 
 
 def test_a_trial_whose_training_died_is_soon_given_up(outbox: Outbox, client: BsoClient) -> None:
-    trial = dispatched(client)
-    left_by(outbox, sender(trial, url=client.server_url), evaluation(1))
+    begun = dispatched(client)
+    left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
     synced(outbox, client)
-    heard = client.heartbeat(trial, regular=False)
+    heard = client.heartbeat(begun, regular=False)
     assert (heard.state, heard.lease_s) == (TrialState.RUNNING, 360)  # not the hour of a training that sends none
 
 
 def test_a_trial_that_was_suspended_stays_so(outbox: Outbox, client: BsoClient) -> None:
-    trial = dispatched(client)
+    begun = dispatched(client)
     preempted = Ending(outcome=TrialState.SUSPENDED)
-    left_by(outbox, sender(trial, url=client.server_url), evaluation(1), preempted)
+    left_by(outbox, sender(begun, url=client.server_url), evaluation(1), preempted)
     assert [file.delivered for file in synced(outbox, client)] == [2]
     assert facts(client.show_job("digits-1")) == [(TrialState.SUSPENDED, 1, 10)]
 
 
 def test_what_a_server_refuses_is_set_aside(outbox: Outbox, client: BsoClient) -> None:
-    trial = dispatched(client)
-    path = left_by(outbox, sender(trial, url=client.server_url), evaluation(1))
+    begun = dispatched(client)
+    path = left_by(outbox, sender(begun, url=client.server_url), evaluation(1))
     client.delete_job("digits-1")
     (file,) = synced(outbox, client)
     assert (file.delivered, file.left, file.set_aside) == (0, 1, path.with_suffix(".refused"))
@@ -371,18 +342,13 @@ def test_what_a_server_refuses_is_set_aside(outbox: Outbox, client: BsoClient) -
 
 
 def test_one_attempt_for_a_server_that_is_away(outbox: Outbox) -> None:
-    attempts: list[httpx.Request] = []
-
-    def away(request: httpx.Request) -> httpx.Response:
-        attempts.append(request)
-        raise httpx.ConnectError("Connection refused", request=request)
-
-    paths = {left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": n})), evaluation(1)) for n in (1, 2, 3)}
-    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
-    files = synced(outbox, client)
+    server = ContractDouble()
+    server.down = True
+    paths = {left_by(outbox, sender(trial(n)), evaluation(1)) for n in (1, 2, 3)}
+    files = synced(outbox, server.client().with_retries(NO_RETRIES))
     assert {file.path for file in files} == paths
     assert all("Connection refused" in (file.problem or "") and file.left == 1 for file in files)
-    assert len(attempts) == 1
+    assert server.attempts_while_down == 1
     assert set(outbox.waiting()) == paths
 
 
@@ -410,9 +376,7 @@ def answering(status: int, **answer: Any) -> BsoClient:
 def test_a_file_that_cannot_be_delivered_now_stays_and_holds_up_no_other(
     outbox: Outbox, status: int, answer: dict[str, Any]
 ) -> None:
-    first, second = (
-        left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": n})), evaluation(1)) for n in (1, 2)
-    )
+    first, second = (left_by(outbox, sender(trial(n)), evaluation(1)) for n in (1, 2))
     files = {file.path: file for file in synced(outbox, answering(status, **answer))}
     assert (files[first].left, files[first].set_aside) == (1, None)
     assert files[first].problem is not None
@@ -422,7 +386,7 @@ def test_a_file_that_cannot_be_delivered_now_stays_and_holds_up_no_other(
 
 def test_a_server_that_cannot_be_spoken_to_holds_up_no_other(outbox: Outbox) -> None:
     stuck = left_by(outbox, sender(TRIAL, url="embedded:///nowhere"), evaluation(1))
-    other = left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": 2})), evaluation(1))
+    other = left_by(outbox, sender(trial(2)), evaluation(1))
 
     def client_of(server_url: str) -> BsoClient:
         if server_url == "http://bso":
@@ -443,8 +407,8 @@ def test_results_of_other_servers_are_left_to_them(outbox: Outbox) -> None:
 
 
 def test_a_delivery_that_fails_halfway_goes_on_there(outbox: Outbox, server: ServerProcess, client: BsoClient) -> None:
-    trial = dispatched(client)
-    path = left_by(outbox, sender(trial, url=client.server_url), *(evaluation(epoch) for epoch in (1, 2, 3)))
+    begun = dispatched(client)
+    path = left_by(outbox, sender(begun, url=client.server_url), *(evaluation(epoch) for epoch in (1, 2, 3)))
     box = outbox.open(path)
     with pytest.raises(ZeusBSOServerUnreachableError):
         deliver(box, client, is_stopped=lambda: len(box) == 1 and server.kill() is not None)

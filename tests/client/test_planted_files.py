@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
-from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender
+from tests.support.impostors import Impostor
+from tests.support.outboxes import TRIAL, evaluation, items_of, left_by, sender, taken_from
 from zeus_plugins.cli import main
 from zeus_plugins.client.delivery import deliver_waiting
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFileError
@@ -76,21 +73,15 @@ def test_what_is_no_file_holds_nobody_up(outbox: Outbox, make: object) -> None:
     assert path.exists()
 
 
-def test_a_file_of_another_user_is_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_directories_of_another_user_are_left(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     path = left_by(outbox, sender(), evaluation(1))
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(OutboxFileError, match="is not a regular file of this user"):
         outbox.open(path)
-
-
-def test_a_directory_of_another_user_is_not_written_to(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    outbox.directory.mkdir(parents=True)
-    user = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(PermissionError, match="belongs to another user: set ZEUS_STATE_DIR"):
         outbox.box(sender())
-    assert list(outbox.directory.iterdir()) == []
+    assert list(outbox.directory.iterdir()) == [path]
 
 
 def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
@@ -104,11 +95,12 @@ def test_nobody_else_enters_the_directory(outbox: Outbox) -> None:
 def test_users_without_a_home_do_not_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)  # a user id that a container made up
-    places = []
     for user in (2**31 - 7, 2**31 - 8):
         monkeypatch.setattr(os, "geteuid", lambda user=user: user)
-        places.append(state_directory({}))
-    assert len(set(places)) == 2
+        directory = state_directory({})
+        # Others' directory for temporary files is shared: what is in it is named by its user, and made private.
+        assert (directory.name, directory.parent.name) == ("zeus-plugins", f"user-{user}")
+        assert state_directory({"XDG_STATE_HOME": "/x"}) == Path("/x/zeus-plugins")
 
 
 def test_a_file_without_end_is_not_read(outbox: Outbox) -> None:
@@ -153,64 +145,25 @@ def test_after_damage_nothing_is_taken_for_delivered_that_was_not(outbox: Outbox
     box.put(evaluation(6))
     box.drop_first()
     box.close()
-    again = outbox.open(path)
-    assert items_of(again) == [*waits, evaluation(6)][1:]
-    again.close()
+    assert taken_from(outbox, path) == [*waits, evaluation(6)][1:]
 
 
 # --- whom the token is shown to ---------------------------------------------------------------------------------------
-
-
-class Listening(ThreadingHTTPServer):
-    """Answers everything with 404, and keeps the tokens that it was shown."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.shown: list[str | None] = []
-        self.url = f"http://127.0.0.1:{self.server_port}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Listening
-
-    def do_any(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.shown.append(self.headers.get("Authorization"))
-        self.send_response(404)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - names fixed by the base class
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - named by the base class
-        """Keep the test's output clean."""
-
-
-@contextmanager
-def listening() -> Iterator[Listening]:
-    with Listening() as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 @pytest.mark.parametrize("by_environment", [True, False])
 def test_sync_shows_the_token_to_its_server_alone(
     outbox: Outbox, by_environment: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with listening() as ours, listening() as other:
+    with Impostor(404) as ours, Impostor(404) as other:
         for number, server in enumerate((ours, other), 1):
             left_by(outbox, sender(TRIAL.model_copy(update={"trial_number": number}), url=server.url), evaluation(1))
         monkeypatch.setenv("ZEUS_SERVER_URL", f"{ours.url}/")
         if by_environment:
             monkeypatch.setenv("ZEUS_BSO_TOKEN", "s3cret")
         main(["sync", *([] if by_environment else ["--token", "s3cret"])])
-        assert ours.shown == ["Bearer s3cret"]
-        assert other.shown == [None]
+        assert ours.tokens == ["Bearer s3cret"]
+        assert other.tokens == [None]
         complaint = capsys.readouterr().err
         assert f"{other.url} is sent no token, as the token belongs to {ours.url};" in complaint
         assert "s3cret" not in complaint
@@ -221,18 +174,18 @@ def test_a_token_without_a_server_goes_to_none(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ZEUS_SERVER_URL", raising=False)
-    with listening() as other:
+    with Impostor(404) as other:
         left_by(outbox, sender(url=other.url), evaluation(1))
         main(["sync", "--token", "s3cret"])
-        assert other.shown == [None]
+        assert other.tokens == [None]
         assert f"ZEUS_SERVER_URL={other.url} zeus-plugins sync" in capsys.readouterr().err
 
 
 def test_a_token_goes_where_the_user_says(outbox: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
-    with listening() as ours:
+    with Impostor(404) as ours:
         left_by(outbox, sender(url="http://old.invalid"), evaluation(1))
         main(["sync", "--token", "s3cret", "--server-url", ours.url])
-        assert ours.shown == ["Bearer s3cret"]
+        assert ours.tokens == ["Bearer s3cret"]
         assert "is sent no token" not in capsys.readouterr().err
 
 

@@ -15,11 +15,12 @@ from bso_server.core.model import Report, TrialRecord
 from bso_server.core.policy import judge
 from tests.support.contract_double import CONVERGED, COST_BOUND, KEEP_TRAINING, ContractDouble
 from tests.support.job_bench import seconds_and_joules
-from tests.support.outboxes import no_more_room
+from tests.support.outboxes import no_more_room, taken_from
 from tests.support.reporting import JOB, PATIENCE_S, Flaky, threads, training, until, warnings_in
-from zeus_plugins.client.outbox import Outbox, OutboxFileBusyError
+from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.client.reporter import judged_without_server
+from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import CreatedJob, Evaluation, Origin, StopRule, TrainingResult, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
@@ -38,17 +39,8 @@ from zeus_plugins.training.session import TrialSession
 def test_both_sides_come_to_the_same_verdict(
     metric: float, cost_j: float, epoch: int, bound: float | None, max_epochs: int, higher: bool, eta: float
 ) -> None:
-    registration = CreatedJob.model_validate(
-        {
-            **JOB.model_dump(),
-            "max_epochs": 10,
-            "higher_is_better_metric": higher,
-            "eta_knob": eta,
-            "max_power": 100,
-            "number_of_gpus": 1,
-            "gpu_model": "A40",
-        }
-    )
+    fields = {**JOB.model_dump(), "max_epochs": 10, "higher_is_better_metric": higher, "eta_knob": eta}
+    registration = CreatedJob.model_validate({**fields, "max_power": 100, "number_of_gpus": 1, "gpu_model": "A40"})
     rule = StopRule(max_cost_j=bound, max_epochs=max_epochs)
     evaluation = Evaluation(time=cost_j / 100, energy=cost_j, metric=metric, current_epoch=epoch)
     spent_j = registration.cost_j(time_s=evaluation.time, energy_j=evaluation.energy)
@@ -78,6 +70,15 @@ def test_a_training_is_judged_by_the_rule_that_came_last(outbox: Outbox) -> None
 # --- away and back ----------------------------------------------------------------------------------------------------
 
 
+def away_after_a_report(*verdicts: dict[str, Any] | int) -> tuple[Flaky, TrialSession]:
+    """A server that went away before a training's first report, and the training."""
+    server = Flaky(*verdicts)
+    session = training(server)
+    server.down = True
+    assert not session.report_evaluation(0.1).stop_train
+    return server, session
+
+
 def test_results_wait_and_arrive_in_order_when_the_server_is_back(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -95,21 +96,14 @@ def test_results_wait_and_arrive_in_order_when_the_server_is_back(
     assert session.report_evaluation(0.95).converged
     session.end()
     sent = server.sent("POST", "/report")
-    assert [(body["metric"], body["current_epoch"], body["time"]) for body in sent] == [
-        (0.1, 1, 1),
-        (0.2, 2, 2),
-        (0.3, 3, 3),
-        (0.95, 4, 4),
-    ]
+    facts = [(body["metric"], body["current_epoch"], body["time"]) for body in sent]
+    assert facts == [(0.1, 1, 1), (0.2, 2, 2), (0.3, 3, 3), (0.95, 4, 4)]
     assert [body["judged_by"] is not None for body in sent] == [False, True, True, False]
     assert len(warnings_in(caplog)) == 1
 
 
 def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
-    server = Flaky(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+    server, session = away_after_a_report(KEEP_TRAINING, KEEP_TRAINING, CONVERGED)
     session.report_evaluation(0.2)
     server.down = False  # and nobody knows yet
     session.report_evaluation(0.95)
@@ -120,9 +114,7 @@ def test_no_result_overtakes_those_that_wait(outbox: Outbox) -> None:
 
 def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> None:
     server = ContractDouble(KEEP_TRAINING, CONVERGED)
-    session = TrialSession(JOB, server.client().with_retries(NO_RETRIES), seconds_and_joules(1.0, 10.0))
-    session.ask()
-    session.begin_measurement()
+    session = training(server, server.client().with_retries(NO_RETRIES))
     server.down = True
     session.report_evaluation(0.1)
     server.down = False
@@ -135,9 +127,7 @@ def test_results_for_a_zeus_server_arrive_when_it_is_back(outbox: Outbox) -> Non
 def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
     server = Flaky(KEEP_TRAINING, CONVERGED)
     server.interval_s = 1e5
-    session = TrialSession(JOB, server.client(timeout_s=1e5), seconds_and_joules(1.0, 10.0))
-    session.ask()
-    session.begin_measurement()
+    session = training(server, server.client(timeout_s=1e5))
     until(lambda: server.heartbeats)
     server.down = True
     session.report_evaluation(0.1)
@@ -150,10 +140,7 @@ def test_nothing_waits_for_the_next_heartbeat(outbox: Outbox) -> None:
 
 
 def test_a_rule_that_comes_late_is_judged_by(outbox: Outbox) -> None:
-    server = Flaky({**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}})
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+    server, session = away_after_a_report({**KEEP_TRAINING, "stop_rule": {"max_cost_j": 150, "max_epochs": 4}})
     server.down = False
     until(lambda: not outbox.waiting())
     assert session.trial.stop_rule == StopRule(max_cost_j=150, max_epochs=4)
@@ -177,10 +164,7 @@ def test_the_end_is_tried_once(outbox: Outbox) -> None:
 
 
 def test_what_waited_and_is_refused_is_set_aside(outbox: Outbox) -> None:
-    server = Flaky(404)
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+    server, session = away_after_a_report(404)
     server.down = False
     until(outbox.refused)
     assert outbox.waiting() == []
@@ -204,10 +188,7 @@ def test_a_trial_that_has_ended_elsewhere_gets_no_more_heartbeats() -> None:
 
 
 def test_a_verdict_that_comes_late_stops_the_training(outbox: Outbox) -> None:
-    server = Flaky(COST_BOUND)
-    session = training(server)
-    server.down = True
-    assert not session.report_evaluation(0.1).stop_train
+    server, session = away_after_a_report(COST_BOUND)
     server.down = False
     until(lambda: not outbox.waiting())
     verdict = session.report_evaluation(0.2)
@@ -279,13 +260,16 @@ def test_a_token_that_was_revoked_loses_nothing(outbox: Outbox, caplog: pytest.L
     assert f"wait in {outbox.waiting()[0]}" in warnings_in(caplog)[1]
 
 
-def test_without_a_place_to_write_results_are_kept_in_memory(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def no_outbox(outbox: Outbox) -> None:
+    """The results of a training can be in its memory only."""
     outbox.directory.parent.mkdir(parents=True)
     outbox.directory.write_text("not a directory")
-    server = Flaky(KEEP_TRAINING, CONVERGED)
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+
+
+@pytest.mark.usefixtures("no_outbox")
+def test_without_a_place_to_write_results_are_kept_in_memory(caplog: pytest.LogCaptureFixture) -> None:
+    server, session = away_after_a_report(KEEP_TRAINING, CONVERGED)
     assert any("are lost if this process ends before it is back" in warning for warning in warnings_in(caplog))
     server.down = False
     until(lambda: server.sent("POST", "/report"))
@@ -293,13 +277,9 @@ def test_without_a_place_to_write_results_are_kept_in_memory(outbox: Outbox, cap
     session.end()
 
 
-def test_results_in_memory_can_be_refused(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
-    outbox.directory.parent.mkdir(parents=True)
-    outbox.directory.write_text("not a directory")
-    server = Flaky(404)
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+@pytest.mark.usefixtures("no_outbox")
+def test_results_in_memory_can_be_refused(caplog: pytest.LogCaptureFixture) -> None:
+    server, session = away_after_a_report(404)
     server.down = False
     until(lambda: any("the server refuses this trial" in warning for warning in warnings_in(caplog)))
     assert not session.report_evaluation(0.2).stop_train
@@ -308,13 +288,9 @@ def test_results_in_memory_can_be_refused(outbox: Outbox, caplog: pytest.LogCapt
     assert len(server.sent("POST", "/report")) == 1
 
 
-def test_results_in_memory_that_go_with_the_process_are_told(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
-    outbox.directory.parent.mkdir(parents=True)
-    outbox.directory.write_text("not a directory")
-    server = Flaky()
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+@pytest.mark.usefixtures("no_outbox")
+def test_results_in_memory_that_go_with_the_process_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, session = away_after_a_report()
     session.end(KeyboardInterrupt())
     assert "2 results of job digits-1 are lost" in warnings_in(caplog)[-1]
     assert "sync" not in warnings_in(caplog)[-1]
@@ -324,10 +300,7 @@ def test_results_in_memory_that_go_with_the_process_are_told(outbox: Outbox, cap
 def test_the_last_word_on_a_full_disk_is_the_truth(
     is_freed: bool, outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = Flaky()
-    session = training(server)
-    server.down = True
-    session.report_evaluation(0.1)
+    _, session = away_after_a_report()
     (path,) = outbox.waiting()
     with no_more_room(path):
         session.report_evaluation(0.2)
@@ -341,10 +314,8 @@ def test_the_last_word_on_a_full_disk_is_the_truth(
         assert [word.split(" of job")[0] for word in words] == ["4 results"]
         assert len(kept) == 4
     else:
-        assert [" ".join(word.split()[:6]) for word in words] == [
-            "1 results of job digits-1 wait",
-            "3 results of job digits-1 are",
-        ]
+        starts = [" ".join(word.split()[:6]) for word in words]
+        assert starts == ["1 results of job digits-1 wait", "3 results of job digits-1 are"]
         assert len(kept) == 1
 
 
@@ -410,13 +381,11 @@ def test_what_is_left_to_a_thread_that_hangs_is_free_when_that_is_through(outbox
     assert server.asked.wait(PATIENCE_S)
     session.end(KeyboardInterrupt())
     (path,) = outbox.waiting()
-    with pytest.raises(OutboxFileBusyError):
+    with pytest.raises(FileBusyError):
         outbox.open(path)
     server.go_on.set()
     until(lambda: threads() == [])
-    box = outbox.open(path)
-    assert len(box) == 1
-    box.close()
+    assert len(taken_from(outbox, path)) == 1
 
 
 def test_a_zeus_server_gets_no_heartbeats() -> None:

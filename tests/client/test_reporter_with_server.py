@@ -11,9 +11,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.support.contract_double import ContractDouble
 from tests.support.job_bench import seconds_and_joules
 from tests.support.reporting import JOB, threads, until, warnings_in
 from tests.support.servers import ServerProcess
@@ -22,7 +22,7 @@ from zeus_plugins.client.http import BsoClient
 from zeus_plugins.client.outbox import Outbox
 from zeus_plugins.client.port import NO_RETRIES
 from zeus_plugins.errors import ZeusBSOConfigError
-from zeus_plugins.protocol import JobSpecFromClient, Origin, TrialId, TrialState
+from zeus_plugins.protocol import Origin, TrialId, TrialState
 from zeus_plugins.training.session import TrialSession
 
 # --- starting without the server --------------------------------------------------------------------------------------
@@ -36,38 +36,38 @@ def session_of(client: BsoClient, job: JobSpec) -> TrialSession:
     return TrialSession(job, client, seconds_and_joules(1.0, 10.0))
 
 
+def begun(client: BsoClient, job: JobSpec) -> TrialSession:
+    session = session_of(client, job)
+    session.ask()
+    session.begin_measurement()
+    return session
+
+
 def test_a_trial_that_began_without_the_server_is_recorded_when_it_comes(
     server: ServerProcess, client: BsoClient, outbox: Outbox
 ) -> None:
     server.kill()
-    session = session_of(client, named_job())
-    assert session.ask() == JOB.default_batch_size
-    assert (session.trial.trial_number, session.trial.reason) == (
-        None,
-        "the default size, as the server could not be reached",
-    )
-    session.begin_measurement()
+    session = begun(client, named_job())
+    trial = session.trial
+    assert (trial.batch_size, trial.trial_number) == (JOB.default_batch_size, None)
+    assert trial.reason == "the default size, as the server could not be reached"
     session.report_evaluation(0.1)
     server.start()
     until(lambda: session.trial.trial_number == 1 and not outbox.waiting())
     assert session.report_evaluation(0.95).converged
     session.end()
-    (trial,) = client.show_job(session.trial.job_id).trials
-    assert (trial.state, trial.origin, trial.epochs, trial.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
+    (shown,) = client.show_job(trial.job_id).trials
+    assert (shown.state, shown.origin, shown.epochs, shown.energy_j) == (TrialState.COMPLETED, "offline", 2, 20)
 
 
 def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    attempts: list[httpx.Request] = []
-
-    def away(request: httpx.Request) -> httpx.Response:
-        attempts.append(request)
-        raise httpx.ConnectError("Connection refused", request=request)
-
-    client = BsoClient("http://bso", retries=NO_RETRIES, transport=httpx.MockTransport(away))
+    server = ContractDouble()
+    server.down = True
+    client = server.client().with_retries(NO_RETRIES)
     session = session_of(client, JOB)
     session.ask()
-    asked = len(attempts)
-    until(lambda: len(attempts) > asked + 1)
+    asked = server.attempts_while_down
+    until(lambda: server.attempts_while_down > asked + 1)
     (warning,) = warnings_in(caplog)
     assert "This training takes the default batch size 64 of job digits-1" in warning
     state = session.state_dict()
@@ -76,8 +76,8 @@ def test_a_server_that_stays_away_is_told_of_once(caplog: pytest.LogCaptureFixtu
     caplog.clear()
     session = session_of(client, JOB)
     assert session.resume(state)
-    asked = len(attempts)
-    until(lambda: len(attempts) > asked + 1)
+    asked = server.attempts_while_down
+    until(lambda: server.attempts_while_down > asked + 1)
     (warning,) = warnings_in(caplog)
     assert "goes on with the checkpoint's trial" in warning
     session.end()
@@ -96,9 +96,7 @@ def test_the_next_training_delivers_what_the_last_one_left(
 ) -> None:
     job = named_job()
     server.kill()
-    first = session_of(client, job)
-    first.ask()
-    first.begin_measurement()
+    first = begun(client, job)
     assert first.report_evaluation(0.95).converged
     first.end()
     assert len(outbox.waiting()) == 1
@@ -106,18 +104,9 @@ def test_the_next_training_delivers_what_the_last_one_left(
     second = session_of(client, job)
     second.ask()
     assert outbox.waiting() == []
-    assert [trial.state for trial in client.show_job(job.job_id or "").trials] == [
-        TrialState.COMPLETED,
-        TrialState.RUNNING,
-    ]
+    states = [trial.state for trial in client.show_job(job.job_id or "").trials]
+    assert states == [TrialState.COMPLETED, TrialState.RUNNING]
     second.end()
-
-
-def test_a_server_that_refuses_the_job_is_an_error_before_the_training(client: BsoClient) -> None:
-    job = named_job()
-    client.register(JobSpecFromClient.of(job, seconds_and_joules(1.0, 1.0).gpus()))
-    with pytest.raises(ZeusBSOConfigError, match="max_epochs is 4, not 5"):
-        session_of(client, job.model_copy(update={"max_epochs": 5})).ask()
 
 
 def test_on_unreachable_must_be_known() -> None:
@@ -129,9 +118,7 @@ def test_on_unreachable_must_be_known() -> None:
 
 
 def test_a_resumed_training_knows_what_waits(server: ServerProcess, client: BsoClient, outbox: Outbox) -> None:
-    session = session_of(client, named_job())
-    session.ask()
-    session.begin_measurement()
+    session = begun(client, named_job())
     state = session.state_dict()
     server.kill()
     for metric in (0.1, 0.2):
@@ -157,9 +144,7 @@ def test_a_trial_that_began_without_the_server_is_resumed_as_the_same(
 ) -> None:
     job = named_job()
     server.kill()
-    session = session_of(client, job)
-    session.ask()
-    session.begin_measurement()
+    session = begun(client, job)
     session.report_evaluation(0.1)
     state = session.state_dict()
     session.end(KeyboardInterrupt())
@@ -201,7 +186,7 @@ def test_heartbeats_keep_a_trial_alive_until_its_end(impatient: BsoClient) -> No
     beating.ask()
     assert len(threads()) == 2
     assert alone._reporter is not None
-    alone._reporter._thread.stop()  # as if its process were gone
+    alone._reporter._stopped.set()  # as if its process were gone
     until(lambda: state_of(impatient, alone.trial.trial_id) is TrialState.ABANDONED)
     assert state_of(impatient, beating.trial.trial_id) is TrialState.RUNNING
     beating.end()
@@ -255,12 +240,11 @@ def test_no_heartbeat_wakes_a_suspended_trial(impatient: BsoClient) -> None:
     assert state_of(impatient, session.trial.trial_id) is TrialState.SUSPENDED
 
 
-def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient) -> None:
-    session = session_of(impatient, named_job())
-    session.ask()
+def test_a_report_brings_an_abandoned_trial_back(impatient: BsoClient, tmp_path: Path) -> None:
+    session = begun(impatient, named_job())
     assert session._reporter is not None
-    session._reporter._thread.stop()
+    until(lambda: has_heartbeats(tmp_path / "bso.sqlite3"))
+    session._reporter._stopped.set()
     until(lambda: state_of(impatient, session.trial.trial_id) is TrialState.ABANDONED)
-    session.begin_measurement()
     assert session.report_evaluation(0.95).converged
     session.end()

@@ -15,8 +15,9 @@ import pytest
 from tests.support import dashboards
 from tests.support.jobs import job
 from tests.support.screenshots import browser_path
-from tests.support.servers import ServerProcess, bso_server, free_port
-from tests.support.tokens import bearer
+from tests.support.servers import ServerProcess, free_port
+from tests.support.tokens import bearer, make_token
+from tests.support.wire import begin
 
 EXECUTABLE = browser_path()
 
@@ -160,7 +161,6 @@ def test_a_chart_is_read_with_the_keyboard(tab: Tab) -> None:
     page.wait_for_url("**/trials/1")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
-    tab.close()
 
 
 def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
@@ -179,7 +179,6 @@ def test_somebody_steps_through_the_decisions(tab: Tab) -> None:
     page.wait_for_url("**/trials/3")
     page.click("#moment")
     page.wait_for_selector("h1:has-text('Run 3 got')")
-    tab.close()
 
 
 def test_a_mark_tells_of_itself_when_pointed_at(tab: Tab) -> None:
@@ -190,7 +189,6 @@ def test_a_mark_tells_of_itself_when_pointed_at(tab: Tab) -> None:
     assert page.query_selector("#tip") is None
     page.click("#costs a[href$='trials/10']")
     page.wait_for_url("**/trials/10")
-    tab.close()
 
 
 def test_the_slider_shows_at_once_what_another_eta_means(tab: Tab) -> None:
@@ -205,15 +203,13 @@ def test_the_slider_shows_at_once_what_another_eta_means(tab: Tab) -> None:
     page.keyboard.press("Home")
     page.wait_for_selector("h1:has-text('At η = 0,')")
     assert page.inner_text("#replay").endswith("--eta 0.5 --eta 0 --beta 2")
-    tab.close()
 
 
-def begun(server: ServerProcess, token: str, **fields: object) -> tuple[httpx.Client, dict[str, Any]]:
+def begun(server: ServerProcess, token: str) -> tuple[httpx.Client, dict[str, Any]]:
     """A job of which a training has begun, and who reports of it."""
     http = httpx.Client(base_url=server.url, headers=bearer(token))
-    http.post("/jobs", json=job(job_id="job-live", **fields)).raise_for_status()
-    trial = http.get("/jobs/batch_size", params={"job_id": "job-live"}).raise_for_status().json()
-    return http, {name: trial[name] for name in ("job_id", "batch_size", "trial_number")}
+    http.post("/jobs", json=job(job_id="job-live")).raise_for_status()
+    return http, begin(http, "job-live")
 
 
 def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> None:
@@ -223,11 +219,7 @@ def report(http: httpx.Client, trial: dict[str, Any], epoch: int) -> None:
 
 @pytest.fixture
 def token(server: ServerProcess) -> str:
-    command = ("token", "create", "--name", "all", "--scope", "admin", "--database-url", server.database_url)
-    made = bso_server(*command)
-    found = re.search(r"zbso_\w+_[\w-]+", made.stdout)
-    assert found, made
-    return found[0]
+    return make_token(server.database_url, "admin")
 
 
 def log_in(tab: Tab, token: str, address: str = "") -> Page:
@@ -260,7 +252,7 @@ def test_somebody_logs_in_and_sees_an_epoch_arrive(browser: Any, server: ServerP
 
     page.goto(f"{server.url}/ui/")
     page.fill("#q", "half a na")
-    http.get("/jobs/batch_size", params={"job_id": "job-live"}).raise_for_status()
+    begin(http, "job-live")
     page.wait_for_selector(".live:has-text('2')")
     assert page.input_value("#q") == "half a na"
     page.click("text=Log out")
@@ -291,7 +283,6 @@ def test_a_hidden_tab_asks_for_nothing(tab: Tab) -> None:
     assert len(tab.asked) == before
     with page.expect_request(lambda _: True):
         page.evaluate(f"{hide % 'false'}; document.dispatchEvent(new Event('visibilitychange'))")
-    tab.close()
 
 
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")

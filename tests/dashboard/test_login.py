@@ -11,25 +11,16 @@ import pytest
 from bso_server.core.access import Scope
 from bso_server.service.tokens import SESSION_S, Authenticator, Tokens
 from tests.support.dashboard_pages import Page
-from tests.support.service import open_store, run_apart
-from tests.support.tokens import bearer
+from tests.support.service import open_store
+from tests.support.tokens import bearer, make_token
 from tests.support.wire import assert_refused
-
-
-def token_in(database_url: str, scope: Scope = Scope.READ) -> str:
-    async def run() -> str:
-        async with open_store(database_url) as store:
-            token, _ = await Tokens(store).create("somebody", [scope])
-        return token
-
-    return run_apart(run)
 
 
 class TestLogin:
     async def test_a_token_opens_the_pages_and_nothing_else(
         self, new_database: str, new_http: httpx.AsyncClient
     ) -> None:
-        token = token_in(new_database, Scope.ADMIN)
+        token = make_token(new_database, "admin")
         asked = await new_http.get("/ui/jobs/none?x=1", headers={"Sec-Fetch-Site": "cross-site", **LINK})
         assert asked.status_code == 401
         assert "www-authenticate" not in asked.headers
@@ -54,18 +45,18 @@ class TestLogin:
         assert (await new_http.get("/ui/", headers=bearer(token))).status_code == 200
 
     async def test_behind_https_the_cookie_is_for_https(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        token = token_in(new_database)
+        token = make_token(new_database, "read")
         answer = await new_http.post("/ui/login", data={"token": token}, headers={"X-Forwarded-Proto": "https"})
         assert answer.headers["set-cookie"].endswith("; Secure")
 
     @pytest.mark.parametrize("to", ["//evil.example", "https://evil.example", "a\r\nSet-Cookie: b", "a b", "\\evil"])
     async def test_it_leads_to_no_other_site(self, new_database: str, new_http: httpx.AsyncClient, to: str) -> None:
-        token = token_in(new_database)
+        token = make_token(new_database, "read")
         answer = await new_http.post("/ui/login", data={"token": token, "to": to})
         assert urljoin("http://localhost/p/ui/login", answer.headers["location"]).startswith("http://localhost/p/ui/")
 
     async def test_other_pages_cannot_send_the_forms(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        token = token_in(new_database)
+        token = make_token(new_database, "read")
         for path in ("/ui/login", "/ui/logout"):
             for headers in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
                 answer = await new_http.post(path, data={"token": token}, headers=headers)
@@ -73,7 +64,7 @@ class TestLogin:
                 assert "set-cookie" not in answer.headers
 
     async def test_a_wrong_token_is_asked_for_again(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        token_in(new_database)
+        make_token(new_database, "read")
         for token in ("", "nonsense", "zbso_01234567_" + "a" * 43):
             answer = await new_http.post("/ui/login", data={"token": token, "to": "jobs/a"})
             assert answer.status_code == 401
@@ -89,7 +80,7 @@ class TestTokens:
         assert (await http.post("/ui/login", data={"token": token})).status_code == 303
 
     async def test_an_administrator_revokes_a_token(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        admin, other = token_in(new_database, Scope.ADMIN), token_in(new_database)
+        admin, other = make_token(new_database, "admin"), make_token(new_database, "read")
         other_id = other.split("_")[1]
         await self.log_in(new_http, admin)
         page = await new_http.get("/ui/tokens")
@@ -115,7 +106,7 @@ class TestTokens:
         assert "<b>" not in unknown.text
 
     async def test_nobody_else_sees_them(self, new_database: str, new_http: httpx.AsyncClient) -> None:
-        token = token_in(new_database, Scope.REPORT)
+        token = make_token(new_database, "report")
         assert (await new_http.get("/ui/tokens")).status_code == 401
         for headers in ({}, bearer(token)):
             await self.log_in(new_http, token)

@@ -114,13 +114,8 @@ async def test_what_is_remembered_of_old_runs_changes_with_them(file: Path) -> N
         "UPDATE jobs SET event_count = 10001",
         "UPDATE jobs SET event_count = 10002",
     )
-    assert [[each.reached for each in page.older[:2]] for page in pages] == [
-        [90, 90],
-        [89, 90],
-        [89, 89],
-        [89, 90],
-        [89, 90],
-    ]
+    reached = [[90, 90], [89, 90], [89, 89], [89, 90], [89, 90]]
+    assert [[each.reached for each in page.older[:2]] for page in pages] == reached
     saved = [page.view.savings for page in pages]
     assert saved[3] is not None
     assert saved[0] is not None

@@ -88,10 +88,7 @@ async def test_links_lead_to_pages_wherever_a_slash_ends_an_address(http: httpx.
 
 
 async def test_a_job_may_be_called_as_the_pages_are(new_database: str, new_http: httpx.AsyncClient) -> None:
-    async def fill(life: dashboards.Life) -> None:
-        await life.register("ui")
-
-    dashboards.filled(new_database, fill)
+    dashboards.filled(new_database, dashboards.registering("ui"))
     for address in ("/ui/jobs/ui", "/ui/jobs/ui/"):
         links = Page((await new_http.get(address)).raise_for_status().text).links
         assert "/ui/health" in {urljoin(address, link) for link in links}
@@ -129,11 +126,7 @@ async def test_what_is_wrong_is_told_as_a_page_or_as_json(http: httpx.AsyncClien
 
 
 async def test_a_job_named_like_a_twin_has_a_page(new_database: str, new_http: httpx.AsyncClient) -> None:
-    async def fill(life: dashboards.Life) -> None:
-        await life.register("a.json")
-        await life.register("a")
-
-    dashboards.filled(new_database, fill)
+    dashboards.filled(new_database, dashboards.registering("a.json", "a"))
     links = Page((await new_http.get("/ui/")).text).links
     assert {"./jobs/a", "./jobs/a.json/"} <= set(links)
     assert "a.json" in Page((await new_http.get("/ui/jobs/a.json/")).text).text
@@ -173,12 +166,8 @@ async def test_a_report_is_one_file_that_leads_nowhere(dashboard_database: str, 
 async def test_jobs_are_found_by_a_part_of_their_names_page_by_page(
     new_database: str, new_http: httpx.AsyncClient
 ) -> None:
-    async def named(life: dashboards.Life) -> None:
-        for number in range(60):
-            await life.register(f"job-{number:02}")
-        await life.register("other_x")
-
-    dashboards.filled(new_database, named)
+    names = [f"job-{number:02}" for number in range(60)]
+    dashboards.filled(new_database, dashboards.registering(*names, "other_x"))
     first = Page((await new_http.get("/ui/", params={"q": "job-"})).text)
     assert len([link for link in first.links if link.startswith("./jobs/job-")]) == 50
     (following,) = [link for link in first.links if link.startswith("?after")]

@@ -44,10 +44,7 @@ async def test_the_page_says_where_another_size_would_be_the_best(
 
 @pytest.mark.parametrize("beta", [4 / 3, 1e6, 0.00125])
 async def test_a_jobs_own_beta_can_be_asked_about(new_database: str, new_http: httpx.AsyncClient, beta: float) -> None:
-    async def fill(life: dashboards.Life) -> None:
-        await life.register("job-1", beta_knob=beta)
-
-    dashboards.filled(new_database, fill)
+    dashboards.filled(new_database, dashboards.registering("job-1", beta_knob=beta))
     address = "/ui/jobs/job-1/whatif"
     page = Page((await new_http.get(address)).raise_for_status().text)
     (twin,) = [link for link in page.links if "whatif.json" in link]

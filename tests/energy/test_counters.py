@@ -116,23 +116,6 @@ def test_counters_are_millijoules_and_their_rise_is_summed_over_the_gpus() -> No
     assert monitor.gpus() == GpuConfig(max_power=1400.0, number_of_gpus=2, gpu_model=H200)
 
 
-def test_windows_of_nvml_overlap_without_touching_each_other() -> None:
-    nvml, clock = FakeNvml(), Clock()
-    monitor = NvmlMonitor(nvml=nvml, clock=clock)
-
-    def go_on(time_s: float, energy_mj: int) -> None:
-        clock.now_s += time_s
-        nvml.machine[0].spend(energy_mj)
-
-    monitor.begin_window("training")
-    go_on(1.0, 1_000)
-    monitor.begin_window("epoch")
-    go_on(2.0, 20_000)
-    assert monitor.end_window("training") == Measurement(3.0, 21.0, "nvml")
-    go_on(4.0, 300_000)
-    assert monitor.end_window("epoch") == Measurement(6.0, 320.0, "nvml")
-
-
 def test_a_name_in_bytes_is_decoded() -> None:
     assert NvmlMonitor(nvml=FakeNvml([FakeGpu(name=b"Tesla V100-SXM2-16GB")])).gpus().gpu_model == V100
     with pytest.raises(EnergyUnavailableError, match=r"^GPU 0 \(Tesla P100\)"):
@@ -287,12 +270,6 @@ def test_one_model_of_a_mixed_machine_can_be_chosen_beyond_doubt(
 def test_a_gpu_that_does_not_answer_is_named_with_the_remedy(gpu: FakeGpu, missing: str) -> None:
     with pytest.raises(EnergyUnavailableError, match=rf"GPU 1 .* gives no {missing}: Not Supported.*EstimateMonitor\("):
         NvmlMonitor([1], nvml=FakeNvml([FakeGpu(name=gpu.name), gpu])).gpus()
-
-
-def test_a_gpu_that_is_lost_while_a_window_is_open_is_an_error_of_ours() -> None:
-    nvml = FakeNvml()
-    with pytest.raises(EnergyUnavailableError, match=r"GPU 0 \(NVIDIA H200\) gives no energy counter"):
-        spent_j(NvmlMonitor(nvml=nvml), lambda: setattr(nvml.machine[0], "counter_mj", None))
 
 
 def test_a_driver_that_does_not_answer_is_unavailable() -> None:

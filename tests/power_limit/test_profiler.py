@@ -244,16 +244,6 @@ def test_several_gpus_have_the_same_limit_and_count_together() -> None:
     assert [device.limit_w() for device in where.devices] == [FOUND_W] * 3
 
 
-def test_no_limit_above_the_one_that_was_found_is_tried() -> None:
-    where = machine()
-    where.devices[0].set_limit_w(200.0)
-    zeus = profiler(where, limits_w=None, warmup_steps=0, profile_steps=1)
-    limits_w = [zeus.on_epoch_begin() or where.devices[0].limit_w()]
-    assert limits_w == [200.0]
-    zeus.close()
-    assert where.devices[0].limit_w() == 200.0
-
-
 def test_what_is_known_is_not_measured_again() -> None:
     where = machine()
     known = profile(gpus=where.monitor.gpus(), batch_size=64)

@@ -162,7 +162,7 @@ def test_limits_are_not_tried_before_the_temperature_is_stable() -> None:
 def test_a_temperature_is_stable_after_a_quarter_of_a_minute_within_a_degree(
     temperatures: Any, settled_s: float
 ) -> None:
-    waiting = Waiting(0, all)
+    waiting = Waiting(0)
     found = next(now_s for now_s in range(1000) if waiting.is_settled(now_s, temperatures(now_s)))
     assert found == settled_s
 
@@ -171,13 +171,13 @@ def test_all_ranks_wait_for_the_last_of_them() -> None:
     def wait(port: FakeTrainer) -> int:
         clock = Clock(0.0)
         gpu = FakeGpu(temperature_c=50)
-        waiting = Waiting(1, port.all_gather, clock)
+        waiting = Waiting(1, clock)
         steps = 0
         while not waiting.is_over:
             steps += 1
             clock.now_s += 1.0
             gpu.temperature_c = 50 + (steps if port.rank == 1 and steps < 30 else 0)
-            waiting.pass_steps(1, [NvmlDevice("GPU-0", 0, "GPU 0", FakeNvml([gpu]))])
+            waiting.pass_steps(1, [NvmlDevice("GPU-0", 0, "GPU 0", FakeNvml([gpu]))], port.all_gather)
         return steps
 
     first, second = on_each_rank(2, wait)

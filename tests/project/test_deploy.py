@@ -237,16 +237,9 @@ class TestRelaunching:
 
     @pytest.mark.slow
     def test_a_training_that_misses_its_target_ends_with_that_status(self, server: ServerProcess) -> None:
-        command = [
-            sys.executable,
-            str(ROOT / "examples" / "lightning_digits.py"),
-            "--target",
-            "1",
-            "--job-id",
-            "digits-1",
-        ]
+        options = ["--target", "1", "--job-id", "digits-1", "--on-failure", "raise", "--server-url", server.url]
         done = subprocess.run(
-            [*command, "--on-failure", "raise", "--server-url", server.url],
+            [sys.executable, str(ROOT / "examples" / "lightning_digits.py"), *options],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,

@@ -7,9 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -17,8 +15,9 @@ import pytest
 
 from bso_server.healthcheck import main as healthcheck
 from bso_server.settings import Settings
+from tests.support.answering import answering
 from tests.support.databases import POSTGRES_URL, fresh_database
-from tests.support.images import ROOT, Builder, Container, Image, require_builder
+from tests.support.images import ROOT, Builder, Image, require_builder
 from tests.support.servers import free_port, wait_until_up
 
 DOCKERFILES = ("deploy/Dockerfile", "deploy/training.Dockerfile")
@@ -82,12 +81,11 @@ class TestTheServersImage:
                 "ZEUS_BSO_DATABASE_URL_FILE": "/run/secrets/database_url",
                 "ZEUS_BSO_SERVER_PORT": str(port),
             }
-            early = self.container(server_image, tmp_path / "early", "serve", **where)
-            status, said = early.run()
+            status, said = server_image.container(tmp_path / "early", "serve", **where).run()
             assert (status, "bso-server db upgrade" in said) == (1, True)
-            assert self.container(server_image, tmp_path / "upgrade", "db", "upgrade", **where).run()[0] == 0
-            with self.container(server_image, tmp_path / "serve", **where) as container:
-                self.serve(container, port)
+            assert server_image.container(tmp_path / "upgrade", "db", "upgrade", **where).run()[0] == 0
+            with server_image.container(tmp_path / "serve", **where) as container:
+                wait_until_up(container.start(), f"http://127.0.0.1:{port}", container.log)
                 assert container.exec(*server_image.config["Healthcheck"]["Test"][1:]) == (0, "")
                 _, said = container.exec("bso-server", "token", "create", "--name", "trainings")
                 token = next(word for word in said.split() if word.startswith("zbso_"))
@@ -103,17 +101,11 @@ class TestTheServersImage:
     def test_with_nothing_said_it_keeps_a_sqlite_file_on_its_volume(self, server_image: Image, tmp_path: Path) -> None:
         port, data = free_port(), writable(tmp_path / "data")
         where = {"mounts": {data: "/data"}, "ZEUS_BSO_SERVER_PORT": str(port)}
-        with self.container(server_image, tmp_path / "serve", "serve", "--workers", "2", **where) as container:
-            self.serve(container, port)
+        with server_image.container(tmp_path / "serve", "serve", "--workers", "2", **where) as container:
+            wait_until_up(container.start(), f"http://127.0.0.1:{port}", container.log)
             assert container.exec("python3", "-m", "bso_server.healthcheck") == (0, "")
             container.end("TERM")
         assert (data / "zeus-bso/bso.sqlite3").stat().st_uid == USER
-
-    def container(self, image: Image, folder: Path, *command: str, **how: object) -> Container:
-        return image.container(folder, *command, **how)
-
-    def serve(self, container: Container, port: int) -> None:
-        wait_until_up(container.start(), f"http://127.0.0.1:{port}", container.log)
 
 
 @pytest.mark.slow
@@ -144,21 +136,8 @@ class TestTheHealthCheck:
     def test_it_tells_what_the_server_says(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, result: int
     ) -> None:
-        asked = []
-
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                asked.append(self.path)
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(b"the database is full")
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        with HTTPServer(("127.0.0.1", 0), Answer) as server:
-            threading.Thread(target=server.handle_request).start()
-            monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(server.server_port))
+        with answering(status, b"the database is full") as (port, asked):
+            monkeypatch.setenv("ZEUS_BSO_SERVER_PORT", str(port))
             monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
             assert healthcheck() == result
         assert asked == ["/health/ready"]

@@ -1,4 +1,4 @@
-"""The files of deploy/ fit the schemas of what reads them: compose, GitHub, Kubernetes, Kustomize and Kubeflow.
+"""The files of deploy/ fit the schemas of what reads them: Kubernetes, Kustomize and Kubeflow.
 
 Nothing here asks a network or a cluster; each tool brings its schemas along.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.artefacts import DEPLOY, KUBERNETES, TRAININGS, WORKFLOW_FILE, documents, pods
+from tests.support.artefacts import KUBERNETES, TRAININGS, documents, pods
 
 pytestmark = pytest.mark.slow
 
@@ -27,18 +26,6 @@ KUBEFLOW = {path.name: path for path in TRAININGS.glob("kubeflow/*.yaml")}
 
 def tool(module: str) -> Any:
     return pytest.importorskip(module, reason=f"{module} is not installed: pip install 'zeus-plugins[deploy]'")
-
-
-@pytest.mark.parametrize(
-    ("schema", "path"),
-    [("vendor.compose-spec", DEPLOY / "compose.yaml"), ("vendor.github-workflows", WORKFLOW_FILE)],
-    ids=["compose", "workflow"],
-)
-def test_it_fits_its_schema(schema: str, path: Path) -> None:
-    tool("check_jsonschema")
-    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", schema, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def kustomized(folder: Path) -> list[dict[str, Any]]:

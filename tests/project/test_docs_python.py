@@ -7,6 +7,7 @@ A block that cannot run is skipped by a comment before it, which a reader does n
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,6 @@ pytestmark = QUIET
 RUN_ELSEWHERE = {
     "README.md": "tests/project/test_docs.py",
     "docs/policy.md": "tests/core/test_open_policies.py",
-    "docs/testing.md": "tests/project/test_testing.py",
 }
 TRAININGS = {"docs/first-saving.md", "docs/tutorial-lightning.md", "docs/tutorial-huggingface.md"}
 
@@ -115,6 +115,10 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     for example in examples:
         with contextlib.suppress(SkipTest):  # of this block alone
             example.evaluate()
+    tests = [shown for name, shown in document.namespace.items() if name.startswith("test_")]
+    assert bool(tests) == (page == "docs/testing.md")
+    for test in tests:
+        test(*([tmp_path] if inspect.signature(test).parameters else []))
 
 
 def test_each_skipped_block_says_why() -> None:

@@ -109,14 +109,7 @@ def test_what_cannot_be_simulated_is_told(files: list[str], capsys: pytest.Captu
     assert capsys.readouterr().err.startswith("benchmarks.policies: --all takes the six workloads as they are")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        ["--drift", "often"],
-        ["--landscape", "hilly"],
-        ["--cost-noise", "-1"],
-    ],
-)
+@pytest.mark.parametrize("wrong", [["--drift", "often"], ["--landscape", "hilly"], ["--cost-noise", "-1"]])
 def test_wrong_values_are_refused(files: list[str], wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["study", *files, *DIGITS_ARGUMENTS, *wrong])

@@ -15,6 +15,7 @@ import yaml
 
 from release.__main__ import LICENCES, PROJECT, USERS_EXTRAS, VERSION, ReleaseError, notes
 from tests.support import ROOT
+from tests.support.artefacts import DEPLOY, WORKFLOW_FILE
 from tests.support.servers import bso_server
 
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -112,9 +113,11 @@ def test_a_release_publishes_what_it_has_tested() -> None:
             for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yaml")
         ),
         pytest.param("citation-file-format", ROOT / "CITATION.cff", id="citation"),
+        pytest.param("github-workflows", WORKFLOW_FILE, id="training", marks=pytest.mark.slow),
+        pytest.param("compose-spec", DEPLOY / "compose.yaml", id="compose", marks=pytest.mark.slow),
     ],
 )
-def test_the_forge_understands_its_files(schema: str, path: Path) -> None:
+def test_files_fit_the_schemas_of_what_reads_them(schema: str, path: Path) -> None:
     """Workflows cannot be run here: their schema is checked, and continuous integration runs their commands."""
     pytest.importorskip("check_jsonschema", reason="check-jsonschema is not installed")
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", str(path)]

@@ -5,14 +5,22 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import httpx
 import pytest
 from sqlalchemy.engine import make_url
 
+from tests.support.databases import SQLITE_DRIVERS
 from tests.support.input_scene import Scene, begin, register
 from tests.support.servers import ServerProcess
 from tests.support.service import JobService, job_service
+
+
+@pytest.fixture(params=SQLITE_DRIVERS)
+def sqlite_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of a SQLite file that nothing has made yet, in both ways in turn."""
+    return f"{request.param}:///{tmp_path / 'bso.sqlite3'}"
 
 
 @pytest.fixture(scope="module")

@@ -187,11 +187,17 @@ async def on_app(
 
 
 class TestWaiting:
-    @pytest.mark.parametrize("piece", [b"", b"x"], ids=["in silence", "byte by byte"])
-    async def test_half_a_head_is_given_up(self, protocol: type[Bounded], piece: bytes) -> None:
+    @pytest.mark.parametrize(
+        ("half", "piece", "status"),
+        [(HALF_A_HEAD, b"", b"408"), (HALF_A_HEAD, b"x", b"408"), (HALF_A_BODY % b"now", b"x", b"200")],
+        ids=["head in silence", "head byte by byte", "body byte by byte, after the answer is given"],
+    )
+    async def test_the_rest_of_a_request_is_not_waited_for(
+        self, protocol: type[Bounded], half: bytes, piece: bytes, status: bytes
+    ) -> None:
         async with on_app(protocol) as (server, _):
-            client = await server.connect(HALF_A_HEAD)
-            assert (await client.all_while_sending(piece)).startswith(b"HTTP/1.1 408 ")
+            client = await server.connect(half)
+            assert (await client.all_while_sending(piece)).startswith(b"HTTP/1.1 %s " % status)
             await until(lambda: server.connections == 0)
 
     async def test_a_client_that_says_nothing_is_told_nothing(self, protocol: type[Bounded]) -> None:
@@ -199,19 +205,12 @@ class TestWaiting:
             assert await (await server.connect()).all() == b""
 
     async def test_half_a_second_head_is_given_up(self, protocol: type[Bounded]) -> None:
+        # Kept alive for so long that the client, on a busy machine, is not idle before it sends.
         async with on_app(protocol, keep_alive_s=1) as (server, _):
             client = await server.connect(b"GET /now HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert (await client.answer()).startswith(b"HTTP/1.1 200 ")
             client.send(HALF_A_HEAD)
             assert (await client.all()).startswith(b"HTTP/1.1 408 ")
-
-        # So long that the client, on a busy machine, is not idle by then.
-
-    async def test_the_rest_of_a_body_is_not_waited_for_when_the_answer_is_given(self, protocol: type[Bounded]) -> None:
-        async with on_app(protocol) as (server, _):
-            client = await server.connect(HALF_A_BODY % b"now")
-            assert (await client.all_while_sending(b"x")).startswith(b"HTTP/1.1 200 ")
-            await until(lambda: server.connections == 0)
 
     async def test_an_answer_that_nobody_reads_is_given_up(self, protocol: type[Bounded]) -> None:
         async with on_app(protocol) as (server, _):
@@ -304,40 +303,39 @@ class TestBodies:
 
     async def test_what_comes_steadily_has_time(self) -> None:
         # A second for 16 KiB: these take less, and in all longer than the second that there is to begin with.
-        pieces = [
-            {"type": "http.request", "body": b"x" * 16384, "more_body": more} for more in (True, True, True, False)
-        ]
-
-        async def receive() -> Any:
-            await asyncio.sleep(0.3)
-            return pieces.pop(0)
-
-        receive_in_time = in_time(cast("Receive", receive), 1.0)
-        while (await receive_in_time())["more_body"]:  # type: ignore[typeddict-item]  # these messages have it
+        receive = in_time(sending(*(piece(b"x" * 16384, 0.3, more=more) for more in (True, True, True, False))), 1.0)
+        while (await receive())["more_body"]:  # type: ignore[typeddict-item]  # these messages have it
             pass
-        assert pieces == []
 
     async def test_the_time_that_the_server_takes_over_a_part_does_not_count(self) -> None:
-        async def receive() -> Any:
-            await asyncio.sleep(0.001)
-            return {"type": "http.request", "body": b"x", "more_body": True}
-
-        receive_in_time = in_time(cast("Receive", receive), 0.6)
+        receive = in_time(sending(*[piece(b"x", 0.001, more=True)] * 3), 0.6)
         for _ in range(3):
-            await receive_in_time()
+            await receive()
             await asyncio.sleep(0.4)
 
     async def test_after_the_body_there_is_no_deadline(self) -> None:
-        messages = [{"type": "http.request", "body": b"", "more_body": False}, {"type": "http.disconnect"}]
+        receive = in_time(sending(piece(b"", 0, more=False), (4 * SHORT_S, {"type": "http.disconnect"})), SHORT_S)
+        await receive()
+        assert (await receive())["type"] == "http.disconnect"
 
-        async def receive() -> Any:
-            if len(messages) == 1:
-                await asyncio.sleep(4 * SHORT_S)
-            return messages.pop(0)
 
-        receive_in_time = in_time(cast("Receive", receive), SHORT_S)
-        await receive_in_time()
-        assert (await receive_in_time())["type"] == "http.disconnect"
+Timed = tuple[float, dict[str, Any]]
+
+
+def piece(body: bytes, after_s: float, *, more: bool) -> Timed:
+    return after_s, {"type": "http.request", "body": body, "more_body": more}
+
+
+def sending(*messages: Timed) -> Receive:
+    """A client that sends each of these messages after so many seconds."""
+    left = list(messages)
+
+    async def receive() -> Any:
+        after_s, message = left.pop(0)
+        await asyncio.sleep(after_s)
+        return message
+
+    return cast("Receive", receive)
 
 
 def connection_to(server: ServerProcess, sent: bytes) -> socket.socket:
@@ -423,16 +421,8 @@ class TestProcesses:
     def test_connections_without_a_request_do_not_use_up_the_files(self, tmp_path: Path) -> None:
         log, port = tmp_path / "server.log", free_port()
         server = ServerProcess(f"sqlite:///{tmp_path / 'bso.sqlite3'}", log, port)
-        serve = [
-            sys.executable,
-            "-m",
-            "bso_server",
-            "serve",
-            "--port",
-            str(port),
-            "--database-url",
-            server.database_url,
-        ]
+        options = ["--port", str(port), "--database-url", server.database_url]
+        serve = [sys.executable, "-m", "bso_server", "serve", *options]
         with log.open("w") as output:
             process = subprocess.Popen(["sh", "-c", 'ulimit -n 128; exec "$@"', "sh", *serve], stderr=output)  # noqa: S607 - any sh
         try:

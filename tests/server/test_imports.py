@@ -399,8 +399,8 @@ async def test_what_is_no_number_is_exported_as_null_and_named(service: JobServi
     infinite, negative = float("inf"), float("-inf")
 
     def spoil(transaction: Transaction) -> None:
-        transaction.change(update(trials).where(trials.c.trial_number == 2).values(metric=infinite))
-        transaction.change(update(epochs).where(epochs.c.report_number == 2).values(energy_j=negative))
+        transaction.connection.execute(update(trials).where(trials.c.trial_number == 2).values(metric=infinite))
+        transaction.connection.execute(update(epochs).where(epochs.c.report_number == 2).values(energy_j=negative))
 
     await service.store.write(spoil)
     job, first, second = await exported(service.store, "odd-1")

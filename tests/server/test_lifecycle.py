@@ -260,7 +260,7 @@ async def test_a_repeated_report_changes_nothing(bso: JobService) -> None:
     before = await bso.show()
     assert await bso.report(trial, cost_j=100) == first
     assert await bso.show() == before
-    assert len(await bso.store.read(queries.epochs_of, bso.job_id, trial.trial_number)) == 1
+    assert len(await bso.store.read(queries.epochs_between, bso.job_id, 1, 1)) == 1
 
 
 async def test_one_bad_report_in_a_group_hurts_no_other(bso: JobService) -> None:

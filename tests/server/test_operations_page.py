@@ -66,8 +66,7 @@ def test_a_sqlite_file_is_copied_while_it_is_used_and_put_back(server: ServerPro
         "/backup/bso.sqlite3": str(tmp_path / "backup.sqlite3"),
     }
     run("/opt/zeus-bso/bin/python -c", names)
-    with httpx.Client(base_url=server.url) as http:
-        http.patch("/trials", json=trial).raise_for_status()  # what the backup does not know
+    httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()  # what the backup does not know
     assert states(server) == ["completed", "failed"]
     server.stop()
     run("rm -f /var/lib/zeus-bso/bso.sqlite3-wal", names)
@@ -93,8 +92,7 @@ def test_a_postgresql_database_is_dumped_while_it_is_used_and_restored(tmp_path:
                 for name, url in databases.items()
             } | {"/backup/bso.dump": str(tmp_path / "bso.dump")}
             run("pg_dump", names)
-            with httpx.Client(base_url=server.url) as http:
-                http.patch("/trials", json=trial).raise_for_status()
+            httpx.patch(f"{server.url}/trials", json=trial).raise_for_status()
             run("pg_restore", names)
             checked = bso_server("db", "check", "--database-url", second)
             assert checked.returncode == 0, checked.stderr

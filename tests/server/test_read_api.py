@@ -7,15 +7,14 @@ import csv
 import io
 import sqlite3
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import Connection
 from sqlalchemy.engine import URL, make_url
 
 from bso_server.errors import DatabaseNotReadyError
@@ -30,8 +29,6 @@ from tests.support.service import open_store
 from tests.support.wire import assert_refused, begin, reached, report
 from zeus_plugins.client.http import BsoClient
 from zeus_plugins.protocol import TrialView
-
-T = TypeVar("T")
 
 
 @pytest.fixture
@@ -321,14 +318,7 @@ class BrokenDatabase:
     def url(self) -> URL:
         return make_url("postgresql://secret.example/bso")
 
-    async def run(
-        self,
-        work: Callable[[Connection], T],  # noqa: ARG002 - this and the others are Database's
-        *,
-        read_only: bool = False,  # noqa: ARG002
-        waits: bool = True,  # noqa: ARG002
-        timeout_s: float = 0.0,  # noqa: ARG002
-    ) -> T:
+    async def run(self, *_: object, **__: object) -> Any:
         if self._at_once:
             raise ConnectionRefusedError("secret.example refused")
         await asyncio.Event().wait()

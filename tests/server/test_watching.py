@@ -193,10 +193,7 @@ def test_a_server_in_a_training_is_watched_by_nobody(tmp_path: Path) -> None:
         "print([name for name in ('bso_server.service.commands', 'bso_server.metrics', 'prometheus_client', "
         "'opentelemetry') if name in sys.modules])"
     )
-    environ = {
-        "ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'bso.sqlite3'}",
-        "PYTHONPATH": str(ROOT),
-    }
+    environ = {"ZEUS_BSO_DATABASE_URL": f"sqlite:///{tmp_path / 'bso.sqlite3'}", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['bso_server.service.commands']"

@@ -30,7 +30,7 @@ class ContractDouble:
         self.verdicts = list(verdicts)
         self.batch_size = batch_size
         self.requests: list[tuple[str, str, Any]] = []
-        self.down = False
+        self.down, self.attempts_while_down = False, 0
 
     def client(self) -> BsoClient:
         return BsoClient("http://bso", transport=httpx.MockTransport(self))
@@ -41,6 +41,7 @@ class ContractDouble:
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.down:
+            self.attempts_while_down += 1
             raise httpx.ConnectError("Connection refused", request=request)
         body: Any = json.loads(request.content) if request.content else None
         if body is not None:

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import httpx
+from litestar import Litestar
 
 from bso_server.app import create_app
 from bso_server.settings import Settings
@@ -75,13 +76,15 @@ def assert_figures_match(page: Page, twin: Any) -> None:
         assert told in {say(expected) for say in html.FORMATS.values()}, path
 
 
+def client_of(app: Litestar, address: str = "127.0.0.1") -> httpx.AsyncClient:
+    """A client of an application in this process, at the given address."""
+    transport = httpx.ASGITransport(app, client=(address, 1234))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
 @asynccontextmanager
 async def in_app(settings: Settings) -> AsyncIterator[httpx.AsyncClient]:
     """Run an application in this process; yield a client on the same machine."""
     app = create_app(settings)
-    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
-    async with (
-        app.lifespan(),
-        httpx.AsyncClient(transport=transport, base_url="http://localhost:8000") as client,
-    ):
+    async with app.lifespan(), client_of(app) as client:
         yield client

@@ -112,14 +112,14 @@ def samples() -> list[PowerLimitSample]:
 Fill = Callable[[Life], Awaitable[None]]
 
 
-async def nothing(life: Life) -> None:
-    """No job at all."""
+def registering(*job_ids: str, **fields: object) -> Fill:
+    """Jobs without a run."""
 
+    async def fill(life: Life) -> None:
+        for job_id in job_ids:
+            await life.register(job_id, **fields)
 
-async def one_running(life: Life) -> None:
-    life.now = datetime.now(UTC) - timedelta(minutes=16)
-    job = await life.register("resnet50-cifar100")
-    await life.run(job, epochs=6)
+    return fill
 
 
 async def fifteen(life: Life) -> None:
@@ -137,14 +137,6 @@ async def of_zeus(life: Life) -> None:
     job = await life.register("bert-sst2", policy="zeus", mab_seed=3)
     for _ in range(18):
         await life.run(job)
-
-
-async def many(life: Life, runs: int = 5000) -> None:
-    """More runs than a chart shows one by one."""
-    job = await life.register("nightly-recommender", batch_sizes=tuple(2**power for power in range(4, 15)))
-    life.now = datetime.now(UTC) - timedelta(minutes=runs)
-    for _ in range(runs):
-        await life.run(job, reports_each=False)
 
 
 async def only_failures(life: Life) -> None:

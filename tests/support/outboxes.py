@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -55,6 +55,12 @@ def items_of(box: OutboxFile) -> list[Item]:
         found.append(item)
         box.drop_first()
     return found
+
+
+def taken_from(outbox: Outbox, path: Path) -> list[Item]:
+    """Open the file and take everything out, which deletes the file."""
+    with closing(outbox.open(path)) as box:
+        return items_of(box)
 
 
 def dispatched(client: BsoClient, job_id: str = "digits-1") -> TrialId:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from typing import Any
 
@@ -70,8 +69,8 @@ class Flaky(ContractDouble):
         return answer
 
 
-def training(server: ContractDouble) -> TrialSession:
-    session = TrialSession(JOB, server.client(), seconds_and_joules(1.0, 10.0), environ=os.environ)
+def training(server: ContractDouble, client: BsoClient | None = None) -> TrialSession:
+    session = TrialSession(JOB, client or server.client(), seconds_and_joules(1.0, 10.0))
     session.ask()
     session.begin_measurement()
     return session

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bso_server.app import create_app
 from bso_server.metrics import prometheus
 from bso_server.settings import Settings
+from tests.support.dashboard_pages import client_of
 from tests.support.jobs import job
 
 Use = Callable[[httpx.AsyncClient], Awaitable[None]]
@@ -22,10 +23,9 @@ Use = Callable[[httpx.AsyncClient], Awaitable[None]]
 async def watched(folder: Path, **settings: object) -> AsyncIterator[httpx.AsyncClient]:
     """Run an application on a SQLite file of its own; yield a local client, which waits for its totals."""
     app = create_app(Settings.model_validate({"database_url": f"sqlite:///{folder / 'bso.sqlite3'}", **settings}))
-    transport = httpx.ASGITransport(app, client=("127.0.0.1", 1234))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prometheus, "_WAIT_S", 60.0)
-        async with app.lifespan(), httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        async with app.lifespan(), client_of(app) as http:
             yield http
 
 

@@ -17,7 +17,7 @@ _DEFAULT_RECURRENCES = 14
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, what the command says, or 1 with one line on standard error."""
+    """Run the command and return its exit status: its own, 0, or 1 after one line on standard error."""
     options = _parser().parse_args(arguments)
     try:
         status: int | None = options.run(options)

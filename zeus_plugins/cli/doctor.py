@@ -1,4 +1,4 @@
-"""``zeus-plugins doctor``: what would stop a training, or make its figures worth less; looked at, not changed."""
+"""``zeus-plugins doctor``: find problems that would stop a training or make its figures less accurate."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DISTRIBUTIONS = (
 )
 
 _TIMEOUT_S = 5.0
-# A job of this name is not expected to exist, and a heartbeat of a trial that does not exist changes nothing.
+# A heartbeat of a trial that does not exist changes nothing, and no job is expected to have this id.
 _NO_TRIAL = TrialId(job_id="zeus-plugins-doctor-asks", batch_size=1, trial_number=1)
 
 
@@ -55,12 +55,12 @@ class Level(StrEnum):
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
-    """It would stop a training, or keep it from the server."""
+    """Stops a training, or keeps it from the server."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at, in a word, and what was found: in a sentence, and its details for programs."""
+    """The result of a check: the check in a word, the result in a sentence, and details for programs."""
 
     check: str
     level: Level
@@ -69,7 +69,7 @@ class Finding:
 
 
 def examine() -> Iterator[Finding]:
-    """Look at everything, one finding after the other; takes a few seconds where there are GPUs to compare."""
+    """Run all checks. The comparison of GPU counters takes a few seconds."""
     yield _versions()
     yield _variables()
     yield from _nvidia_gpus()
@@ -92,21 +92,17 @@ def _versions() -> Finding:
 
 
 def _variables() -> Finding:
-    """All variables that a training reads, set or not. The check of the server shows its URL, without a password."""
-    shown = {variable.name: variable.shown() for variable in VARIABLES}
-    stated = ", ".join(f"{name}={value}" for name, value in shown.items() if value is not None) or "none"
-    default = {each.name: each.default.replace("`", "") for each in VARIABLES}
-    unset = ", ".join(f"{name} ({default[name]})" for name, value in shown.items() if value is None)
-    details = {
-        each.name: {
-            "is_set": shown[each.name] is not None,
-            "value": default[each.name] if shown[each.name] is None else shown[each.name],
-            "unit": each.unit,
-            "meaning": each.meaning,
-        }
-        for each in VARIABLES
-    }
-    return Finding("environment", Level.OK, f"set: {stated}; not set: {unset}", details)
+    """List all environment variables of a training, set or not."""
+    stated, unset, details = list[str](), list[str](), dict[str, Any]()
+    for each in VARIABLES:
+        value, default = each.shown(), each.default.replace("`", "")
+        if value is None:
+            unset.append(f"{each.name} ({default})")
+        else:
+            stated.append(f"{each.name}={value}")
+        shown = default if value is None else value
+        details[each.name] = {"is_set": value is not None, "value": shown, "unit": each.unit, "meaning": each.meaning}
+    return Finding("environment", Level.OK, f"set: {', '.join(stated) or 'none'}; not set: {', '.join(unset)}", details)
 
 
 def _nvidia_gpus() -> Iterator[Finding]:
@@ -167,7 +163,7 @@ def _described(check: str, monitor: EnergyMonitor) -> Finding:
 
 
 def _monitor() -> Finding:
-    """The monitor of a training that chooses none; one on a CPU beside idle GPUs gets what there is for CPUs."""
+    """Find the default monitor. A training on a CPU beside idle GPUs will get a CPU monitor instead."""
     try:
         choice = choose()
         details = {"source": choice.monitor.source, "causes": list(choice.causes), **choice.monitor.gpus().model_dump()}
@@ -180,7 +176,7 @@ def _monitor() -> Finding:
 
 
 def _server() -> Finding:
-    """Find out if the server answers, and lets this token run trials: by a heartbeat of a trial that does not exist."""
+    """Check that the server answers and lets this token run trials, by a heartbeat of a missing trial."""
     try:
         with client_from_environment(timeout_s=_TIMEOUT_S).with_retries(NO_RETRIES) as client:
             details = {"server_url": client.server_url}
@@ -189,24 +185,20 @@ def _server() -> Finding:
             except (ZeusBSOTokenError, ZeusBSOServerUnreachableError) as error:
                 return Finding("server", Level.PROBLEM, str(error), details)
             except ZeusBSORuntimeError as error:
-                return _answered(client.server_url, error, details)
+                if error.status != 404:
+                    return Finding("server", Level.PROBLEM, str(error), details)
+                answers = f"{client.server_url} answers"
+                if _NO_TRIAL.job_id in str(error):
+                    return Finding("server", Level.OK, f"{answers}, and lets this client run trials", details)
+                text = f"{answers}, but not as this project's server: a Zeus 0.16 server does so, too ({error})"
+                return Finding("server", Level.WARNING, text, details)
             return Finding("server", Level.OK, f"{client.server_url} answers; the token may run trials", details)
     except ZeusBSOConfigError as error:
         return Finding("server", Level.PROBLEM, str(error))
 
 
-def _answered(server_url: str, error: ZeusBSORuntimeError, details: dict[str, Any]) -> Finding:
-    """The finding of an answer that is, as it should be, no success."""
-    if error.status == 404 and _NO_TRIAL.job_id in str(error):
-        return Finding("server", Level.OK, f"{server_url} answers, and lets this client run trials", details)
-    if error.status == 404:
-        text = f"{server_url} answers, but not as this project's server: a Zeus 0.16 server does so, too ({error})"
-        return Finding("server", Level.WARNING, text, details)
-    return Finding("server", Level.PROBLEM, str(error), details)
-
-
 def _outbox() -> Finding:
-    """The directory of results that wait while the server is away, and their number."""
+    """Check the directory of results that wait for delivery, and count them."""
     outbox = default_outbox()
     waiting, refused = outbox.waiting(), outbox.refused()
     details = {
@@ -226,7 +218,7 @@ def _outbox() -> Finding:
 
 
 def reset_power_limits() -> Iterator[Finding]:
-    """Put power limits back, one finding for each GPU."""
+    """Restore power limits, with a finding for each GPU."""
     try:
         devices = find_devices()
     except ZeusBSOConfigError as error:
@@ -241,7 +233,7 @@ def reset_power_limits() -> Iterator[Finding]:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``zeus-plugins``."""
+    """Add ``doctor``."""
     parser = commands.add_parser(
         "doctor",
         help="check this machine, its energy counters and its server",

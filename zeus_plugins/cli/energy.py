@@ -1,4 +1,4 @@
-"""``zeus-plugins energy -- COMMAND …``: what any command costs."""
+"""``zeus-plugins energy -- COMMAND …``: measure the time and energy of a command."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from zeus_plugins.errors import ZeusBSOError
 
-if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
+if TYPE_CHECKING:  # Imported late, because other commands start faster without it.
     from zeus_plugins.energy import EnergyMonitor
 
 
-# As `timeout` and `env` do: so that these are told from the command's own.
+# Exit statuses of `timeout` and `env`, which commands themselves seldom return.
 _FAILED, _NOT_EXECUTABLE, _NOT_FOUND, _KILLED_BY = 125, 126, 127, 128
 
 _FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGQUIT")
@@ -30,7 +30,7 @@ _WINDOW = "command"
 
 
 def _make(name: str, power_w: float | None) -> EnergyMonitor:
-    """One monitor by name; an estimate needs watts."""
+    """Return the monitor of this name; an estimate needs watts."""
     from zeus_plugins import energy
     from zeus_plugins.energy.monitor import stated_power_w
 
@@ -50,7 +50,7 @@ def _make(name: str, power_w: float | None) -> EnergyMonitor:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``zeus-plugins``."""
+    """Add ``energy``."""
     parser = commands.add_parser(
         "energy",
         help="run a command, and tell the time and energy that it took",
@@ -96,13 +96,13 @@ def _energy(options: argparse.Namespace) -> int:
 
 
 def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, *, as_json: bool) -> tuple[int, str]:
-    """Run the command; its exit status, and what to tell of it."""
+    """Run the command; return its exit status and the text of its measurement."""
     from zeus_plugins.energy.meter import Breakdown, price_of
 
     monitor = _make(monitor_name, power_w)
     gpus = monitor.gpus()
     breakdown = Breakdown()
-    price_of(0.0)  # The rates are numbers, or this raises before the command has run.
+    price_of(0.0)  # Raises for invalid rates before the command runs.
     monitor.begin_window(_WINDOW)
     breakdown.begin()
     try:
@@ -114,7 +114,7 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
     parts = breakdown.end()
     try:
         measured = monitor.end_window(_WINDOW)
-    except ZeusBSOError as error:  # The command has run all the same.
+    except ZeusBSOError as error:  # Keep the command's exit status.
         return status, f"zeus-plugins energy: {error}"
     mean_power_w = measured.energy_j / measured.time_s if measured.time_s > 0 else 0.0
     if not as_json:
@@ -137,20 +137,20 @@ def _measured(command: Sequence[str], monitor_name: str, power_w: float | None, 
 
 
 def _execute(command: Sequence[str]) -> int:
-    """Run a command to its end, passing on signals; its exit status as a shell gives it."""
+    """Run a command, forward signals to it, and return its exit status as a shell would."""
     received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def forward(number: int, _frame: FrameType | None) -> None:
         if process is None:
-            received.append(number)  # It is about to start.
+            received.append(number)  # Forwarded as soon as the command has started.
         elif not (signal.Signals(number).name in _FROM_KEYBOARD and _has_keyboard()):
             process.send_signal(number)
 
     with ExitStack() as restored:
         for forwarded in [getattr(signal, name) for name in _FORWARDED if hasattr(signal, name)]:
             restored.callback(signal.signal, forwarded, signal.signal(forwarded, forward))
-        process = subprocess.Popen(command)  # noqa: S603 - running what the user says is what this is for
+        process = subprocess.Popen(command)  # noqa: S603 - the user's own command
         for number in received:
             process.send_signal(number)
         status = process.wait()
@@ -158,7 +158,7 @@ def _execute(command: Sequence[str]) -> int:
 
 
 def _has_keyboard() -> bool:
-    """True when the terminal sends the signals of its keys to this process, and so to the command beside it."""
+    """Return whether the terminal sends the signals of its keys to this process, and so also to the command."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)
     except OSError:

@@ -1,4 +1,4 @@
-"""``zeus-plugins master run JOB.toml``: let a training script recur, and find its batch size."""
+"""``zeus-plugins master run JOB.toml``: run a training script repeatedly, and find its batch size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from zeus_plugins.errors import ZeusBSOConfigError
 
-if TYPE_CHECKING:  # It takes a while to load, which other commands need not wait for.
+if TYPE_CHECKING:  # Imported late, because other commands start faster without it.
     from zeus_plugins.master import BatchSizeChooser, Executor, Job
     from zeus_plugins.master.job import MasterConfig
     from zeus_plugins.protocol import GpuConfig
@@ -20,7 +20,7 @@ _NEWEST = ""
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``zeus-plugins``."""
+    """Add ``master``."""
     master = commands.add_parser("master", help="launch a recurring training script, and find its batch size")
     actions = master.add_subparsers(required=True, metavar="ACTION")
     parser = actions.add_parser(
@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def positive(text: str) -> int:
-    """The number of an argument that is 1 or more."""
+    """Parse a whole number of at least 1."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError("must be at least 1")
@@ -98,7 +98,7 @@ def positive(text: str) -> int:
 
 
 def _resumable(named: str, log_base: Path, job: Job) -> Path:
-    """The log directory to go on in: the one named, or the newest of the job."""
+    """Return the log directory to resume: `named`, or the newest directory of the job."""
     if named != _NEWEST:
         return Path(named)
     found = [path.parent for path in log_base.glob(f"{job.name}+x*/history.json")]

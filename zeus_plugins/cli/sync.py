@@ -1,4 +1,4 @@
-"""``zeus-plugins sync``: deliver what trainings could not while a server was away."""
+"""``zeus-plugins sync``: deliver results that wait because a server was unreachable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zeus_plugins.errors import ZeusBSOError
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of ``zeus-plugins``."""
+    """Add ``sync``."""
     parser = commands.add_parser(
         "sync",
         help="deliver results that trainings could not while a server was away",
@@ -71,7 +71,7 @@ def _synced(outbox: Outbox, server_url: str | None, token: str | None) -> Iterat
 
 
 def _client(url: str, server_url: str | None, token: str | None) -> ServerPort:
-    """A client with the token if that belongs to this server: to any other, of which a file speaks, it is not shown."""
+    """Return a client for the server, with the token only if the token belongs to that server."""
     client: ServerPort = client_from_environment(url, "")
     owner_url = server_url or environment.SERVER_URL.text()
     owner = client_from_environment(owner_url, token) if owner_url else None

@@ -1,4 +1,4 @@
-"""The training side's way to a batch size optimization server; `ServerPort` is its interface."""
+"""Access of a training to a batch size optimization server; `ServerPort` is the interface."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load the HTTP library when somebody asks for its client: a training without a server needs neither."""
+    """Load `BsoClient` on first use, because a training without a server does not need the HTTP library."""
     if name == "BsoClient":
         from zeus_plugins.client.http import BsoClient
 

@@ -1,17 +1,16 @@
-"""The network under `http.py`: one deadline for a whole exchange, and no proxy between this machine and itself.
+"""The network under `http.py`: one deadline for a whole exchange, and no proxy for servers on this machine.
 
-The HTTP library's time-outs are for each wait: a server that sends a byte now and then is waited for without end. Here
-a request's time-out is that of connecting, sending and receiving together, by the monotonic clock.
+The time-outs of httpx limit each wait, so a server that sends a byte now and then could be waited for without end. Here
+a request's time-out limits connecting, sending and receiving together, on the monotonic clock.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import socket
 import ssl
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -21,13 +20,19 @@ import httpx
 from zeus_plugins.errors import ZeusBSOConfigError
 
 
-def proxy_of(url: httpx.URL) -> str | None:
-    """The proxy that the environment names for a URL: none for this machine, which would show it the token."""
+def _proxy_of(url: httpx.URL) -> httpcore.Proxy | None:
+    """Return the proxy that the environment names for a URL, or None for this machine: a proxy would see the token."""
     if _is_this_machine(url.host) or proxy_bypass(url.netloc.decode("ascii")):
         return None
     proxies = getproxies()
-    proxy = proxies.get(url.scheme) or proxies.get("all")
-    return proxy if proxy is None or "://" in proxy else f"http://{proxy}"
+    named = proxies.get(url.scheme) or proxies.get("all")
+    if not named:
+        return None
+    proxy = httpx.Proxy(named if "://" in named else f"http://{named}")
+    address = httpcore.URL(
+        scheme=proxy.url.raw_scheme, host=proxy.url.raw_host, port=proxy.url.port, target=proxy.url.raw_path
+    )
+    return httpcore.Proxy(url=address, auth=proxy.raw_auth, headers=proxy.headers.raw)
 
 
 def _is_this_machine(host: str) -> bool:
@@ -42,69 +47,43 @@ def _is_this_machine(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
-class DeadlineTransport(httpx.BaseTransport):
-    """Connections to servers of one scheme, each exchange within its request's time-out as a whole.
-
-    Args:
-        is_encrypted: Whether certificates are needed.
-        proxy: URL of the proxy on the way.
+class DeadlineTransport(httpx.HTTPTransport):
+    """Connections to one server, each exchange within its request's time-out as a whole.
 
     Raises:
-        ZeusBSOConfigError: There cannot be such a proxy.
+        ZeusBSOConfigError: The environment names a proxy that cannot be used.
     """
 
-    def __init__(self, *, is_encrypted: bool, proxy: str | None = None) -> None:
+    def __init__(self, server_url: str) -> None:
+        url = httpx.URL(server_url)
         try:
+            # httpx has no public way to replace the network under its connections. It uses the pool for all else.
             self._pool = httpcore.ConnectionPool(
-                ssl_context=httpx.create_ssl_context() if is_encrypted else None,
-                proxy=None if proxy is None else _proxy(httpx.Proxy(proxy)),
+                ssl_context=httpx.create_ssl_context() if url.scheme == "https" else None,
+                proxy=_proxy_of(url),
                 network_backend=_Network(),
             )
         except (ValueError, httpx.InvalidURL, ImportError, RuntimeError):
-            # Its URL may hold a password.
+            # Do not chain the error: it may quote a password in the proxy's URL.
             raise ZeusBSOConfigError(
                 "the proxy that HTTP_PROXY, HTTPS_PROXY or ALL_PROXY names cannot be used (one with socks:// takes: "
                 "pip install 'httpx[socks]'): mend it, or name the server's host in NO_PROXY"
             ) from None
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send a request and receive the head of its answer; the body comes as it is read."""
+        """Send a request and receive the head of its answer; iterating the stream receives the body."""
+        # `_Stream` reads each time-out as a deadline. The request itself stays as it is, because it may be sent again.
         deadline = time.monotonic() + request.extensions["timeout"]["read"]
-        # `_Stream` takes what it is handed as a time-out for the deadline.
-        waits = {"connect": deadline, "read": deadline, "write": deadline}
-        with _translated():
-            answer = self._pool.handle_request(
-                httpcore.Request(
-                    method=request.method,
-                    url=_url(request.url),
-                    headers=request.headers.raw,
-                    content=request.stream,
-                    extensions={**request.extensions, "timeout": waits},
-                )
+        extensions = {**request.extensions, "timeout": dict.fromkeys(("connect", "read", "write"), deadline)}
+        return super().handle_request(
+            httpx.Request(
+                request.method, request.url, headers=request.headers, stream=request.stream, extensions=extensions
             )
-        return httpx.Response(
-            answer.status, headers=answer.headers, stream=_Body(answer), extensions=dict(answer.extensions)
         )
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._pool.close()
-
-
-class _Body(httpx.SyncByteStream):
-    def __init__(self, answer: httpcore.Response) -> None:
-        self._answer = answer
-
-    def __iter__(self) -> Iterator[bytes]:
-        with _translated():
-            yield from self._answer.iter_stream()
-
-    def close(self) -> None:
-        self._answer.close()
 
 
 class _Network(httpcore.NetworkBackend):
-    """Connects within a deadline, at which a host's addresses share what time there is."""
+    """Connects before a deadline; the host's addresses share the remaining time."""
 
     def connect_tcp(
         self,
@@ -123,22 +102,15 @@ class _Network(httpcore.NetworkBackend):
             wait_s = _left(timeout, httpcore.ConnectTimeout)
             address = addresses.pop(0)
             try:
-                return _Stream(
-                    network.connect_tcp(
-                        address,
-                        port,
-                        timeout=None if wait_s is None else wait_s / (len(addresses) + 1),
-                        local_address=local_address,
-                        socket_options=socket_options,
-                    )
-                )
+                share_s = None if wait_s is None else wait_s / (len(addresses) + 1)
+                return _Stream(network.connect_tcp(address, port, share_s, local_address, socket_options))
             except (httpcore.ConnectError, httpcore.ConnectTimeout):
                 if not addresses:
                     raise
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection that takes deadlines for time-outs."""
+    """A connection whose time-outs are deadlines."""
 
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
@@ -163,31 +135,10 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _left(deadline: float | None, error: type[Exception]) -> float | None:
-    """Seconds until the deadline."""
+    """Return the seconds until a deadline; raise `error` if there are none."""
     if deadline is None:
         return None
     left = deadline - time.monotonic()
     if left <= 0:
         raise error("the deadline of the request is over")
     return left
-
-
-def _url(url: httpx.URL) -> httpcore.URL:
-    return httpcore.URL(scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path)
-
-
-def _proxy(proxy: httpx.Proxy) -> httpcore.Proxy:
-    return httpcore.Proxy(url=_url(proxy.url), auth=proxy.raw_auth, headers=proxy.headers.raw)
-
-
-@contextlib.contextmanager
-def _translated() -> Iterator[None]:
-    """Raise the HTTP library's errors in place of those of the layer under it."""
-    try:
-        yield
-    except httpcore.TimeoutException as error:
-        raise httpx.ReadTimeout(str(error)) from error
-    except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.ProxyError) as error:
-        raise httpx.NetworkError(str(error)) from error
-    except (httpcore.UnsupportedProtocol, httpcore.ConnectionNotAvailable) as error:
-        raise httpx.TransportError(str(error)) from error

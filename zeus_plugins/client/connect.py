@@ -1,4 +1,4 @@
-"""The way to a server: over HTTP, or in this process, by what the user says and the environment."""
+"""The choice of a `ServerPort` by arguments and environment: over HTTP, or in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from zeus_plugins.client.http import BsoClient
     from zeus_plugins.client.local import LocalServer
 
-
 _logger = logging.getLogger("zeus_plugins")
 
 
@@ -25,16 +24,16 @@ def client_from_environment(
     timeout_s: float | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> BsoClient | LocalServer:
-    """Make a client; arguments that are not given come from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
+    """Make a client; missing arguments come from ``ZEUS_SERVER_URL`` and ``ZEUS_BSO_TOKEN`` or its file.
 
-    Without a server URL, the server runs in this process, on the file that ``bso-server`` works on by default.
+    Without a server URL, the server runs in this process, on the default file of ``bso-server``.
 
     Args:
         server_url: As in `BsoClient`; ``embedded:`` or ``embedded:///path`` is the server in this process.
-        token: As in `BsoClient`. The server in this process is not shown it.
-        timeout_s: Longest wait in seconds for an answer as a whole. None: the environment variable
-            ``ZEUS_BSO_TIMEOUT_S``, else 10 s.
-        environ: Environment variables; those of the process by default.
+        token: As in `BsoClient`. The server in this process takes none.
+        timeout_s: Longest wait in seconds for a whole answer. None: the environment variable ``ZEUS_BSO_TIMEOUT_S``,
+            else 10 s.
+        environ: Environment variables, by default those of the process.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work, or there is no server URL and the server is not installed here.
@@ -50,15 +49,11 @@ def client_from_environment(
             TOKEN_VARIABLE,
             SERVER_URL_VARIABLE,
         )
-    if not url or url.strip().startswith(EMBEDDED):
-        return _local_server(url.strip() or EMBEDDED, timeout_s)
-    # Each way loads only what it needs.
-    from zeus_plugins.client.http import BsoClient
+    # Load only the modules that this client needs.
+    if url and not url.strip().startswith(EMBEDDED):
+        from zeus_plugins.client.http import BsoClient
 
-    return BsoClient(url, token=token, timeout_s=timeout_s)
-
-
-def _local_server(server_url: str, timeout_s: float) -> LocalServer:
+        return BsoClient(url, token=token, timeout_s=timeout_s)
     try:
         from zeus_plugins.client.local import LocalServer
     except ModuleNotFoundError as error:
@@ -67,4 +62,4 @@ def _local_server(server_url: str, timeout_s: float) -> LocalServer:
             f"pip install 'zeus-plugins[server]'; or name a running server, server_url=http://HOST:PORT or "
             f"{SERVER_URL_VARIABLE}=http://HOST:PORT"
         ) from None
-    return LocalServer(server_url, timeout_s=timeout_s)
+    return LocalServer(url.strip() or EMBEDDED, timeout_s=timeout_s)

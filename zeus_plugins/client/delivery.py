@@ -1,21 +1,22 @@
-"""Bringing to the server what waits in the outbox."""
+"""Delivery of results from the outbox to the server."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
-from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileBusyError, OutboxFileError, OutboxHeader
+from zeus_plugins.client.outbox import Outbox, OutboxFile, OutboxFileError, OutboxHeader
 from zeus_plugins.client.port import ServerPort
 from zeus_plugins.errors import ZeusBSOConfigError, ZeusBSOError, ZeusBSORuntimeError, ZeusBSOTokenError
+from zeus_plugins.files import FileBusyError
 from zeus_plugins.protocol import (
     FINAL,
     CreatedJob,
     Ending,
+    Evaluation,
     HeartbeatResponse,
     JobSpecFromClient,
     OfflineTrial,
@@ -28,37 +29,29 @@ from zeus_plugins.protocol import (
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Two runs that resume at the same moment may each come in between the other's question and take-over.
+# Another run that resumes at the same moment may take the trial over between this run's question and its take-over.
 _MOST_TAKE_OVERS = 10
 
 
 def is_refusal(error: Exception) -> bool:
-    """True if the server does not want what was sent, and never will.
+    """Return whether the server rejects the message for good.
 
-    A server that is away, fails, or does not accept the token may take the same later; and what answers in its place
-    with something else than expected (a proxy) may go away.
+    A server that is away, fails or does not accept the token may take the same message later. So may a server behind a
+    proxy that gives a foreign answer.
     """
     if isinstance(error, ZeusBSORuntimeError):
         return not (error.is_outage or error.is_foreign)
-    # Without a status it is an error on this side, such as a server in this process that cannot run here.
+    # Without a status the error is of this side, such as a server in this process that cannot run here.
     is_by_server = isinstance(error, ZeusBSOConfigError) and error.status is not None
     return is_by_server and not isinstance(error, ZeusBSOTokenError)
 
 
 def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collection[str]) -> CreatedJob:
-    """Register a job, or find it with other values in place of those that were guessed.
-
-    Args:
-        client: Talks to the server.
-        job: The job.
-        guessed: Names of its fields that a registration under its id overrides.
-
-    Returns:
-        The job as the server has it.
+    """Register a job; if its id is taken, adopt the registered values of the `guessed` fields and try again.
 
     Raises:
-        ZeusBSOConfigError: It is there, and differs in what was not guessed; or the server does not show in what.
-        ZeusBSORuntimeError: As of `ServerPort.register`.
+        ZeusBSOConfigError: The registered job differs in other fields, or the server does not show it.
+        ZeusBSORuntimeError: As in `ServerPort.register`.
     """
     try:
         return client.register(job)
@@ -75,16 +68,16 @@ def registered_as(client: ServerPort, job: JobSpecFromClient, guessed: Collectio
 
 
 def recorded(client: ServerPort, sender: OutboxHeader) -> TrialId:
-    """Have the server record a trial that began without it, once however often it is called; return the trial."""
+    """Have the server record a trial that began without it, and return the trial; repeated calls record it once."""
     registered = registered_as(client, sender.registration, sender.guessed)
     offline = OfflineTrial(job_id=registered.job_id, batch_size=sender.batch_size)
     return TrialId(**client.record_offline(offline, sender.key or "").model_dump())
 
 
 def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatResponse]:
-    """Have the server give a trial to this run of its training, which resumes: no earlier one may speak for it then.
+    """Take a trial over for this run, after which the server refuses messages of earlier runs.
 
-    Return the trial with its new lease epoch, and where it stands. A trial that has ended stays as it is.
+    Return the trial with its new lease epoch, and its state. A trial that has ended stays as it is.
     """
     known = trial
     for _ in range(_MOST_TAKE_OVERS):
@@ -98,7 +91,7 @@ def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatRe
         except ZeusBSORuntimeError as error:
             if error.reason != RefusalReason.STALE_LEASE:
                 raise
-            # Others have resumed from the same checkpoint, or this was done, and its answer lost.
+            # Another run has resumed from the same checkpoint, or the answer to an earlier take-over was lost.
             known = known.model_copy(update={"lease_epoch": None})
         else:
             return known.model_copy(update={"lease_epoch": heard.lease_epoch}), heard
@@ -106,7 +99,7 @@ def taken_over(client: ServerPort, trial: TrialId) -> tuple[TrialId, HeartbeatRe
 
 
 def deliver_power_limits(client: ServerPort, trial: TrialId, choice: PowerLimitChoice) -> None:
-    """Have a trial's power limits kept. If the server refuses, that is a warning: no result of the trial needs them."""
+    """Store a trial's power limits; only warn if the server refuses them, because no result depends on them."""
     try:
         client.store_power_profile(trial, choice)
     except ZeusBSOError as error:
@@ -125,57 +118,51 @@ def deliver(
     box: OutboxFile,
     client: ServerPort,
     *,
-    lock: AbstractContextManager[object] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
-) -> ReportResponse | None:
-    """Have the box's trial recorded or taken over, if need be, and deliver what waits, in order.
+    take_verdict: Callable[[ReportResponse], None] = lambda _: None,
+) -> None:
+    """Have the box's trial recorded or taken over if necessary, and deliver its items in order.
 
-    What was not delivered when this raises is still there.
+    Items that were not delivered when this raises stay in the box. The box is locked, except during requests.
 
     Args:
         box: The box.
         client: Talks to the server.
-        lock: Held while the box is used, and not while the server is waited for.
-        is_stopped: Asked before each request whether to leave the rest.
-
-    Returns:
-        The server's last verdict, or None when no evaluation was delivered.
+        is_stopped: Called before each request; True leaves the remaining items.
+        take_verdict: Called with each verdict, under the box's lock, before the evaluation leaves the box.
     """
-    lock = lock or nullcontext()
-    verdict: ReportResponse | None = None
     while not is_stopped():
-        with lock:
+        with box.lock:
             item, trial, resumes = box.first, box.trial, box.resumes
         if trial is None or resumes:
             trial = trial or recorded(client, box.sender)
             if resumes:
                 trial, _ = taken_over(client, trial)
-            with lock:
+            with box.lock:
                 box.name(trial)
-            continue
-        if item is None:
+        elif item is None:
             break
-        is_last_word = False
-        if isinstance(item, Ending):
-            client.end_trial(trial, box.true_ending(item))
-        elif isinstance(item, PowerLimitChoice):
-            deliver_power_limits(client, trial, item)
-        else:
+        elif isinstance(item, Evaluation):
             verdict = client.send_report(TrainingResult(**trial.model_dump(), **item.model_dump()))
-            is_last_word = verdict.stop_train
-        with lock:
-            # A server that judged otherwise takes no result after its last word.
-            (box.drop_all if is_last_word else box.drop_first)()
-    return verdict
+            with box.lock:
+                take_verdict(verdict)
+                # After a verdict to stop, the server takes no more results.
+                (box.drop_all if verdict.stop_train else box.drop_first)()
+        else:
+            if isinstance(item, Ending):
+                client.end_trial(trial, box.true_ending(item))
+            else:
+                deliver_power_limits(client, trial, item)
+            with box.lock:
+                box.drop_first()
 
 
 @dataclass(frozen=True)
 class Delivered:
-    """The fate of one file of the outbox: how many results were delivered, how many are left there, and why.
+    """The outcome for one file of the outbox; job and server are empty if the file cannot be read.
 
-    Job and server are empty where the file cannot be read. A file that the server has refused is set aside, and so is
-    one with damaged lines, without a problem, once all others were delivered. Where the problem is the token
-    (`needs_token`), it is there for another one to deliver.
+    A file is set aside if the server refuses it, or, without a `problem`, once all but its damaged lines was delivered.
+    If the file `needs_token`, the server did not accept the token, and may accept another one.
     """
 
     path: Path
@@ -190,7 +177,7 @@ class Delivered:
 
     @classmethod
     def of(cls, box: OutboxFile, *, problem: ZeusBSOError | str | None = None) -> Delivered:
-        """Describe a file as it is now."""
+        """Describe a file in its current state."""
         return cls(
             box.path,
             box.sender.registration.job_id,
@@ -203,10 +190,10 @@ class Delivered:
 
 
 def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None]) -> Iterator[Delivered]:
-    """Deliver what earlier trainings have left, file by file, oldest first; trainings that still run keep theirs.
+    """Deliver results of earlier trainings, oldest file first, except files of trainings that still run.
 
-    `client_of` gives the client for a server's URL, or None to leave that server's files alone. A `ZeusBSOError` of it
-    is the problem of those files alone.
+    `client_of` returns the client for a server's URL, or None to skip that server's files. A `ZeusBSOError` that it
+    raises becomes the problem of those files.
     """
     problem_of: dict[str, str] = {}
     for box in _opened(outbox):
@@ -217,23 +204,21 @@ def deliver_waiting(outbox: Outbox, client_of: Callable[[str], ServerPort | None
         try:
             client = None if server_url in problem_of else client_of(server_url)
         except ZeusBSOError as unusable:
-            problem_of[server_url] = str(unusable)
-            client = None
-        if server_url in problem_of:
-            yield Delivered.of(box, problem=problem_of[server_url])
-            box.close()
-        elif client is None:
-            box.close()
-        else:
+            client, problem_of[server_url] = None, str(unusable)
+        if client is not None:
             file, error = _emptied(box, client)
             if isinstance(error, ZeusBSORuntimeError) and error.is_outage:
-                # The server is away: its other files would only wait for another time-out each.
+                # Each further file of a server that is away would wait for another time-out.
                 problem_of[server_url] = str(error)
             yield file
+            continue
+        if server_url in problem_of:
+            yield Delivered.of(box, problem=problem_of[server_url])
+        box.close()
 
 
 def listed(outbox: Outbox) -> Iterator[Delivered]:
-    """Describe the files that `deliver_waiting` would find, and leave them as they are."""
+    """Describe the files that `deliver_waiting` would deliver, and leave them unchanged."""
     for box in _opened(outbox):
         if isinstance(box, Delivered):
             yield box
@@ -243,24 +228,26 @@ def listed(outbox: Outbox) -> Iterator[Delivered]:
 
 
 def _opened(outbox: Outbox) -> Iterator[OutboxFile | Delivered]:
-    """Open each file that no process has; describe those that cannot be read."""
+    """Open each file that no other process has open; describe files that cannot be read."""
     for path in outbox.waiting():
         try:
             yield outbox.open(path)
-        except (FileNotFoundError, OutboxFileBusyError):
+        except (FileNotFoundError, FileBusyError):
             continue
         except (OutboxFileError, OSError) as error:
             yield Delivered(path, problem=str(error))
 
 
 def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOError | None]:
+    """Deliver a file, and close it or set it aside."""
     waiting, is_ended = len(box), box.has_ending
+    verdicts: list[ReportResponse] = []
     problem: ZeusBSOError | None = None
     try:
-        # A file without results leaves its trial as it is.
-        verdict = deliver(box, client) if waiting else None
-        if verdict is not None and not verdict.stop_train and not is_ended and box.trial is not None:
-            _leave(client, box.trial)
+        if waiting:  # A file without results leaves its trial as it is.
+            deliver(box, client, take_verdict=verdicts.append)
+        if verdicts and not verdicts[-1].stop_train and not is_ended and box.trial is not None:
+            _shorten_lease(client, box.trial)
     except ZeusBSOError as error:
         problem = error
     file = Delivered.of(box, problem=problem)
@@ -268,8 +255,8 @@ def _emptied(box: OutboxFile, client: ServerPort) -> tuple[Delivered, ZeusBSOErr
     return replace(file, delivered=waiting - file.left, set_aside=aside), problem
 
 
-def _leave(client: ServerPort, trial: TrialId) -> None:
-    """Have a trial abandoned soon: its training died without a word, and may come back from a checkpoint."""
+def _shorten_lease(client: ServerPort, trial: TrialId) -> None:
+    """Send one heartbeat for a trial whose training died, so that the server soon abandons the trial."""
     try:
         client.heartbeat(trial)
     except ZeusBSOError as error:

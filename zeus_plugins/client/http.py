@@ -1,7 +1,7 @@
-"""`ServerPort` over HTTP: with `_transport.py` under it, all of the training side that knows the HTTP library.
+"""`ServerPort` over HTTP, against this project's server or Zeus 0.16's.
 
-`BsoClient` has one method per route. It works against this project's server and against Zeus 0.16's, whose answers lack
-our optional fields and whose errors have another shape.
+A Zeus server's answers lack our optional fields, and its errors have another shape. Of the training side, only this
+module and `_transport.py` import the HTTP library.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from urllib.parse import quote
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from zeus_plugins.client._transport import DeadlineTransport, proxy_of
+from zeus_plugins.client._transport import DeadlineTransport
 from zeus_plugins.client.port import (
     DEFAULT_TIMEOUT_S,
     NO_RETRIES,
@@ -57,11 +57,10 @@ from zeus_plugins.protocol import (
 )
 
 _EXCERPT_LENGTH = 200
-_LONGEST_WORDS = 4000
-# A page of 1000 trials is a twentieth of it.
+_LONGEST_MESSAGE = 4000
+# Twenty times a page of 1000 trials.
 _LARGEST_ANSWER_BYTES = 16 * 2**20
-_FAULTS_TO_TELL = 3
-_FRAMING = (b"content-length", b"transfer-encoding")
+_FAULT_LIMIT = 3
 _MAX_PORT = 65535
 _LARGEST_PAGE = "1000"
 
@@ -71,22 +70,19 @@ _Message = TypeVar("_Message", bound=BaseModel)
 
 
 class BsoClient(ServerPort):
-    """A connection to one batch size optimization server.
+    """A connection to one batch size optimization server; see `ServerPort`.
 
-    `ServerPort` describes its methods, and says when and from where they may be called. Neither the token nor a
-    password inside `server_url` appears in its repr, its errors or the log.
-
-    Requests are repeated as `retries` says; each is such that the server does not mind getting it twice, but for
-    `delete_job`, which is sent once.
+    Requests are retried as `retries` says, except `delete_job`: the server accepts any other request twice. Neither the
+    token nor a password inside `server_url` appears in the repr, in errors or in the log.
 
     Args:
-        server_url: ``http://`` or ``https://`` with a host; a path prefix (behind a reverse proxy) is kept. A user and
-            password inside it are sent as HTTP basic authentication. The server in this process has no such URL:
-            `zeus_plugins.client.client_from_environment` gives either.
-        token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as files have it, is dropped.
+        server_url: ``http://`` or ``https://`` with a host, and optionally a path prefix (behind a reverse proxy). A
+            user and password inside it are sent as HTTP basic authentication. For the server in this process, use
+            `zeus_plugins.client.client_from_environment`.
+        token: Sent as ``Authorization: Bearer``. Whitespace around it or `server_url`, as in files, is dropped.
         timeout_s: Longest wait in seconds for an answer: connecting, sending and receiving all of it.
-        retries: How often a request is sent that gets no answer.
-        transport: Takes the place of the network.
+        retries: How often a request without an answer is sent again.
+        transport: Replaces the network.
 
     Raises:
         ZeusBSOConfigError: An argument cannot work.
@@ -101,41 +97,31 @@ class BsoClient(ServerPort):
         retries: Retries | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        self._server_url, self._login = _parsed_server_url(server_url)
+        self.server_url, self._login = _parsed_server_url(server_url)
         self._token = _checked_token(token)
         if self._token and self._login:
             raise ZeusBSOConfigError(
-                f"server_url {self._server_url} holds a user and a token is given too, but a request carries only one "
+                f"server_url {self.server_url} holds a user and a token is given too, but a request carries only one "
                 f"of them: drop the user from server_url or unset {TOKEN_VARIABLE}"
             )
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._retries = retries or Retries()
         self._transport = transport
         self._http: httpx.Client | None = None
         self._http_pid = 0
-        # Shared with the copies of this client, which are of the same training.
+        # Shared with the copies that `with_retries` makes: faults are counted for the whole training.
         self._faults: list[str] = []
 
     def __repr__(self) -> str:
-        return f"BsoClient({self._server_url!r})"
+        return f"BsoClient({self.server_url!r})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_http": None}
 
-    @property
-    def server_url(self) -> str:
-        """The server's URL without user and password."""
-        return self._server_url
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait in seconds for an answer as a whole."""
-        return self._timeout_s
-
     def with_retries(self, retries: Retries) -> BsoClient:
-        """Another client of the same server, with a connection of its own."""
+        """Return a client of the same server with a connection of its own."""
         other = copy.copy(self)
         other._http, other._retries = None, retries
         return other
@@ -180,10 +166,11 @@ class BsoClient(ServerPort):
 
     def delete_job(self, job_id: str) -> None:
         """Delete a job and all its trials."""
-        self._expect_ours(self._request("DELETE", Paths.JOBS, params={"job_id": job_id}, retries=NO_RETRIES))
+        with self.with_retries(NO_RETRIES) as client:
+            client._expect_ours(client._request("DELETE", Paths.JOBS, params={"job_id": job_id}))
 
     def list_jobs(self) -> JobList:
-        """List all jobs, however many pages they fill. A Zeus server does not offer this."""
+        """List the jobs of all pages. A Zeus server lacks this."""
         page = self._decode(self._request("GET", Paths.API_JOBS), JobList)
         jobs = page.jobs
         while page.next_cursor is not None:
@@ -193,17 +180,13 @@ class BsoClient(ServerPort):
         return JobList(jobs=jobs)
 
     def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """The reason for a trial's batch size; without one, what would be chosen next. Zeus servers lack this."""
+        """Explain the batch size of a trial, or of the next trial for None. A Zeus server lacks this."""
         path = f"{Paths.API_JOBS}/{quote(job_id, safe='')}/explanation"
         params = None if trial_number is None else {"trial_number": str(trial_number)}
         return self._decode(self._request("GET", path, params=params), Explanation)
 
     def job_report(self, job_id: str) -> JobReport:
-        """The job's page in one file, which a notebook shows where a cell ends with it. Zeus servers lack this.
-
-        Raises:
-            ZeusBSORuntimeError: No such job (404).
-        """
+        """Return the job's page, which a notebook displays as the value of a cell. A Zeus server lacks this."""
         answer = self._request("GET", f"/ui/jobs/{quote(job_id, safe='')}/report.html")
         if not answer.headers.get("content-type", "").startswith("text/html"):
             self._raise_foreign(answer, "no HTML")
@@ -216,14 +199,13 @@ class BsoClient(ServerPort):
         view = self._decode(self._request("GET", path, params=params), JobView)
         if limit is not None or len(view.trials) >= view.trial_count:
             return view
-        trials: list[TrialView] = []
+        trials: tuple[TrialView, ...] = ()
         cursor: int | None = 0
         while cursor is not None:
             query = {"limit": _LARGEST_PAGE, "cursor": str(cursor)}
             page = self._decode(self._request("GET", f"{path}/trials", params=query), TrialList)
-            trials += page.trials
-            cursor = page.next_cursor
-        return view.model_copy(update={"trials": tuple(trials)})
+            trials, cursor = trials + page.trials, page.next_cursor
+        return view.model_copy(update={"trials": trials})
 
     def _request(
         self,
@@ -233,28 +215,26 @@ class BsoClient(ServerPort):
         params: Mapping[str, str] | None = None,
         body: BaseModel | None = None,
         key: str | None = None,
-        retries: Retries | None = None,
     ) -> httpx.Response:
-        """Send one request, more than once if need be, and return its 2xx answer; `key` is its `Idempotency-Key`."""
+        """Send a request with its `Idempotency-Key`, retry it if necessary, and return its 2xx answer."""
         headers = {} if body is None else {"Content-Type": "application/json"}
         if key is not None:
             headers["Idempotency-Key"] = key
         request = self._connection().build_request(
             method,
-            f"{self._server_url}{path}",
+            f"{self.server_url}{path}",
             params=params,
             content=None if body is None else body.model_dump_json(),
             headers=headers,
         )
-        retries = retries or self._retries
-        end = time.monotonic() + retries.patience_s
+        end = time.monotonic() + self._retries.patience_s
         attempt = 1
         while True:
             try:
                 return self._answered(request)
             except ZeusBSORuntimeError as error:
-                wait_s = retries.wait_s(attempt)
-                if attempt >= retries.attempts or not error.is_outage or time.monotonic() + wait_s > end:
+                wait_s = self._retries.wait_s(attempt)
+                if attempt >= self._retries.attempts or not error.is_outage or time.monotonic() + wait_s > end:
                     raise
                 _logger.debug("attempt %d of %s %s: %s", attempt, method, path, error)
             time.sleep(wait_s)
@@ -264,7 +244,7 @@ class BsoClient(ServerPort):
         try:
             answer = self._received(request)
         except httpx.RequestError as error:
-            # The HTTP library's own traceback is sixty lines that say less than this one.
+            # Do not chain the error: httpx's traceback adds sixty lines and no information.
             raise ZeusBSOServerUnreachableError(self._unreachable_text(error)) from None
         if not answer.is_success:
             refusal = self._refusal(answer)
@@ -273,22 +253,22 @@ class BsoClient(ServerPort):
             raise refusal
         return answer
 
-    def _count_fault(self, told: str) -> None:
-        """Say, once, that the server is there and fails: what is taken for an outage does not end by waiting."""
-        if len(self._faults) == _FAULTS_TO_TELL:
+    def _count_fault(self, fault: str) -> None:
+        """Warn once that the server runs but fails: such an outage does not end by waiting."""
+        if len(self._faults) == _FAULT_LIMIT:
             return
-        self._faults.append(told)
-        if len(self._faults) == _FAULTS_TO_TELL:
+        self._faults.append(fault)
+        if len(self._faults) == _FAULT_LIMIT:
             _logger.warning(
-                f"THE SERVER AT {self._server_url} FAILS: it is not away, but has answered {_FAULTS_TO_TELL} requests "
-                f"of this training with 500, an error of its own ({told}). As long as it does, trainings take the "
+                f"THE SERVER AT {self.server_url} FAILS: it is not away, but has answered {_FAULT_LIMIT} requests "
+                f"of this training with 500, an error of its own ({fault}). As long as it does, trainings take the "
                 "default batch size and it learns nothing: have whoever runs it look at its log"
             )
 
     def _received(self, request: httpx.Request) -> httpx.Response:
-        """Send a request once and receive all of its answer, as long as that is within bounds.
+        """Send a request once and receive its whole answer, up to a size.
 
-        What is packed is not received: a few bytes of it fill any memory.
+        Refuse a compressed answer: a few bytes could expand to fill the memory.
         """
         with contextlib.closing(self._connection().send(request, stream=True)) as answer:
             encoding = answer.headers.get("content-encoding", "identity")
@@ -301,7 +281,7 @@ class BsoClient(ServerPort):
                     raise httpx.ReadError(f"its answer is larger than {_LARGEST_ANSWER_BYTES} bytes")
         return httpx.Response(
             answer.status_code,
-            headers=[pair for pair in answer.headers.raw if pair[0].lower() not in _FRAMING],
+            headers=answer.headers,
             content=bytes(body),
             request=request,
             extensions=answer.extensions,
@@ -315,15 +295,11 @@ class BsoClient(ServerPort):
                 auth=self._login,
                 headers={"Accept-Encoding": "identity"}
                 | ({"Authorization": f"Bearer {self._token}"} if self._token else {}),
-                timeout=self._timeout_s,
-                # Closing a connection closes its transport, which a copy of this client may be using.
-                transport=copy.copy(self._transport) or self._network(),
+                timeout=self.timeout_s,
+                # Copied, because closing a client closes its transport, which a copy of this client may use.
+                transport=copy.copy(self._transport) or DeadlineTransport(self.server_url),
             )
         return self._http
-
-    def _network(self) -> DeadlineTransport:
-        url = httpx.URL(self._server_url)
-        return DeadlineTransport(is_encrypted=url.scheme == "https", proxy=proxy_of(url))
 
     def _decode(self, answer: httpx.Response, message: type[_Message]) -> _Message:
         try:
@@ -334,11 +310,9 @@ class BsoClient(ServerPort):
             self._raise_foreign(answer, f"{where}: {first['msg']}" if where else first["msg"])
 
     def _expect_ours(self, answer: httpx.Response) -> None:
-        """Accept any JSON, or nothing, as the answer of a route that returns nothing."""
-        if not answer.content:
-            return
+        """Accept any JSON, or an empty body, as the answer of a route that returns nothing."""
         try:
-            answer.json()
+            json.loads(answer.content or b"null")
         except (ValueError, RecursionError):
             self._raise_foreign(answer, "not JSON")
 
@@ -351,23 +325,27 @@ class BsoClient(ServerPort):
         )
 
     def _refusal(self, answer: httpx.Response) -> ZeusBSOError:
-        request, body = answer.request, _error_body(answer)
-        said, reason = _said_in(body), body.get("reason")
+        request = answer.request
+        try:
+            body = json.loads(_text_of(answer))
+        except (ValueError, RecursionError):
+            body = None
+        message, reason = _message_in(body) if isinstance(body, dict) else ("", None)
         return error_of(
             answer.status_code,
-            self._without_secrets(said or _excerpt_of(answer)),
-            server_url=self._server_url,
+            self._without_secrets(message or _excerpt_of(answer)),
+            server_url=self.server_url,
             request=f"{request.method} {request.url}",
             is_registration=request.method == "POST" and request.url.path.endswith(Paths.JOBS),
-            is_foreign=not said,
-            reason=reason if isinstance(reason, str) else None,
+            is_foreign=not message,
+            reason=reason,
         )
 
     def _unreachable_text(self, error: httpx.RequestError) -> str:
-        timed_out = f"timed out after {self._timeout_s:g} s" if isinstance(error, httpx.TimeoutException) else ""
+        timed_out = f"timed out after {self.timeout_s:g} s" if isinstance(error, httpx.TimeoutException) else ""
         cause = timed_out or str(error) or type(error).__name__
         return (
-            f"no answer from the batch size optimization server at {self._server_url}: {self._without_secrets(cause)}. "
+            f"no answer from the batch size optimization server at {self.server_url}: {self._without_secrets(cause)}. "
             f"Is `bso-server serve` running there? If it runs elsewhere, pass server_url= or set {SERVER_URL_VARIABLE}"
         )
 
@@ -376,13 +354,13 @@ class BsoClient(ServerPort):
 
 
 def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:
-    """Split a server's URL into what may be shown, without a trailing slash, and the user and password inside it."""
+    """Split a server's URL into a URL without login and trailing slash, and its user and password."""
     server_url = server_url.strip()
     problem = f"server_url {_without_secret_parts(server_url)!r} "
     try:
         url = httpx.URL(server_url)
     except httpx.InvalidURL:
-        # The HTTP library's own words may quote a part of a password that was not escaped.
+        # Do not chain the error: it may quote a part of a password that was not escaped.
         raise ZeusBSOConfigError(f"{problem}is not a URL: check its host and port") from None
     if url.scheme not in ("http", "https") or not url.host:
         raise ZeusBSOConfigError(f"{problem}must be http:// or https:// with a host, for example http://127.0.0.1:8000")
@@ -391,12 +369,12 @@ def _parsed_server_url(server_url: str) -> tuple[str, tuple[str, str] | None]:
     if url.query or url.fragment:
         raise ZeusBSOConfigError(f"{problem}must end with its path: remove what follows '?' or '#'")
     login = (url.username, url.password) if url.userinfo else None
-    # A login inside the URL would be written to the log with every request.
+    # httpx logs the URL of each request, which must not hold the login.
     return str(url.copy_with(userinfo=b"")).rstrip("/"), login
 
 
 def _without_secret_parts(server_url: str) -> str:
-    """Hide user, password and query of something that need not be a valid URL."""
+    """Hide user, password and query in a text that may not be a valid URL."""
     without_login = re.sub(r"^(.*?//)?.*@", r"\1***@", server_url, flags=re.DOTALL)
     return re.sub(r"[?#].*", "?***", without_login, flags=re.DOTALL)
 
@@ -404,7 +382,7 @@ def _without_secret_parts(server_url: str) -> str:
 def _checked_token(token: str | None) -> str | None:
     token = (token or "").strip()
     if not (token.isascii() and token.isprintable()):
-        # The HTTP library would refuse such a header too, but quote the token while doing so.
+        # httpx would refuse such a header as well, but quote the token in its error.
         raise ZeusBSOConfigError(
             f"the token (token= or {TOKEN_VARIABLE}) holds characters that no token has: copy it anew"
         )
@@ -412,7 +390,7 @@ def _checked_token(token: str | None) -> str | None:
 
 
 def _excerpt_of(answer: httpx.Response) -> str:
-    """The beginning of an answer that does not look like one of a batch size optimization server."""
+    """Describe an answer that does not look like one of a batch size optimization server."""
     if answer.is_redirect:
         where = _without_secret_parts(answer.headers.get("location", ""))
         return f"redirected to {where}; set server_url or {SERVER_URL_VARIABLE} to the server's final address"
@@ -420,40 +398,29 @@ def _excerpt_of(answer: httpx.Response) -> str:
     return f"{answer.reason_phrase}: {excerpt}. Is this a batch size optimization server? Check server_url"
 
 
-def _error_body(answer: httpx.Response) -> dict[str, Any]:
-    """The body of an error, empty if it is no JSON object."""
-    try:
-        body = json.loads(_text_of(answer))
-    except (ValueError, RecursionError):
-        return {}
-    return body if isinstance(body, dict) else {}
+def _message_in(body: dict[str, Any]) -> tuple[str, str | None]:
+    """Return an error's message with the fields at fault, empty in a foreign body, and its reason.
 
-
-def _said_in(body: dict[str, Any]) -> str:
-    """The message in an error's body, and the fields at fault that it does not name; empty in any other body.
-
-    Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and the framework under it
+    Our server sends `zeus_plugins.protocol.ErrorBody`; Zeus's sends ``{"message": …}``, and FastAPI under it
     ``{"detail": …}`` with a text or with a list of the fields at fault.
     """
     texts = (body.get("message"), body.get("detail"))
     message = next((text for text in texts if isinstance(text, str) and text), "")
-    ours, frameworks = body.get("errors"), body.get("detail")
-    fields: list[tuple[str, str]] = []
-    if isinstance(ours, list):
-        fields = [(str(item.get("field")), str(item.get("message"))) for item in ours if isinstance(item, dict)]
-    elif isinstance(frameworks, list):
-        fields = [(_dotted(item.get("loc")), str(item.get("msg"))) for item in frameworks if isinstance(item, dict)]
-    told = [f"{field}: {problem}" for field, problem in fields if not problem or problem not in message]
-    said = "; ".join(part for part in [message, *told] if part)
-    return said if len(said) <= _LONGEST_WORDS else f"{said[:_LONGEST_WORDS]}…"
-
-
-def _dotted(location: object) -> str:
-    """Return ``["body", "eta_knob"]`` as ``eta_knob``."""
-    parts = location if isinstance(location, list) else [location]
-    return ".".join(str(part) for part in parts if part not in ("body", "query"))
+    parts, faults = [message], body.get("errors") or body.get("detail")
+    for fault in faults if isinstance(faults, list) else []:
+        if isinstance(fault, dict):
+            field, problem = fault.get("field") or fault.get("loc"), str(fault.get("message") or fault.get("msg"))
+            if isinstance(field, list):
+                field = ".".join(str(part) for part in field if part not in ("body", "query"))
+            if problem not in message:
+                parts.append(f"{field}: {problem}")
+    message = "; ".join(part for part in parts if part)
+    if len(message) > _LONGEST_MESSAGE:
+        message = f"{message[:_LONGEST_MESSAGE]}…"
+    reason = body.get("reason")
+    return message, reason if isinstance(reason, str) else None
 
 
 def _text_of(answer: httpx.Response) -> str:
-    """The body as UTF-8, whatever the answer calls it: what decodes to something else than text would raise."""
+    """Return the body as UTF-8. The charset that the answer states may not be one of text, and then raise."""
     return answer.content.decode("utf-8", "replace")

@@ -1,11 +1,9 @@
-"""`ServerPort` in the training's own process, on a SQLite file: what a training without a server URL uses.
+"""`ServerPort` in the training's own process, on a SQLite file: the default without a server URL.
 
-What a server does is a plain function over a transaction (`bso_server.service.commands`), which runs in the thread that
-asks; docs/internals.md says what follows from that. SQLite must not be carried into a forked child
-(https://www.sqlite.org/howtocorrupt.html, 2.6), so the connection to a file is closed before each `os.fork`.
-
-The only module of this package that imports `bso_server`, but for its pure policies in
-`zeus_plugins.master.optimizers`; it needs the extra ``server``.
+Each request runs a function of `bso_server.service.commands` over a transaction, in the calling thread (see
+docs/internals.md). A SQLite connection must not be carried into a forked child
+(https://www.sqlite.org/howtocorrupt.html, 2.6), so files are closed before each `os.fork`. This module needs the extra
+``server``.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from zeus_plugins.protocol import (
 
 _DATABASE_VARIABLE = variable_of("database_url")
 
-# Seconds that a thread takes no signal, and its process does not fork, while another process has the file locked.
+# While SQLite waits for another process's lock, this thread handles no signal and this process cannot fork.
 _BUSY_TIMEOUT_S = 0.1
 
 _logger = logging.getLogger("zeus_plugins")
@@ -76,57 +74,48 @@ T = TypeVar("T")
 class LocalServer(ServerPort):
     """The server in this process.
 
-    All servers of this process on one file share one connection to it. It is opened at the first request and closed by
-    `close`, or with the interpreter; the next request opens it again. Its settings are those of ``bso-server``, but for
-    tokens, hosts and rates, which are for callers from outside.
+    All servers of this process on one file share one connection. The first request opens it; `close` or the end of the
+    interpreter closes it, and the next request opens it again. The settings are those of ``bso-server``, except tokens,
+    hosts and rates, which are for remote callers.
 
     Args:
-        server_url: ``embedded:///path/of/file``; or ``embedded:``, the file that ``bso-server`` works on by default.
+        server_url: ``embedded:///path/of/file``; or ``embedded:``, the default file of ``bso-server``.
         timeout_s: Longest wait in seconds for another process that has the file locked.
 
     Raises:
-        ZeusBSOConfigError: There can be no SQLite file at this place, or a setting of the server is wrong.
+        ZeusBSOConfigError: No SQLite file can be at this place, or a setting of the server is wrong.
     """
 
     def __init__(self, server_url: str = EMBEDDED, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         if not timeout_s > 0:
             raise ZeusBSOConfigError(f"timeout_s must be above 0 seconds, not {timeout_s}")
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._settings, self._path = _settings_of(server_url)
+        self.server_url = f"{EMBEDDED}//{self._path.as_posix()}"
         self._commands = Commands(leases=self._settings.leases, crash_retries=self._settings.crash_retries)
 
     def __repr__(self) -> str:
         return f"LocalServer({self.server_url!r})"
 
-    @property
-    def server_url(self) -> str:
-        """The URL that every training on this file has: ``embedded://`` and the file's path."""
-        return f"{EMBEDDED}//{self._path.as_posix()}"
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait in seconds for another process that has the file locked."""
-        return self._timeout_s
-
     def with_retries(self, retries: Retries) -> LocalServer:
-        """Another port of the same server. What waiting can mend has been waited for, so that nothing is repeated."""
+        """Return a copy; nothing is retried, because each request already waits for the file."""
         del retries
         return copy.copy(self)
 
     def close(self) -> None:
-        """Close the connection to the file; others of this process that need it open it again."""
+        """Close the connection to the file; other servers of this process open it again when they need it."""
         _files.close(self._path)
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
         """See `ServerPort.register`."""
         try:
             registration = with_job_id(job)
-        except ValidationError as error:  # A copy of a valid job with other values need not be valid.
-            said = [
+        except ValidationError as error:  # A copy of a valid job with other values may be invalid.
+            faults = [
                 f"{'.'.join(map(str, line['loc'])) or 'job'}: {line['msg'].removeprefix('Value error, ')}"
                 for line in error.errors()
             ]
-            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(said)) from None
+            raise self._refusal("registration", HTTPStatus.UNPROCESSABLE_ENTITY, "; ".join(faults)) from None
         known = self._read("registration", lambda transaction: self._commands.registered(transaction, registration))
         if known is not None:
             return known
@@ -143,7 +132,7 @@ class LocalServer(ServerPort):
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
         """See `ServerPort.send_report`."""
-        sent = TrainingResult(**dict(result))  # each field told, as over HTTP
+        sent = TrainingResult(**dict(result))  # Sets each field, as over HTTP; `is_zeus` depends on it.
 
         def report(transaction: Transaction) -> ReportResponse:
             (outcome,) = ReportBatch(transaction, [(sent, UNRESTRICTED)], self._commands.moment()).take()
@@ -177,15 +166,14 @@ class LocalServer(ServerPort):
         return self._read("list of jobs", partial(reading.list_jobs, limit=None))
 
     def explain(self, job_id: str, trial_number: int | None = None) -> Explanation:
-        """The reason for a trial's batch size; without one, what would be chosen next."""
+        """Explain the batch size of a trial, or of the next trial for None."""
         return self._read("explanation", lambda transaction: reading.explain(transaction, job_id, trial_number))
 
     def job_report(self, job_id: str) -> JobReport:
-        """The job's page in one file, which a notebook shows where a cell ends with it; made in this process.
+        """Return the job's page, which a notebook displays as the value of a cell.
 
         Raises:
-            ZeusBSOConfigError: What draws pages is not installed.
-            ZeusBSORuntimeError: No such job (404).
+            ZeusBSOConfigError: A package for pages is not installed.
         """
         try:
             from bso_server.service.pages import Pages
@@ -205,13 +193,13 @@ class LocalServer(ServerPort):
         return self._read("job", lambda transaction: reading.show_job(transaction, job_id, limit=limit))
 
     def _write(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._asked(request, lambda store: store.write(work, timeout_s=self._timeout_s))
+        return self._asked(request, lambda store: store.write(work, timeout_s=self.timeout_s))
 
     def _read(self, request: str, work: Callable[[Transaction], T]) -> T:
-        return self._asked(request, lambda store: store.read(work, timeout_s=self._timeout_s))
+        return self._asked(request, lambda store: store.read(work, timeout_s=self.timeout_s))
 
     def _asked(self, request: str, ask: Callable[[SyncStore], T]) -> T:
-        """Ask, and word errors as they come over HTTP."""
+        """Ask the file's store, and raise errors as over HTTP."""
         try:
             return ask(_files.store(self._path, self._settings))
         except DatabaseNotReadyError as error:
@@ -224,7 +212,7 @@ class LocalServer(ServerPort):
         except BsoError as error:
             raise self._refusal(request, STATUS_OF[type(error)], error.message, error.reason) from None
         except Exception as error:
-            # A fault of the server must not end a training here either.
+            # A fault of the server must not end a training.
             _logger.exception("the batch size optimization server in this process failed at a %s", request)
             raise ZeusBSORuntimeError(
                 f"the {request} failed: {error}", status=HTTPStatus.INTERNAL_SERVER_ERROR
@@ -242,15 +230,15 @@ class LocalServer(ServerPort):
 
 
 class _Files:
-    """The files that this process has opened, and the lock that keeps their transactions and forks apart."""
+    """The files that this process has opened, and the lock that separates their transactions from forks."""
 
     def __init__(self) -> None:
         self._stores: dict[Path, SyncStore] = {}
-        # Reentrant: the handler of a signal may end a trial.
+        # Reentrant, because a signal handler may end a trial.
         self._lock = threading.RLock()
 
     def store(self, path: Path, settings: Settings) -> SyncStore:
-        """The one store of a file."""
+        """Return the one store of a file."""
         with self._lock:
             if path not in self._stores:
                 self._stores[path] = SyncStore(_opened(settings), self._lock)
@@ -263,25 +251,25 @@ class _Files:
             return self._stores[path]
 
     def close(self, *paths: Path) -> None:
-        """Close these files, or all of them; who needs one opens it again."""
+        """Close these files, or all; the next request opens a file again."""
         with self._lock:
             for path in paths or tuple(self._stores):
                 if path in self._stores:
                     self._stores[path].close()
 
     def before_fork(self) -> None:
-        """Let the transaction under way end, and have no file open until after the fork, and then the same ones."""
+        """Wait for the current transaction, and close the files until after the fork."""
         self._lock.acquire()
         for store in self._stores.values():
             store.close(keeps_file=True)
 
     def after_fork(self) -> None:
-        """Let transactions begin; the lock is held by the thread that forked, in the child as well."""
+        """Allow transactions again; the forking thread holds the lock, in the child as well."""
         self._lock.release()
 
 
 def _settings_of(server_url: str) -> tuple[Settings, Path]:
-    """The server's settings, and where its file is, whatever becomes the working directory later."""
+    """Return the server's settings and the absolute path of its file."""
     stated = server_url.removeprefix(EMBEDDED).removeprefix("//")
     try:
         settings = Settings(database_url=_database_url(Path(stated).absolute())) if stated else Settings()
@@ -313,7 +301,7 @@ def _database_url(path: Path) -> str:
 
 
 _files = _Files()
-# What a connection leaves beside the file is tidied up, after whatever trainings still say in exit functions.
+# Close the files, which removes SQLite's log beside them, after the exit functions of trainings.
 weakref.finalize(_files, _files.close)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_files.before_fork, after_in_parent=_files.after_fork, after_in_child=_files.after_fork)

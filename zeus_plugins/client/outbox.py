@@ -1,9 +1,9 @@
-"""Results that the server has not taken yet, on disk: one file per trial, as JSON lines.
+"""Results that wait for the server, on disk: one file of JSON lines for each trial.
 
-The first line of a file says which trial it is, the others what is to be delivered, in order, and what of it was. A
-line is on the disk before the training goes on. A file exists as long as something in it waits, and whoever writes it
-or delivers from it holds its lock: the training while it runs, otherwise the next run of any job on that server, or
-``zeus-plugins sync``.
+The first line of a file is its `OutboxHeader`; the others are items to deliver, in order, and notes of their delivery.
+Each line is on the disk before the training continues. A process that writes a file or delivers from it holds the
+file's lock: the training while it runs, later the next training with the same server, or ``zeus-plugins sync``. A file
+with nothing left to deliver is deleted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from itertools import count
@@ -31,21 +32,16 @@ _DAMAGED_SUFFIX = ".damaged"
 _NAME_LENGTH = 80
 _COPY = re.compile(r"-[0-9a-f]{16}-\d+\.jsonl$")
 
-# Some 200,000 evaluations.
+# About 200,000 evaluations.
 _LARGEST_FILE_BYTES = 64 * 2**20
-# Where memory ran out on many ranks at once, one of the first to say so is enough.
+# Many ranks may run out of memory at once; the file of one of them is enough.
 _RANKS_ASKED = 8
 
 Item = Evaluation | Ending | PowerLimitChoice
-"""A thing that can wait: where a trial stood, how it ended, or what it found out of its power limits."""
 
 
 class OutboxFileError(Exception):
-    """A file of the outbox cannot be read as one."""
-
-
-OutboxFileBusyError = files.FileBusyError
-"""Another process writes the file or delivers from it."""
+    """A path in the outbox is not a readable outbox file."""
 
 
 class OutboxHeader(WireMessage):
@@ -54,8 +50,8 @@ class OutboxHeader(WireMessage):
     Attributes:
         registration: The job on its hardware.
         guessed: Fields of the job that a registration under its id overrides.
-        trial: None for one that began while the server was away.
-        key: By which such a trial is recorded, once; None for any other.
+        trial: None for a trial that began while the server was away.
+        key: Idempotency key under which such a trial is recorded; None for any other trial.
     """
 
     format: Literal["zeus-outbox"] = "zeus-outbox"
@@ -68,7 +64,7 @@ class OutboxHeader(WireMessage):
     key: str | None = None
 
     def file_name(self, copy: int = 0) -> str:
-        """Return one name for the same trial of the same server and the same `copy`, fit for every file system."""
+        """Return the file name for this server, trial and `copy`, valid on every file system."""
         job_id = self.registration.job_id
         which = self.key if self.key is not None else (self.trial.trial_number if self.trial else None)
         digest = hashlib.sha256(json.dumps([self.server_url, job_id, which]).encode()).hexdigest()[:16]
@@ -77,9 +73,9 @@ class OutboxHeader(WireMessage):
 
 
 class _Line(WireMessage):
-    """A line after the first: exactly one of its fields. `delivered` counts the items that were, so far.
+    """A line after the first: an item, the number of the last delivered item, or a note about the trial.
 
-    Beside `trial`, `resumes` says that a run has resumed that the server has not given the trial to.
+    `trial` is the trial as the server has recorded it; `resumes` is set beside it while it is to be taken over.
     """
 
     evaluation: Evaluation | None = None
@@ -101,42 +97,37 @@ def _line_of(item: Item) -> _Line:
 
 
 class _Waiting(NamedTuple):
-    """An item and, once it is on the disk, its number among the items of the file."""
+    """An item, and its number among the items of the file, or None while it is in memory only."""
 
     item: Item
     number: int | None
 
 
 class OutboxFile:
-    """A trial's results that wait, in one open and locked file; not for several threads at once.
+    """The results of one trial that wait, in an open and locked file. Threads that share the box hold its `lock`.
 
-    They are in memory alone until `Outbox` opens the file, and again after `close`. `trial` is None while the server
-    has not recorded it; while the file `resumes`, the trial is to be taken over from an earlier run of the training
-    before anything is delivered; `latest` is the last evaluation that was put in, delivered or not. Lines that cannot
-    be read hold up no other: there are `damaged_lines` of them, and the file is set aside with them once nothing else
-    in it waits.
+    Before `Outbox` opens the file and after `close`, the results are in memory only. `trial` is None while the server
+    has not recorded it. If the box `resumes`, the trial must be taken over from an earlier run before anything is
+    delivered. `latest` is the last evaluation that was put in, delivered or not. The number of `damaged_lines` is that
+    of lines that cannot be read: the other lines are delivered, and then the file is set aside.
     """
 
     def __init__(self, sender: OutboxHeader, *, resumes: bool = False) -> None:
         self.sender = sender
+        self.lock = threading.RLock()
         self.path = Path(sender.file_name())
         self.trial = sender.trial
         self.resumes = resumes
         self.damaged_lines = 0
         self.latest: Evaluation | None = None
         self._file: IO[bytes] | None = None
-        # Those on the disk come first.
+        # Items on disk precede items in memory.
         self._waiting: deque[_Waiting] = deque()
         self._written = 0
 
     @property
-    def is_on_disk(self) -> bool:
-        """True if the file is open, and not all in this process's memory alone."""
-        return self._file is not None
-
-    @property
     def is_delivered(self) -> bool:
-        """True if the server knows the trial and nothing waits."""
+        """True if the server has the trial for this run and nothing waits."""
         return self.trial is not None and not self.resumes and not self._waiting
 
     @property
@@ -146,7 +137,7 @@ class OutboxFile:
 
     @property
     def has_ending(self) -> bool:
-        """True if the last item, but for power limits, is how the training ended."""
+        """True if the last item other than power limits is an ending."""
         others = (it.item for it in reversed(self._waiting) if not isinstance(it.item, PowerLimitChoice))
         return isinstance(next(others, None), Ending)
 
@@ -160,92 +151,88 @@ class OutboxFile:
         return len(self._waiting)
 
     def put(self, item: Item) -> None:
-        """Add something to be delivered, on the disk; if that raises, this process still delivers it."""
+        """Add an item and write it to the disk; if this raises `OSError`, the item stays in memory."""
         self._take_in(item, None)
         self.keep()
 
     def keep(self) -> None:
-        """Put on the disk, in order, what could not be put there before."""
+        """Write the items that are in memory only, in order."""
         for index, waiting in enumerate(self._waiting):
             if waiting.number is None and self._write(_line_of(waiting.item)):
                 self._written += 1
                 self._waiting[index] = _Waiting(waiting.item, self._written)
 
     def true_ending(self, ending: Ending) -> Ending:
-        """Return the end of the training, which differs from this process's if memory ran out on another rank."""
+        """Return another rank's ending if that rank ran out of memory, which made this one fail; else `ending`."""
         if ending.outcome not in (TrialState.FAILED, TrialState.SUSPENDED):
             return ending
         for copy in range(_RANKS_ASKED):
             path = self.path.with_name(self.sender.file_name(copy))
-            # The rank that wrote it may still have it locked.
-            with contextlib.suppress(OSError, ValueError, IndexError, files.ForeignFileError):  # empty, too
-                if path != self.path:
-                    with files.open_own(path) as file:
-                        last = _Line.model_validate_json(file.read(_LARGEST_FILE_BYTES).splitlines()[-1:][0]).ending
-                    if last is not None and last.outcome is TrialState.INFEASIBLE:
-                        return last
+            if path == self.path:
+                continue
+            # Read without the lock, which the other rank may still hold. IndexError: the file is empty.
+            with contextlib.suppress(OSError, ValueError, IndexError, files.ForeignFileError):
+                with files.open_own(path) as file:
+                    last = _Line.model_validate_json(file.read(_LARGEST_FILE_BYTES).splitlines()[-1]).ending
+                if last is not None and last.outcome is TrialState.INFEASIBLE:
+                    return last
         return ending
 
     def name(self, trial: TrialId | None, *, resumes: bool = False) -> None:
-        """Note under which name and lease epoch the server has the trial; or that it is still to be taken over."""
+        """Note the trial as the server has it, or that it is still to be taken over."""
         self.trial, self.resumes = trial, resumes
-        # Without the note it is recorded again, under the same key and so as the same trial, or taken over again.
+        # If the note is lost, the trial is recorded again under the same key, or taken over again.
         with contextlib.suppress(OSError):
             self._write(_Line(trial=trial, resumes=True) if resumes else _Line(trial=trial))
 
     def drop_first(self) -> None:
-        """Note that the first item was delivered, unless the box was refused meanwhile."""
+        """Note that the first item was delivered; do nothing if `refuse` has emptied the box."""
         number = self._waiting.popleft().number if self._waiting else None
-        if number is None:
-            return
-        # Without the note it is delivered again, which the server bears.
-        with contextlib.suppress(OSError):
-            self._write(_Line(delivered=number))
+        if number is not None:
+            # If the note is lost, the item is delivered again, which the server accepts.
+            with contextlib.suppress(OSError):
+                self._write(_Line(delivered=number))
 
     def drop_all(self) -> None:
-        """Note that nothing more is to be delivered but power limits, which a trial that has ended may have left."""
+        """Drop all items but power limits, which the server takes even after the trial's end."""
         kept = [waiting.item for waiting in self._waiting if isinstance(waiting.item, PowerLimitChoice)]
         while self._waiting:
             self.drop_first()
         for item in kept:
-            # Those are delivered as long as this process lives, even if the disk does not take them again.
+            # If writing fails, the item stays in memory.
             with contextlib.suppress(OSError):
                 self.put(item)
 
     def refuse(self) -> Path | None:
-        """Set the file aside, because the server does not want it; where it is now, or None if that was impossible."""
-        aside: Path | None = None
-        # Somebody may have removed it, or taken the right to its directory.
-        with contextlib.suppress(OSError):
-            aside = files.set_aside(self.path, _REFUSED_SUFFIX) if self._file is not None else None
+        """Set the file aside because the server refuses it; return its new path, or None if it cannot be renamed."""
         self._waiting.clear()
-        self._release()
-        return aside
+        return self._release(_REFUSED_SUFFIX)
 
     def close(self) -> Path | None:
-        """Let others have the file. It is removed if nothing in it waits; where it is now if it was set aside."""
-        aside: Path | None = None
-        if self._file is not None and not self._waiting:
-            # If the file cannot be removed, its next reader finds everything delivered.
-            with contextlib.suppress(OSError):
-                if self.damaged_lines:
-                    aside = files.set_aside(self.path, _DAMAGED_SUFFIX)
-                else:
-                    self.path.unlink()
-        self._release()
-        return aside
+        """Unlock the file, and delete it if nothing in it waits; return its new path if it was set aside."""
+        return self._release(_DAMAGED_SUFFIX if self.damaged_lines else None)
 
-    def _release(self) -> None:
+    def _release(self, suffix: str | None) -> Path | None:
+        """Close the file; if nothing waits, delete it or, with a suffix, set it aside and return its new path."""
+        aside: Path | None = None
         if self._file is not None:
+            if not self._waiting:
+                # If the file stays, its next reader finds everything delivered.
+                with contextlib.suppress(OSError):
+                    if suffix is None:
+                        self.path.unlink()
+                    else:
+                        aside = files.set_aside(self.path, suffix)
             files.close(self._file)
             self._file = None
+        return aside
 
     def _write(self, line: WireMessage) -> bool:
-        """Put a line on the disk; False if there is no file."""
+        """Write a line to the disk; return False if the file is not open."""
         if self._file is None:
             return False
         end = self._file.seek(0, os.SEEK_END)
-        # Of a line's fields one is given. A field that is None for a reason, such as the job's beta_knob, stays so.
+        # Leave out the unset fields of a `_Line`; the header's fields that are None, such as beta_knob, have a meaning.
         data = line.model_dump_json(exclude_unset=isinstance(line, _Line)).encode() + b"\n"
         try:
             if self._file.write(data) < len(data):
@@ -259,7 +246,7 @@ class OutboxFile:
         return True
 
     def _begin(self, path: Path) -> None:
-        """Begin a new file."""
+        """Create the file."""
         self.path, self._file, self._written, self.damaged_lines = path, files.open_locked(path, create=True), 0, 0
         try:
             self._write(self.sender.model_copy(update={"trial": self.trial}))
@@ -271,7 +258,7 @@ class OutboxFile:
             raise
 
     def _continue(self, earlier: OutboxFile) -> None:
-        """Go on with the file of an earlier run, whose items come first."""
+        """Append to the file of an earlier run, whose items come first."""
         self.path, self._file = earlier.path, earlier._file
         self._waiting, self._written = earlier._waiting, earlier._written
         self.damaged_lines, self.latest = earlier.damaged_lines, earlier.latest
@@ -302,50 +289,55 @@ class OutboxFile:
                 while self._waiting and (self._waiting[0].number or 0) <= line.delivered:
                     self._waiting.popleft()
             else:
-                # It counts as an item, so that no other one is taken for delivered in its place.
+                # Count the damaged line as an item, so that later items keep their numbers.
                 self._written += 1
                 self.damaged_lines += 1
 
 
 class Outbox:
-    """A directory of results that wait; made when the first one is put into it."""
+    """A directory of results that wait, created when the first result is put into it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def waiting(self) -> list[Path]:
-        """Return the files with results that wait, oldest first; further ones of a trial after all first ones."""
+        """Return the files with results that wait, oldest first, but copies after all first files."""
         return sorted(self.directory.glob(f"*{_SUFFIX}"), key=lambda path: (bool(_COPY.search(path.name)), *_age(path)))
 
     def refused(self) -> list[Path]:
-        """Return the files that a server did not want, oldest first."""
+        """Return the files that a server refused, oldest first."""
         return sorted(self.directory.glob(f"*{_REFUSED_SUFFIX}"), key=_age)
 
     def damaged(self) -> list[Path]:
-        """Return the files with lines that could not be read, from which all else was delivered, oldest first."""
+        """Return the files of which only damaged lines are left, oldest first."""
         return sorted(self.directory.glob(f"*{_DAMAGED_SUFFIX}"), key=_age)
 
     def box(self, sender: OutboxHeader, *, is_first: bool = True) -> OutboxFile:
-        """Open the trial's file that an earlier run has left, or a new one; see `put_on_disk`."""
+        """Return an open box for the trial; see `put_on_disk`."""
         box = OutboxFile(sender)
         self.put_on_disk(box, is_first=is_first)
         return box
 
     def put_on_disk(self, box: OutboxFile, *, is_first: bool = True) -> None:
-        """Give a box in which nothing waits yet its file: one that an earlier run has left, or a new one.
+        """Open a file for a new box: the file that an earlier run left, or a new one.
+
+        Do nothing if the box has a file. Do nothing either if items wait in memory only: they may be under way to the
+        server, and keep their order.
 
         Args:
             box: The box.
-            is_first: Whether the trial's first file will do; False for a process that only adds to it.
+            is_first: Whether to try the trial's first file; False for a rank other than 0.
 
         Raises:
-            OSError: The file or the directory cannot be written, or is another user's.
+            OSError: The file or the directory cannot be written, or belongs to another user.
         """
+        if box._file is not None or len(box):
+            return
         files.make_private(self.directory)
         for copy in count(0 if is_first else 1):
             path = self.directory / box.sender.file_name(copy)
-            # Another process may be just delivering an earlier run's file.
-            with contextlib.suppress(OutboxFileBusyError):
+            # Another process may be delivering the file; then try the next copy.
+            with contextlib.suppress(files.FileBusyError):
                 try:
                     earlier = self.open(path)
                 except (FileNotFoundError, OutboxFileError) as error:
@@ -359,22 +351,22 @@ class Outbox:
                 earlier.close()
 
     def latest(self, sender: OutboxHeader) -> Evaluation | None:
-        """Return the trial's last evaluation that an earlier run has left, or None."""
+        """Return the trial's last evaluation in the file that an earlier run left, or None."""
         try:
             box = self.open(self.directory / sender.file_name())
-        except (OutboxFileBusyError, OutboxFileError, OSError):
+        except (files.FileBusyError, OutboxFileError, OSError):
             return None
         latest = box.latest
         box.close()
         return latest
 
     def open(self, path: Path) -> OutboxFile:
-        """Open one of the files that wait.
+        """Open a file that waits.
 
         Raises:
-            OutboxFileBusyError: Another process has it.
-            OutboxFileError: It is no such file; it is left as it is.
-            FileNotFoundError: Its last result was delivered meanwhile.
+            FileBusyError: Another process has it.
+            OutboxFileError: It is not an outbox file, and stays unchanged.
+            FileNotFoundError: Another process has delivered all of it.
         """
         try:
             file = files.open_locked(path)
@@ -383,7 +375,7 @@ class Outbox:
         try:
             if os.fstat(file.fileno()).st_size > _LARGEST_FILE_BYTES:
                 raise OutboxFileError(f"{path} is too large for a file of results that wait for a server")
-            # The last line, without an end, is of a process that died while it wrote.
+            # A process that died while it wrote may have left half a line after the last line feed.
             first, *lines = file.read().split(b"\n")
             box = OutboxFile(OutboxHeader.model_validate_json(first if lines else b""))
             box.path = path
@@ -399,7 +391,7 @@ class Outbox:
 
 
 def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
-    """True if the server, which takes results of one run, would refuse a file's other results for the sake of these."""
+    """Return whether a file of trial `kept` belongs to another run than `sent`; the server takes results of one run."""
     if kept is None or sent is None:
         return False
     epochs, registrations = {kept.lease_epoch, sent.lease_epoch}, {kept.registration_id, sent.registration_id}
@@ -407,12 +399,12 @@ def _is_of_other_run(kept: TrialId | None, sent: TrialId | None) -> bool:
 
 
 def default_outbox(environ: Mapping[str, str] | None = None) -> Outbox:
-    """Return the outbox in this user's directory for state."""
+    """Return the outbox in this user's state directory."""
     return Outbox(files.state_directory(environ) / "outbox")
 
 
 def _age(path: Path) -> tuple[float, str]:
     try:
         return path.stat().st_mtime, path.name
-    except OSError:  # If it was removed meanwhile or is out of reach, opening it tells.
+    except OSError:  # Opening the file reports the problem.
         return 0.0, path.name

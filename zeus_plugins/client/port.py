@@ -1,7 +1,7 @@
-"""`ServerPort`: what a training asks of a batch size optimization server, wherever that runs.
+"""`ServerPort`: the requests of a training to a batch size optimization server.
 
-There are two: `zeus_plugins.client.http.BsoClient` speaks HTTP, and `zeus_plugins.client.local.LocalServer` is the
-server in the training's own process. `tests/client/test_server_port.py` holds both to what is said here.
+`zeus_plugins.client.http.BsoClient` implements the port over HTTP; `zeus_plugins.client.local.LocalServer` runs the
+server in the training's own process. `tests/client/test_server_port.py` tests both against this interface.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import random
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 from zeus_plugins import environment
@@ -34,22 +33,22 @@ TOKEN_VARIABLE = environment.TOKEN.name
 TIMEOUT_VARIABLE = environment.TIMEOUT_S.name
 
 EMBEDDED = "embedded:"
-"""The URL of the server in this process, on its default file; ``embedded:///path`` is the one on another file."""
+"""The URL of the server in this process on its default file; ``embedded:///path`` names another file."""
 
 DEFAULT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retries:
-    """The repetition of requests that get no answer, or one that asks for patience.
+    """When a request is sent again that got no answer, or an answer that asks for patience.
 
-    Waits are drawn evenly between 0 and a bound that doubles each time, so that trainings that lost the server together
-    do not come back together (Brooker: Exponential Backoff and Jitter, 2015).
+    Each wait is drawn uniformly between 0 and a bound that doubles, so that trainings that lost the server together do
+    not return together (Brooker: Exponential Backoff and Jitter, 2015).
 
     Attributes:
-        attempts: Times that it is sent at most.
-        backoff_s: Longest wait before the second time, seconds.
-        patience_s: Seconds after which it is not sent again. One that waits for its answer by then goes on waiting.
+        attempts: Maximum number of times that a request is sent.
+        backoff_s: Longest wait before the second attempt, seconds.
+        patience_s: Seconds after which no attempt begins.
     """
 
     attempts: int = 4
@@ -57,7 +56,7 @@ class Retries:
     patience_s: float = 15.0
 
     def wait_s(self, attempt: int) -> float:
-        """Seconds to wait after this attempt, counting from 1; random."""
+        """Draw the seconds to wait after this attempt, counting from 1."""
         return random.uniform(0, self.backoff_s * 2 ** (attempt - 1))  # noqa: S311 - no secret
 
 
@@ -67,145 +66,106 @@ NO_RETRIES = Retries(attempts=1)
 class ServerPort(Protocol):
     """One batch size optimization server, as a training sees it.
 
-    Obligations of every method that asks the server:
+    Every method that sends a request keeps these promises:
 
     - It answers after the server's commit, never before.
-    - Any thread may call it, in any order, also in exit functions and in signal handlers. A forked process may go on
-      with its parent's port, and so may a process that got it pickled; nothing is opened before the first request.
-    - It may be called again with the same arguments after any failure: what was done the first time is not done twice.
-      A method that asks for more says so.
-    - It raises `ZeusBSORuntimeError` with `is_outage` when the server is away, fails, or takes longer than `timeout_s`
-      (`ZeusBSOServerUnreachableError` when there is no answer at all): the request may be in force or not.
-    - It raises `ZeusBSOConfigError` when the server refuses the job, the settings or (`ZeusBSOTokenError`) the token,
-      and any other `ZeusBSORuntimeError` when it refuses for another reason. `status` says which: 404 no such job or
-      trial, 409 conflict, 422 invalid. A refusal has changed nothing.
-    - What is sent of a trial says the job's `registration_id` and the trial's `lease_epoch`, where they are known. It
-      is refused (409) if the job was registered anew since, or if a later run of the training has taken the trial over:
-      the error's `reason` says which (`RefusalReason`).
+    - Any thread may call it, in any order, also in exit functions and signal handlers. A forked process may use its
+      parent's port, and a port may be pickled; nothing is opened before the first request.
+    - It may be called again with the same arguments after any failure, without doing anything twice. A method that
+      needs more for this says so.
+    - It raises `ZeusBSORuntimeError` with `is_outage` if the server is away, fails, or takes longer than `timeout_s`
+      (`ZeusBSOServerUnreachableError` if there is no answer at all): the request may have taken effect.
+    - It raises `ZeusBSOConfigError` if the server refuses the job, the settings or (`ZeusBSOTokenError`) the token, and
+      any other `ZeusBSORuntimeError` if it refuses for another reason. `status` is 404 for an unknown job or trial, 409
+      for a conflict, 422 for an invalid request or a batch size other than the trial's. A refusal changes nothing.
+    - Messages about a trial carry the job's `registration_id` and the trial's `lease_epoch`, if known. The server
+      refuses them (409) if the job was registered again since, or if a later run of the training has taken the trial
+      over; the error's `reason` says which (`RefusalReason`).
+
+    Attributes:
+        server_url: The server's URL without user and password, or ``embedded://`` and the file of a server in this
+            process. Results that wait are kept under it, so it is equal for all ports of a server.
+        timeout_s: Longest wait in seconds for a whole answer.
     """
 
-    @property
-    def server_url(self) -> str:
-        """The server's URL without user and password; for one in this process, ``embedded://`` and its file.
-
-        Results that wait for this server are kept under it, so that it is the same for all its ports.
-        """
-
-    @property
-    def timeout_s(self) -> float:
-        """Longest wait in seconds for the server's answer as a whole."""
+    server_url: str
+    timeout_s: float
 
     def with_retries(self, retries: Retries) -> ServerPort:
-        """Another port of the same server, to be closed by itself, that repeats requests so, where repeating helps."""
+        """Return another port of the same server, to be closed separately, that retries as given."""
 
     def close(self) -> None:
-        """Close what is open. The port can be used again afterwards."""
+        """Close what is open. The port can be used again."""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def register(self, job: JobSpecFromClient) -> CreatedJob:
-        """Register a job, or find it again when it is there with the same configuration.
+        """Register a job, or find the job of this id and configuration; return it as the server keeps it.
 
-        A job without a `job_id` gets a new one each time: whoever repeats the call sends the job that was answered.
-
-        Returns:
-            The job as the server keeps it.
+        A job without a `job_id` gets a new one each time; to repeat the call, send the job that was answered.
 
         Raises:
-            ZeusBSOConfigError: It is there with another configuration (409), or invalid (422).
+            ZeusBSOConfigError: The id has another configuration (409), or the job is invalid (422).
         """
 
     def show_job(self, job_id: str, *, limit: int | None = None) -> JobView:
-        """Show a registered job with its arms and trials. A Zeus server does not offer this.
-
-        Args:
-            job_id: The job.
-            limit: At most so many trials, the latest ones, up to 1000. None: all of them.
-
-        Raises:
-            ZeusBSORuntimeError: No such job (404).
-        """
+        """Return a job with its arms and its latest `limit` trials, up to 1000, or all. A Zeus server lacks this."""
 
     def request_trial(self, job_id: str, key: str | None = None) -> TrialDispatch:
-        """Start a trial of a registered job; the answer says its global batch size.
+        """Start a trial of a registered job, and return it with its global batch size.
 
-        However often it is asked for with the same key, printable ASCII, it is one trial; a Zeus server starts one each
-        time. None is a new key, with which no later call can ask again.
+        Requests with the same key (printable ASCII) start one trial; a Zeus server starts one each time. None stands
+        for a new key, so the call cannot be repeated.
 
         Raises:
-            ZeusBSORuntimeError: No such job (404); no batch size reached the target, or the key's trial has ended
-                (409).
+            ZeusBSORuntimeError: No batch size reached the target, or the key's trial has ended (409).
         """
 
     def record_offline(self, trial: OfflineTrial, key: str) -> TrialDispatch:
-        """Have a trial recorded that began while the server was away. A Zeus server does not offer this.
+        """Record a trial that began while the server was away, and return it. A Zeus server lacks this.
 
-        The key is one as in `request_trial`; its trial may have ended meanwhile.
-
-        Returns:
-            The trial with its number.
+        The key works as in `request_trial`, but its trial may have ended.
 
         Raises:
-            ZeusBSORuntimeError: No such job (404).
-            ZeusBSOConfigError: The job has no such batch size, or the key's trial has another one (422).
+            ZeusBSOConfigError: The job has no such batch size (422).
         """
 
     def send_report(self, result: TrainingResult) -> ReportResponse:
-        """Report an evaluation of a running trial; the server hears of it as long as the answer does not say stop.
+        """Report an evaluation of a running trial, with totals since the trial began; return the verdict.
 
-        The same report again gets the same answer again. A report of a trial that was given up brings it back.
-
-        Args:
-            result: Totals in seconds and joules since the trial began, and the metric.
-
-        Returns:
-            Whether to stop, and whether the target was reached.
+        The same report again gets the same answer. A report revives an abandoned trial.
 
         Raises:
-            ZeusBSORuntimeError: No such trial (404), or it has ended, and not with this report (409).
-            ZeusBSOConfigError: The report contradicts its trial or an earlier report (422).
+            ZeusBSORuntimeError: The trial has ended with another report (409).
+            ZeusBSOConfigError: The report contradicts an earlier report (422).
         """
 
     def end_trial(self, trial: TrialId, ending: Ending | None = None) -> None:
-        """End a trial that the server has not ended; one that has ended stays as it is.
+        """End a trial that the server has not ended; an ended trial stays as it is.
 
-        Any process may say so, not only the one that asked for the trial. Without an ending it failed; a Zeus server
-        takes every end for a failure.
-
-        Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size (422).
+        Any process may call this, not only the one that requested the trial. Without an ending, the trial has failed; a
+        Zeus server treats every ending as a failure.
         """
 
     def heartbeat(self, trial: TrialId, *, regular: bool = True, resumes: bool = False) -> HeartbeatResponse:
-        """Keep a trial alive; a suspended or abandoned one runs again. A Zeus server does not offer this.
+        """Keep a trial alive, or revive a suspended or abandoned one; return its state. A Zeus server lacks this.
 
-        It is `regular` if more heartbeats follow at the interval that the answer names. A training that `resumes` takes
-        the trial over from the run with the trial's `lease_epoch`, unless it has ended; the answer says its own. Said
-        again, that is refused as stale.
-
-        Returns:
-            Where the trial stands, even if it has ended, and when the next heartbeat is due.
-
-        Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size (422).
+        Args:
+            trial: The trial.
+            regular: Whether more heartbeats follow at the interval that the answer states.
+            resumes: Whether to take the trial over from the run with `trial.lease_epoch`, unless the trial has ended.
+                The answer holds the new epoch. The same request again is refused as stale.
         """
 
     def store_power_profile(self, trial: TrialId, choice: PowerLimitChoice) -> None:
-        """Have a trial's power limits kept, for later trials of its batch size. A Zeus server does not offer this.
-
-        The trial may be in any state.
+        """Store the power limits of a trial in any state, for later trials of its size. A Zeus server lacks this.
 
         Raises:
-            ZeusBSORuntimeError: No such trial (404).
-            ZeusBSOConfigError: It has another batch size, or its job other GPUs (422).
+            ZeusBSOConfigError: The job has other GPUs (422).
         """
 
 
@@ -219,11 +179,7 @@ def error_of(
     is_foreign: bool = False,
     reason: str | None = None,
 ) -> ZeusBSOError:
-    """The error that a refusal becomes, by its HTTP status or the one that it would have over HTTP.
-
-    A conflict is one of configurations if the request, told in words, was to register a job. A foreign answer is one
-    that does not look like that of a batch size optimization server.
-    """
+    """Return the exception for a refusal with this HTTP status; `is_foreign`: another kind of server has answered."""
     if status == 401:
         return ZeusBSOTokenError(
             f"the server at {server_url} does not accept the token ({status}: {text}): pass a valid token= or set "
@@ -245,24 +201,19 @@ def error_of(
 
 @dataclass(frozen=True, slots=True)
 class JobReport:
-    """A job's page in one file, without scripts and requests: shown in a notebook, or written to be sent.
-
-    Attributes:
-        job_id: The job.
-        html: The file, a whole document.
-    """
+    """A job's page as one HTML document `html` without scripts and requests, for a notebook or a file."""
 
     job_id: str
     html: str = field(repr=False)
 
     def save(self, file: str | Path) -> Path:
-        """Write it to a file, whose path is returned."""
+        """Write the page to a file; return its path."""
         path = Path(file)
         path.write_text(self.html, "utf-8")
         return path
 
     def _repr_html_(self) -> str:
-        # A frame of its own: the page's style must not become the notebook's, and nothing in it may run.
+        # A frame keeps the page's style out of the notebook; sandbox="" forbids scripts.
         return (
             f'<iframe title="Report of {escape(self.job_id)}" srcdoc="{escape(self.html)}" sandbox="" '
             'width="100%" height="900" style="border: 0"></iframe>'

@@ -1,8 +1,7 @@
-"""One trial's line to the server: its results arrive at once or, while the server is away, later.
+"""Reports of one trial to the server: sent at once or, if the server is away, kept in the outbox and sent later.
 
-`TrialReporter` is what keeps a server's troubles out of a training. While the server is away it answers in its place,
-by the stop rule that came with the trial, and puts the results into the outbox. Its `_DeliveryThread` sends heartbeats,
-and delivers what waits as soon as the server is back.
+`TrialReporter` keeps the failures of a server out of a training. While the server is away, the reporter judges
+evaluations by the trial's stop rule. Its thread sends heartbeats, and delivers kept results when the server is back.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable
-from enum import Enum, auto
 
 from zeus_plugins.client.delivery import deliver, deliver_power_limits, is_refusal
 from zeus_plugins.client.outbox import Item, Outbox, OutboxFile, OutboxHeader
@@ -31,7 +29,7 @@ from zeus_plugins.protocol import (
 
 _logger = logging.getLogger("zeus_plugins")
 
-# Between heartbeats until the server says how many are wanted, and between attempts to reach one that is away.
+# Between heartbeats until the server states an interval; also the longest wait between attempts to reach the server.
 _INTERVAL_S = 60.0
 _FIRST_RETRY_S = 1.0
 
@@ -39,28 +37,27 @@ _FIRST_RETRY_S = 1.0
 def judged_without_server(
     job: CreatedJob, rule: StopRule, *, metric: float, epochs: float, cost_j: float | None
 ) -> ReportResponse:
-    """Return the verdict that the server would give by this rule; without a cost so far, its bound does not apply."""
+    """Return the verdict that the server would give by `rule`; the cost bound does not apply to an unknown cost."""
     verdict = ReportResponse.of(rule.judge(job, metric=metric, epochs=epochs, cost_j=cost_j))
     return verdict.model_copy(update={"message": f"{verdict.message} (judged without the server)"})
 
 
-class _State(Enum):
-    """The way of a trial's results to the server."""
-
-    DIRECT = auto()
-    """The server has the trial and all its results: each result is sent at once."""
-    AWAY = auto()
-    """Results wait in the box, or the trial is still to be recorded or taken over: the thread sees to both."""
-    REFUSED = auto()
-    """The server does not want the trial: nothing more is sent."""
-
-
 class TrialReporter:
-    """Takes a trial's results, gives verdicts on them, and sees to it that the server gets them.
+    """Sends a trial's results to the server and returns verdicts on them.
 
-    No method raises because of the server. One warning tells of each kind of trouble, at its first time. The sender's
-    trial may be one that the server has not recorded yet, or one that it has not given to this run, which `resumes`;
-    a Zeus server takes no heartbeats.
+    No method raises because of the server. The first trouble of each kind is a warning, a repeated one a debug line.
+
+    Args:
+        client: Talks to the server.
+        outbox: Keeps results on disk while the server is away.
+        sender: The trial, which the server may not have recorded yet.
+        rule: The stop rule that came with the trial.
+        takes_heartbeats: False for a Zeus server.
+        resumes: Whether the trial is still to be taken over from an earlier run of the training.
+
+    Attributes:
+        job: The trial's job, on its hardware.
+        rule: The latest stop rule from the server.
     """
 
     def __init__(
@@ -74,25 +71,25 @@ class TrialReporter:
         resumes: bool = False,
     ) -> None:
         self.sender = sender
+        self.job = sender.registration
+        self.rule = rule
         self._client = client
         self._outbox = outbox
         self._takes_heartbeats = takes_heartbeats
         self._warned: set[str] = set()
-        # Guards the fields below and the box.
-        self._lock = threading.RLock()
-        self._rule = rule
+        self._woken, self._stopped = threading.Event(), threading.Event()
+        # Results go straight to the server while nothing waits in the box.
         self._box = OutboxFile(sender, resumes=resumes)
-        self._state = _State.DIRECT if self._box.is_delivered else _State.AWAY
-        # The server's last word, if it came with a result that was delivered later.
-        self._verdict: ReportResponse | None = None
-        # To be sent by the thread.
+        # Guards the box and the fields below.
+        self._lock = self._box.lock
+        # The server does not want the trial: nothing more is sent.
+        self._is_refused = False
+        # The verdict that stops the trial, if a late delivery brought it.
+        self._last_verdict: ReportResponse | None = None
+        # For the thread to send.
         self._power_limits: PowerLimitChoice | None = None
-        self._thread = _DeliveryThread(self._beat_and_deliver)
-
-    @property
-    def job(self) -> CreatedJob:
-        """The trial's job, on its hardware."""
-        return self.sender.registration
+        self._thread: threading.Thread | None = None
+        self._thread_closes_box = False
 
     @property
     def trial(self) -> TrialId | None:
@@ -102,46 +99,37 @@ class TrialReporter:
 
     @property
     def is_away(self) -> bool:
-        """True if the server does not have all results, or refuses them; or it has not heard that this run resumes."""
+        """True if the server lacks results or the take-over of the trial, or refuses the trial."""
         with self._lock:
-            return self._state is not _State.DIRECT
+            return self._is_refused or not self._box.is_delivered
 
-    @property
-    def rule(self) -> StopRule:
-        """The stop rule as the server said it last."""
-        with self._lock:
-            return self._rule
-
-    def note_as_warned(self, error: ZeusBSOError) -> None:
-        """Remember that the user has been warned of this trouble already."""
-        self._warned.add(_cause_of(error))
-
-    def start(self) -> None:
-        """Begin to send heartbeats, if the server takes them."""
+    def start(self, trouble: ZeusBSOError | None = None) -> None:
+        """Start to send heartbeats if the server takes them; the caller has already warned of `trouble`."""
+        if trouble is not None:
+            self._warned.add(_cause_of(trouble))
         if self._takes_heartbeats:
-            self._thread.start()
+            self._wake_thread()
 
     def report_evaluation(self, evaluation: Evaluation) -> ReportResponse:
-        """Report an evaluation: the server's verdict, or that of its rule while it is away.
+        """Return the server's verdict on an evaluation, or the verdict of the stop rule while the server is away.
 
-        An evaluation that says by which rule it was judged keeps that one while it waits.
+        An evaluation that already has a `judged_by` keeps it.
         """
         with self._lock:
-            if self._verdict is not None:
-                return self._verdict
-            trial = self._box.trial if self._state is _State.DIRECT else None
+            if self._last_verdict is not None:
+                return self._last_verdict
+            trial = None if self.is_away else self._box.trial
         if trial is not None:
             try:
                 verdict = self._client.send_report(TrainingResult(**trial.model_dump(), **evaluation.model_dump()))
             except Exception as error:
                 self._notice(error)
             except BaseException:
-                # Ctrl-C or SIGTERM during the wait. The server may have it, and takes it twice without harm.
+                # Ctrl-C or SIGTERM during the wait: the server may have the report, and accepts it a second time.
                 self._keep(evaluation)
                 raise
             else:
-                with self._lock:
-                    self._rule = verdict.stop_rule or self._rule
+                self.rule = verdict.stop_rule or self.rule
                 return verdict
         rule = evaluation.judged_by or self.rule
         self._keep(evaluation.model_copy(update={"judged_by": rule}))
@@ -154,40 +142,46 @@ class TrialReporter:
         )
 
     def keep_power_limits(self, choice: PowerLimitChoice) -> None:
-        """Have the thread send the trial's power limits, now or later: no step of a training waits for a server."""
+        """Let the thread send the trial's power limits, so that no training step waits for the server."""
         with self._lock:
-            if self._state is _State.REFUSED:
+            if self._is_refused:
                 return
             self._power_limits = choice
-        self._thread.start()
+        self._wake_thread()
 
     def judge_unmeasured(self, *, metric: float, epoch: float) -> ReportResponse:
-        """Judge a training whose cost is no longer known: the target and `max_epochs` remain."""
+        """Judge a training of unknown cost by its target and `max_epochs` only."""
         return judged_without_server(self.job, self.rule, metric=metric, epochs=epoch, cost_j=None)
 
     def end(self, ending: Ending | None = None) -> None:
-        """End the line, after one last attempt to deliver what waits; without an ending, a verdict ended the trial."""
-        if self._thread.stopped.is_set():
+        """Stop the thread and try once more to deliver what waits; `ending` is None if a verdict ended the trial."""
+        if self._stopped.is_set():
             return
-        self._thread.stop()
+        self._stopped.set()
+        self._woken.set()
         if ending is not None:
-            # First to the disk: whoever ends the training may not have the patience for a server.
+            # Write the ending to disk first: the process may be killed while it waits for the server.
             self._keep(ending)
-        is_through = self._thread.join(self._client.timeout_s + 1, otherwise=self._close_box)
-        if is_through:
+        thread = self._thread
+        if thread is not None:
+            thread.join(self._client.timeout_s + 1)
+        with self._lock:
+            # A thread that hangs in a request closes the box itself. A fork does not have its parent's threads.
+            self._thread_closes_box = hangs = self._thread is not None and self._thread.is_alive()
+        if not hangs:
             try:
                 with self._client.with_retries(NO_RETRIES) as client:
                     self._deliver(client, is_stopped=lambda: False)
             except Exception as error:
                 self._notice(error)
         with self._lock:
-            self._tell_what_waits()
-            if is_through:
-                self._close_box()
+            self._warn_of_waiting()
+            if not hangs:
+                self._box.close()
 
-    def _tell_what_waits(self) -> None:
+    def _warn_of_waiting(self) -> None:
         box, job_id, url = self._box, self.job.job_id, self._client.server_url
-        with contextlib.suppress(OSError):  # There may be room again.
+        with contextlib.suppress(OSError):  # A disk that was full may have room again.
             box.keep()
         if box.kept:
             _logger.warning(
@@ -200,21 +194,14 @@ class TrialReporter:
                 f"not be written to {self._outbox.directory}"
             )
 
-    def _close_box(self) -> None:
-        with self._lock:
-            self._box.close()
-
     def _keep(self, item: Item) -> None:
-        """Put something into the box; from then on everything goes there until the server is back."""
+        """Put `item` into the box; later results follow it there until the server is back."""
         with self._lock:
-            if self._state is _State.REFUSED:
+            if self._is_refused:
                 return
-            self._state = _State.AWAY
             try:
                 try:
-                    # What is in memory alone may be under way to the server, and stays in its place.
-                    if not self._box.is_on_disk and not len(self._box):
-                        self._outbox.put_on_disk(self._box)
+                    self._outbox.put_on_disk(self._box)
                 finally:
                     self._box.put(item)
             except OSError as error:
@@ -223,10 +210,10 @@ class TrialReporter:
                     f"cannot write to {self._outbox.directory} ({error}): results that wait for the server are lost if "
                     "this process ends before it is back",
                 )
-        self._thread.start()
+        self._wake_thread()
 
     def _notice(self, error: Exception) -> None:
-        """Say once what is wrong; give up a trial that the server does not want."""
+        """Warn of an error of the server; give the trial up if the error is a refusal."""
         cause = _cause_of(error)
         if not is_refusal(error):
             self._warn(
@@ -236,7 +223,7 @@ class TrialReporter:
             )
             return
         with self._lock:
-            self._state = _State.REFUSED
+            self._is_refused = True
             self._box.refuse()
         self._warn(
             cause,
@@ -250,51 +237,69 @@ class TrialReporter:
             self._warned.add(cause)
         _logger.log(level, "%s", message)
 
-    def _beat_and_deliver(self) -> None:
-        """Send heartbeats and deliver what waits until the thread is stopped."""
-        thread, interval_s, retry_s = self._thread, _INTERVAL_S, _FIRST_RETRY_S
-        with self._client.with_retries(NO_RETRIES) as client:
-            while not thread.stopped.is_set():
-                thread.woken.clear()
-                try:
-                    self._deliver(client, is_stopped=thread.stopped.is_set)
-                    interval_s = self._beat(client) or interval_s
-                except ZeusBSOError as error:
-                    self._notice(error)
-                    # Results that come meanwhile wait with the others.
-                    thread.stopped.wait(retry_s)
-                    retry_s = min(2 * retry_s, interval_s)
-                except Exception:
-                    # Not worth a training: without heartbeats the trial is abandoned, until its next report.
-                    _logger.exception("the thread that sends heartbeats broke")
-                    break
-                else:
-                    retry_s = _FIRST_RETRY_S
-                    thread.woken.wait(interval_s)
+    def _wake_thread(self) -> None:
+        """Start the thread, or wake it if it runs; after `end`, start no new one."""
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
+                self._thread.start()
+        self._woken.set()
+
+    def _run(self) -> None:
+        try:
+            with self._client.with_retries(NO_RETRIES) as client:
+                self._beat_and_deliver(client)
+        finally:
+            with self._lock:
+                self._thread = None
+                if self._thread_closes_box:
+                    self._box.close()
+
+    def _beat_and_deliver(self, client: ServerPort) -> None:
+        """Send heartbeats and deliver what waits until the reporter is stopped."""
+        interval_s, retry_s = _INTERVAL_S, _FIRST_RETRY_S
+        while not self._stopped.is_set():
+            self._woken.clear()
+            try:
+                self._deliver(client, is_stopped=self._stopped.is_set)
+                interval_s = self._beat(client) or interval_s
+            except ZeusBSOError as error:
+                self._notice(error)
+                # New results do not shorten this wait: they queue behind the earlier ones.
+                self._stopped.wait(retry_s)
+                retry_s = min(2 * retry_s, interval_s)
+            except Exception:
+                # Do not end the training: without heartbeats the trial is abandoned, and its next report revives it.
+                _logger.exception("the thread that sends heartbeats broke")
+                break
+            else:
+                retry_s = _FIRST_RETRY_S
+                self._woken.wait(interval_s)
 
     def _deliver(self, client: ServerPort, *, is_stopped: Callable[[], bool]) -> None:
-        """Send power limits that were not sent; have the trial recorded or taken over, and deliver what waits."""
+        """Send new power limits, and deliver the box."""
         self._send_power_limits(client)
         with self._lock:
-            if self._state is not _State.AWAY:
+            if self._is_refused or self._box.is_delivered:
                 return
             waiting = len(self._box)
-        verdict = deliver(self._box, client, lock=self._lock, is_stopped=is_stopped)
+        deliver(self._box, client, is_stopped=is_stopped, take_verdict=self._take_late_verdict)
         with self._lock:
-            if verdict is not None:
-                self._rule = verdict.stop_rule or self._rule
-                self._verdict = verdict if verdict.stop_train else None
-            if self._state is _State.AWAY and self._box.is_delivered:
+            if not self.is_away:
                 self._box.close()
-                self._state = _State.DIRECT
                 if waiting:
                     _logger.info("the server at %s took the results that waited (%d)", client.server_url, waiting)
+
+    def _take_late_verdict(self, verdict: ReportResponse) -> None:
+        self.rule = verdict.stop_rule or self.rule
+        if verdict.stop_train:
+            self._last_verdict = verdict
 
     def _send_power_limits(self, client: ServerPort) -> None:
         with self._lock:
             choice, self._power_limits = self._power_limits, None
             trial = None if self._box.resumes else self._box.trial
-            if choice is None or self._state is _State.REFUSED:
+            if choice is None or self._is_refused:
                 return
         if trial is None:
             self._keep(choice)
@@ -306,63 +311,14 @@ class TrialReporter:
             raise
 
     def _beat(self, client: ServerPort) -> float | None:
-        """Send a heartbeat; seconds until the next, or None where none is wanted."""
+        """Send a heartbeat if the server wants one; return the seconds until the next one is due, or None."""
         with self._lock:
-            trial = None if self._state is _State.REFUSED else self._box.trial
-        if trial is None or not self._takes_heartbeats or self._thread.stopped.is_set():
+            trial = None if self._is_refused else self._box.trial
+        if trial is None or not self._takes_heartbeats or self._stopped.is_set():
             return None
         heard = client.heartbeat(trial)
         self._takes_heartbeats = heard.state not in FINAL
         return heard.interval_s
-
-
-class _DeliveryThread:
-    """A daemon thread that does a reporter's work from its first start until it is `stopped`.
-
-    What is to be done at once sets `woken`.
-    """
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-        self.woken, self.stopped = threading.Event(), threading.Event()
-        # Guards the fields below.
-        self._lock = threading.RLock()
-        self._thread: threading.Thread | None = None
-        self._at_end: Callable[[], None] | None = None
-
-    def start(self) -> None:
-        """Start it, or wake it if it runs; once it was stopped, do nothing."""
-        with self._lock:
-            if self._thread is None and not self.stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="zeus-bso-heartbeat", daemon=True)
-                self._thread.start()
-        self.woken.set()
-
-    def stop(self) -> None:
-        """Tell it to stop, and go on."""
-        self.stopped.set()
-        self.woken.set()
-
-    def join(self, timeout_s: float, *, otherwise: Callable[[], None]) -> bool:
-        """Wait until it has stopped; True if it has. `otherwise` it hangs in a request, and does that at its end."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(timeout_s)
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():  # A fork has its parent's threads no more.
-                return True
-            self._at_end = otherwise
-            return False
-
-    def _run(self) -> None:
-        try:
-            self._work()
-        finally:
-            with self._lock:
-                self._thread = None
-                at_end = self._at_end
-            if at_end is not None:
-                at_end()
 
 
 def _cause_of(error: Exception) -> str:

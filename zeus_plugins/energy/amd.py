@@ -46,8 +46,8 @@ def probe(request: MonitorRequest, amdsmi: AmdSmi | None = None) -> Choice | Non
     try:
         _open_gpus(amdsmi, indices or None)
         return request.counted_or_integrated(
-            partial(AmdSmiMonitor, indices or None, amdsmi=amdsmi),
-            partial(AmdSmiPowerMonitor, indices or None, amdsmi=amdsmi),
+            lambda max_power_w: AmdSmiMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
+            lambda max_power_w: AmdSmiPowerMonitor(indices or None, max_power_w=max_power_w, amdsmi=amdsmi),
         )
     except NoGpuError:
         raise
@@ -68,7 +68,6 @@ class AmdSmiMonitor(CounterMonitor):
     Args:
         device_indices: Indices among the visible GPUs. None: all of them.
         max_power_w: Their summed maximum power in watts, if the driver gives no power limit.
-        amdsmi: A replacement for the installed `amdsmi`.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU without a counter of its own, or a

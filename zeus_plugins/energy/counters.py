@@ -73,10 +73,7 @@ class IntegratedPower:
 
 
 class Found(NamedTuple):
-    """The devices of a monitor, their description, and a function that returns notes for a measurement's source.
-
-    The devices are `EnergyCounter`s, or the devices for `IntegratedPower`.
-    """
+    """Devices (`EnergyCounter`s or those of `IntegratedPower`), their description, and notes for a source."""
 
     devices: Sequence[Any]
     number: int

@@ -103,12 +103,7 @@ class ReplayMonitor:
         self._windows.open(name, lambda: None)
 
     def end_window(self, name: str) -> Measurement:
-        """Close a window and return the next listed measurement.
-
-        Raises:
-            ZeusBSOOperationOrderError: No window of this name is open.
-            ZeusBSOBadOperationError: All listed measurements have been returned.
-        """
+        """Close a window and return the next listed measurement; raise `ZeusBSOBadOperationError` if none is left."""
         self._windows.close(name)
         measurement = next(self._remaining, None)
         if measurement is None:

@@ -29,7 +29,7 @@ def probe_rapl(request: MonitorRequest, root: Path = POWERCAP) -> Choice | None:
     """Choose a monitor of the CPU packages, unless a GPU trains; see `Probe`."""
     if request.trains_on_gpu:
         return None
-    return request.choice(partial(RaplMonitor, root=root))
+    return request.choice(lambda max_power_w: RaplMonitor(root=root, max_power_w=max_power_w))
 
 
 class RaplMonitor(CounterMonitor):
@@ -39,12 +39,10 @@ class RaplMonitor(CounterMonitor):
     ``uncore`` are parts of a package, ``psys`` is the whole machine, and ``intel-rapl-mmio`` repeats the packages, so
     these are left out.
 
-    The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. While a window is open, a thread reads them every
-    10 s, so that no wrap is missed as long as a package draws less than its range / 10 s (6.5 kW for 65 kJ). A wrap is
-    off by at most one unit of the counter, 61 µJ on most machines.
+    The counters wrap: at 300 W, a range of 262 kJ lasts 15 minutes. A thread reads them every 10 s while a window is
+    open, so that no wrap is missed below range / 10 s (6.5 kW for 65 kJ).
 
     Args:
-        root: Directory of the power zones.
         max_power_w: Summed maximum power in watts. None: the sum of the long-term power limits, which Intel's packages
             state and AMD's do not.
 
@@ -155,7 +153,7 @@ def probe_jetson(request: MonitorRequest, root: Path = HWMON) -> Choice | None:
     """Choose a monitor of this Jetson module, whether its GPU or CPU trains; see `Probe`."""
     if not _open_rails(root):
         return None
-    return request.choice(partial(JetsonMonitor, root=root))
+    return request.choice(lambda max_power_w: JetsonMonitor(root=root, max_power_w=max_power_w))
 
 
 class JetsonMonitor(IntegratedPowerMonitor):
@@ -164,9 +162,7 @@ class JetsonMonitor(IntegratedPowerMonitor):
     The energy of GPU, CPU and memory, and of everything that runs on the module, counts.
 
     Args:
-        root: Directory of the sensors.
         max_power_w: Maximum power of the module in watts, which no sensor gives.
-        model: File with the module's name.
 
     Raises:
         EnergyUnavailableError: On first use: no such sensor. From `gpus`: `max_power_w` is None.

@@ -129,12 +129,8 @@ class EpochMeter:
 class Breakdown:
     """The energy of one machine by component; components that cannot be measured are left out.
 
-    It is not part of any cost. CPU and memory include everything that runs on the machine.
-
-    Args:
-        device_indices: See `zeus_plugins.energy.auto`; empty for a training without GPUs.
-        nvml: A replacement for the installed `pynvml`.
-        powercap: Directory of the counters of CPU and memory.
+    It is not part of any cost. CPU and memory include everything that runs on the machine. `device_indices` are those
+    of `zeus_plugins.energy.auto`.
     """
 
     def __init__(
@@ -224,10 +220,8 @@ class Breakdown:
 def price_of(energy_j: float, environ: Mapping[str, str] | None = None) -> dict[str, float]:
     """Return the ``money`` and the ``co2_g`` (grams) of an energy, as far as the environment states their rates.
 
-    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process.
-
-    Raises:
-        ZeusBSOConfigError: A variable is no number above 0.
+    The variables are ``ZEUS_PRICE_PER_KWH`` and ``ZEUS_CO2_G_PER_KWH``, by default of this process. Raise
+    `ZeusBSOConfigError` if one is no number above 0.
     """
     rates = {"money": PRICE_PER_KWH, "co2_g": CO2_G_PER_KWH}
     stated = {name: variable.number(environ, is_positive=True) for name, variable in rates.items()}

@@ -47,14 +47,7 @@ class NoGpuError(EnergyUnavailableError):
 
 
 class UnmeasuredGpuError(EnergyUnavailableError):
-    """The training uses GPUs that cannot be measured; the attributes hold the facts that their driver gives.
-
-    Attributes:
-        number: Number of GPUs.
-        model: Their model, or None if unknown.
-        max_power_w: Their summed maximum power in watts, or None if unknown.
-        basis: Origin of `max_power_w`, as in `EstimateMonitor`.
-    """
+    """The training uses GPUs that cannot be measured; the attributes describe them for an `EstimateMonitor`."""
 
     def __init__(
         self,
@@ -168,13 +161,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class MonitorRequest:
-    """The facts about a training that the choice of its monitor depends on.
-
-    Attributes:
-        device_indices: See `zeus_plugins.energy.auto`.
-        estimated_power_w: See `zeus_plugins.energy.auto`.
-        gpu_is_seen: An earlier probe found GPUs that train and cannot be measured.
-    """
+    """The arguments of `zeus_plugins.energy.auto`, and `gpu_is_seen` if a probe found GPUs that it cannot measure."""
 
     device_indices: Sequence[int | str] | None = None
     estimated_power_w: float | None = None
@@ -190,31 +177,23 @@ class MonitorRequest:
         """True if the training names its GPUs or a probe has found them."""
         return self.gpu_is_seen or bool(self.device_indices)
 
-    def choice(self, make: Callable[..., EnergyMonitor]) -> Choice:
-        """Choose the monitor `make()`, or `make(max_power_w=…)` if its devices give no maximum power.
-
-        Raises:
-            EnergyUnavailableError: The devices cannot be measured.
-        """
+    def choice(self, make: Callable[[float | None], EnergyMonitor]) -> Choice:
+        """Choose `make(None)`, or `make(power_w)` with stated watts if its devices give no maximum power."""
         try:
-            make().gpus()
+            make(None).gpus()
         except NoPowerLimitError as unavailable:
             power_w = stated_power_w(self.estimated_power_w) or DEFAULT_ESTIMATED_POWER_W
             warning = (
                 f"{unavailable.cause}: {power_w:g} W is taken for the most that it draws. Set {ESTIMATED_POWER_W} to"
                 " the watts of its data sheet (TDP)."
             )
-            return Choice(make(max_power_w=power_w), warning=warning)
-        return Choice(make())
+            return Choice(make(power_w), warning=warning)
+        return Choice(make(None))
 
     def counted_or_integrated(
-        self, counted: Callable[..., EnergyMonitor], integrated: Callable[..., EnergyMonitor]
+        self, counted: Callable[[float | None], EnergyMonitor], integrated: Callable[[float | None], EnergyMonitor]
     ) -> Choice:
-        """Choose the monitor over energy counters or, with a warning, the monitor over power readings.
-
-        Raises:
-            UnmeasuredGpuError: The devices have neither.
-        """
+        """Choose the monitor over counters or, with a warning, over power readings, or raise `UnmeasuredGpuError`."""
         try:
             return self.choice(counted)
         except EnergyUnavailableError as unavailable:

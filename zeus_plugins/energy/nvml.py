@@ -53,7 +53,8 @@ def probe(request: MonitorRequest, nvml: Nvml | None = None) -> Choice:
     try:
         open_gpus(nvml, indices)
         return request.counted_or_integrated(
-            partial(NvmlMonitor, indices, nvml=nvml), partial(NvmlPowerMonitor, indices, nvml=nvml)
+            lambda max_power_w: NvmlMonitor(indices, max_power_w=max_power_w, nvml=nvml),
+            lambda max_power_w: NvmlPowerMonitor(indices, max_power_w=max_power_w, nvml=nvml),
         )
     except NoGpuError:
         raise
@@ -171,7 +172,6 @@ class NvmlMonitor(CounterMonitor):
     Args:
         device_indices: Indices among the visible GPUs, or UUIDs of GPUs of this machine. None: all visible GPUs.
         max_power_w: Their summed maximum power in watts, if the driver gives no power limit, as on many laptops.
-        nvml: A replacement for the installed `pynvml`.
 
     Raises:
         EnergyUnavailableError: On first use: no driver, no visible GPU, a GPU that cannot be opened or has no counter
@@ -193,12 +193,9 @@ class NvmlMonitor(CounterMonitor):
 class NvmlPowerMonitor(IntegratedPowerMonitor):
     """An `EnergyMonitor` that integrates power readings of the visible NVIDIA GPUs, every `interval_s` in a window.
 
-    Its error: a step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2. The sensor's own
-    error is added, which NVIDIA states as ±5 % for Fermi and Kepler and not at all for others. GPUs of the Ampere
-    generation (except GA100) and later return the mean of the last second, which blurs a window's ends; but they have a
-    counter for `NvmlMonitor`. If readings came more than a second apart, the source says so.
-
-    Arguments and errors are those of `NvmlMonitor`, and `ZeusBSOConfigError` if `interval_s` is out of range.
+    A step of the power by ΔP between two readings is off by at most ΔP × interval_s / 2, plus the sensor's own error
+    (docs/trust.md). If readings came more than a second apart, the source says so. Arguments and errors are those of
+    `NvmlMonitor`, and `ZeusBSOConfigError` if `interval_s` is out of range.
     """
 
     def __init__(
@@ -236,12 +233,7 @@ def compare_nvml(
     nvml: Nvml | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Comparison:
-    """Measure all visible NVIDIA GPUs by their counters and by their power at the same time.
-
-    Raises:
-        EnergyUnavailableError: They lack one of the two.
-        ZeusBSOConfigError: They cannot be measured together.
-    """
+    """Measure all visible NVIDIA GPUs by counters and by power at once; raise `ZeusBSOConfigError` if they lack one."""
     counted, integrated = NvmlMonitor(nvml=nvml, clock=clock), NvmlPowerMonitor(nvml=nvml, clock=clock)
     counted.begin_window("check")
     integrated.begin_window("check")
@@ -294,12 +286,7 @@ def _found(nvml: Nvml | None, indices: Sequence[int | str] | None) -> Found:
 def open_gpus(
     nvml: Nvml | None = None, indices: Sequence[int | str] | None = None, *, torch: Any = None
 ) -> tuple[NvmlGpu, ...]:
-    """Start NVML and find the chosen GPUs, all of one model and none of them a slice.
-
-    Args:
-        nvml: A replacement for the installed `pynvml`.
-        indices: See `device_indices` of `NvmlMonitor`.
-        torch: PyTorch. None: the loaded PyTorch, if any and if `nvml` is None.
+    """Start NVML and find the GPUs of `indices` (see `NvmlMonitor`), all of one model and none of them a slice.
 
     Raises:
         NoGpuError: No driver answers, or no GPU is visible.
@@ -409,10 +396,9 @@ def installed_nvml() -> Nvml:
 
 
 def _open_machine(nvml: Nvml) -> tuple[list[NvmlGpu], list[str]]:
-    """Open the GPUs that this process may open; NVML also counts lost GPUs and those of other Slurm control groups.
+    """Return the GPUs in the order of NVML, and the reasons why others cannot be opened.
 
-    Returns:
-        The opened GPUs in the order of NVML, and the reasons why others cannot be opened.
+    NVML also counts lost GPUs and GPUs of other Slurm control groups.
     """
     try:
         nvml.nvmlInit()

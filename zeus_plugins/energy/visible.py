@@ -16,11 +16,8 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
     """Parse ``CUDA_VISIBLE_DEVICES`` on a machine with `count` GPUs into indices, UUIDs and ids of MIG slices.
 
     As in CUDA, the list ends at the first entry that names no GPU, so ``""``, ``-1`` and a scheduler's ``NoDevFiles``
-    hide every GPU. None means that all are visible.
-
-    Raises:
-        NoGpuError: No GPU is visible.
-        ZeusBSOConfigError: The setting names a GPU twice.
+    hide every GPU. None means that all are visible. Raise `NoGpuError` if no GPU is visible, and `ZeusBSOConfigError`
+    if a GPU is named twice.
     """
     visible: list[int | str] = list(range(count)) if setting is None else []
     entries = [] if setting is None else [part.strip() for part in setting.split(",")]
@@ -42,10 +39,8 @@ def visible_devices(setting: str | None, count: int) -> tuple[int | str, ...]:
 def cuda_devices(torch: Any) -> tuple[str, ...] | None:
     """Return the UUIDs of the GPUs, without prefix, in the order of PyTorch's CUDA indices.
 
-    CUDA read the environment variables when it started, and may count the fastest GPU first.
-
-    Returns:
-        None if CUDA has not started in this process (asking would start it) or PyTorch is absent or older than 2.4.
+    CUDA read the environment variables when it started, and may count the fastest GPU first. Return None if it has not
+    started in this process (asking would start it), or if PyTorch is absent or older than 2.4.
     """
     try:
         if torch is None or not torch.cuda.is_initialized():

@@ -38,7 +38,6 @@ class ZeusMonitorAdapter:
     Args:
         monitor: Measures.
         gpus: The measured devices. None: ask NVML for the monitor's `gpu_indices`, or for all visible GPUs.
-        nvml: A replacement for the installed `pynvml`.
     """
 
     def __init__(self, monitor: WindowMonitor, gpus: GpuConfig | None = None, *, nvml: Nvml | None = None) -> None:
@@ -70,12 +69,7 @@ class ZeusMonitorAdapter:
         self._windows.open(name, partial(self._monitor.begin_window, name))
 
     def end_window(self, name: str) -> Measurement:
-        """See `EnergyMonitor.end_window`.
-
-        Raises:
-            ZeusBSOOperationOrderError: No window of this name is open.
-            ZeusBSOConfigError: The monitor's answer lacks the time or the energy.
-        """
+        """See `EnergyMonitor.end_window`; raise `ZeusBSOConfigError` if the answer lacks the time or the energy."""
         self._windows.close(name)
         answer = self._monitor.end_window(name)
         time_s, energy_j = _number(getattr(answer, "time", None)), _energy_j(answer)
@@ -93,11 +87,7 @@ class ZeusMonitorAdapter:
 
 
 def as_energy_monitor(monitor: EnergyMonitor | WindowMonitor) -> EnergyMonitor:
-    """Return an energy monitor unchanged, or adapt a monitor with Zeus's interface.
-
-    Raises:
-        ZeusBSOConfigError: `monitor` has neither interface.
-    """
+    """Return an energy monitor unchanged, or adapt one with Zeus's interface; otherwise raise `ZeusBSOConfigError`."""
     # The attribute `gpus` of ZeusMonitor is no method.
     if callable(getattr(monitor, "gpus", None)) and hasattr(monitor, "source"):
         return cast("EnergyMonitor", monitor)

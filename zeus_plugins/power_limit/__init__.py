@@ -17,13 +17,11 @@ framework; a training loop calls it like this::
     finally:
         profiler.close()
 
-The constructor touches no device. An "epoch" is any stretch of steps without interruption: a validation within an epoch
-ends one stretch and begins another, and an unfinished measurement is repeated in the next one. Calls in any other order
-do no harm. Without ``close``, the end of the process restores the limits, even after SIGTERM and SIGKILL
-(`zeus_plugins.power_limit.guard`).
-
-If no limit can be set (no GPU, no permission), the profiler logs a warning, measures the limit in force, and chooses
-nothing. If a device or monitor fails later, it logs a warning and ends the profiling, but not the training.
+The constructor touches no device. An "epoch" is any stretch of steps without interruption, so a validation within an
+epoch ends one stretch and begins another. An unfinished measurement is repeated in the next one. If no limit can be set
+(no GPU, no permission), the profiler warns and measures the limit in force; a device or monitor that fails later ends
+the profiling with a warning, but not the training. Without ``close``, the end of the process restores the limits, even
+after SIGTERM and SIGKILL (`zeus_plugins.power_limit.guard`).
 """
 
 from __future__ import annotations

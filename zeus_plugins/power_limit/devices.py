@@ -1,7 +1,7 @@
 """GPUs with a settable power limit, and the ways to set it: NVML, a command, zeusd.
 
-Reading a limit through NVML needs no rights. Setting one needs root, or CAP_SYS_ADMIN in a container
-(``nvmlDeviceSetPowerManagementLimit``, NVML's API reference), and lasts until the driver unloads.
+NVML reads a limit without rights, and sets it for root, or CAP_SYS_ADMIN in a container. It lasts until the driver
+unloads (``nvmlDeviceSetPowerManagementLimit``, NVML's API reference).
 """
 
 from __future__ import annotations
@@ -138,14 +138,7 @@ def find_devices(
 
 @dataclass(eq=False)
 class NvmlDevice:
-    """A `PowerLimitDevice` over NVML.
-
-    Args:
-        uuid: The GPU's UUID by the driver.
-        index: The GPU's number for ``nvidia-smi -i``.
-        name: The name for messages.
-        nvml: A replacement for the installed `pynvml`.
-    """
+    """A `PowerLimitDevice` over NVML; `index` is the GPU's number for ``nvidia-smi -i``, `name` is for messages."""
 
     outlives_process: ClassVar[bool] = True
     uuid: str
@@ -296,10 +289,6 @@ class ZeusdDevice(_OtherSetter):
     It speaks HTTP on a Unix socket (https://ml.energy/zeus/zeusd/) and counts all GPUs of the machine, unlike a
     container. So the GPU is named by the daemon's number for its PCI address. An older daemon gives no addresses and is
     used only on a machine with one GPU.
-
-    Args:
-        socket_path: The daemon's socket, e.g. ``/run/zeusd/zeusd.sock``.
-        device: Reads the range and the limit in force.
     """
 
     def __init__(self, socket_path: str, device: NvmlDevice) -> None:

@@ -51,11 +51,7 @@ _RESTORER = "import sys; from zeus_plugins.power_limit.guard import restore_afte
 
 
 class LimitGuard:
-    """Remembers the current limits of devices, and puts them back.
-
-    Raises:
-        PowerLimitUnavailableError: A device's limit cannot be read.
-    """
+    """Remembers the limits of devices, and puts them back; raises `PowerLimitUnavailableError` if they are unknown."""
 
     def __init__(self, devices: Sequence[PowerLimitDevice]) -> None:
         self._initial = [(device, _initial_limit_w(device)) for device in devices]
@@ -83,22 +79,20 @@ class LimitGuard:
         if os.getpid() != self._owner:  # a forked child, such as a data loader's worker
             return
         for device, limit_w in self._initial:
-            problem: Exception | None = None
-            for _ in range(2):  # This is the last chance, so try again.
+            for is_last in (False, True):  # Nothing comes after this training to try again.
                 try:
-                    set_and_check(device, limit_w)
-                    forget(_uuid(device))
+                    _put_back(device, limit_w)
                     break
                 except Exception as error:
-                    problem = error
-            else:
-                _logger.error(
-                    "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi -pl %g",
-                    device,
-                    limit_w,
-                    problem,
-                    limit_w,
-                )
+                    if is_last:
+                        _logger.error(
+                            "the power limit of %s could not be put back to %g W (%s): set it, e.g. with nvidia-smi"
+                            " -pl %g",
+                            device,
+                            limit_w,
+                            error,
+                            limit_w,
+                        )
 
     def release(self) -> None:
         """Put the limits back if `arm` was called since the latest call, and undo `arm`."""
@@ -112,6 +106,11 @@ class LimitGuard:
             self._restorer.kill()
             self._restorer.communicate()
             self._restorer = None
+
+
+def _put_back(device: PowerLimitDevice, limit_w: float) -> None:
+    set_and_check(device, limit_w)
+    forget(_uuid(device))
 
 
 def _uuid(device: PowerLimitDevice) -> str | None:
@@ -175,8 +174,7 @@ def restore_after(training: str) -> int:
     failures = 0
     for device, limit_w in found:
         try:
-            set_and_check(device, limit_w)
-            forget(_uuid(device))
+            _put_back(device, limit_w)
         except Exception as error:
             failures += 1
             print(f"the power limit of {device} could not be put back to {limit_w:g} W: {error}", file=sys.stderr)
@@ -283,8 +281,7 @@ def reset_limits(devices: Sequence[PowerLimitDevice]) -> Iterator[Reset]:
             wanted_w = default_limit_w(device) if wanted_w is None else wanted_w
             if wanted_w is None:
                 raise PowerLimitUnavailableError(f"{device} does not tell its default limit")
-            set_and_check(device, wanted_w)
-            forget(_uuid(device))
+            _put_back(device, wanted_w)
         except PowerLimitUnavailableError as error:
             problem = str(error)
         yield Reset(device, found_w, wanted_w, problem)

@@ -64,14 +64,10 @@ State = Ready | Warmup | Profiling | Done
 
 @dataclass(frozen=True)
 class Window:
-    """The steps of each limit, and the transitions between states.
-
-    Args:
-        warmup_steps: Steps under a new limit before it is measured.
-        profile_steps: Steps measured under each limit.
+    """The steps of each limit, first to warm up and then to measure, and the transitions between states.
 
     Raises:
-        ZeusBSOConfigError: An argument is out of range.
+        ZeusBSOConfigError: A number of steps is out of range.
     """
 
     warmup_steps: int
@@ -248,9 +244,8 @@ class Plan:
     ) -> Plan:
         """Return the plan that follows from the gathered setups and the arguments of `PowerLimitProfiler`.
 
-        Raises:
-            GiveUpError: No rank measures, or the ranks have GPUs of several models.
-            ZeusBSOConfigError: The GPUs cannot have one of `limits_w`.
+        Raise `GiveUpError` if no rank measures or the models of GPUs differ, and `ZeusBSOConfigError` if the GPUs
+        cannot have one of `limits_w`.
         """
         devices = [rank.gpus for rank in ranks if rank.gpus is not None]
         problem = next((rank.problem for rank in ranks if rank.problem is not None), None)

@@ -51,12 +51,7 @@ class PowerLimitProfile(PowerProfile):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of `save`.
-
-        Raises:
-            ZeusBSOConfigError: The file holds no profile.
-            OSError: It cannot be read.
-        """
+        """Read a file of `save`; raise `OSError` if it cannot be read, `ZeusBSOConfigError` if it holds no profile."""
         try:
             return cls.model_validate_json(Path(path).read_bytes())
         except ValidationError as error:

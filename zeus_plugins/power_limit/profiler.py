@@ -133,7 +133,7 @@ class PowerLimitProfiler:
         self._agree = partial(Plan.agreed, selector=selector, limits_w=wanted_w, batch_size=batch_size)
         self._plan: Plan | None = None  # until the first epoch begins
         self._pace = Pace(Window(warmup_steps, profile_steps), warmup_s, profile_s)
-        self._waiting = Waiting(wait_steps, self._all_gather, clock)
+        self._waiting = Waiting(wait_steps, clock)
         self.state: State = Ready()
         self._observe = observe
         self.chosen_limit_w: float | None = None
@@ -170,7 +170,7 @@ class PowerLimitProfiler:
         """Count the steps since the latest call, and close a window that has all its steps."""
         if isinstance(self.state, Ready) and self._is_in_epoch:
             self._pace.epoch += steps
-            self._waiting.pass_steps(steps, self._rank.devices)
+            self._waiting.pass_steps(steps, self._rank.devices, self._all_gather)
             self._start()
         elif isinstance(self.state, Warmup | Profiling) and self._plan is not None:
             self._pace.epoch += steps
@@ -192,10 +192,8 @@ class PowerLimitProfiler:
             self._rank.close_window()
         self.state = Done()
         self._rank.guard.release()
-        # Release functions that may refer to the trainer; the results stay.
-        self._rank.forget()
-        self._all_gather = _alone
-        self._waiting = Waiting(0, _alone)
+        # Drop the functions that may refer to the trainer; the results stay.
+        self._rank, self._all_gather = _Rank(None, None, _nothing, None), _alone
 
     def _begin(self) -> None:
         try:
@@ -215,7 +213,7 @@ class PowerLimitProfiler:
         if plan.is_exact:
             self._pace.warmup_s = self._pace.profile_s = 0.0
         if plan.problem is None and plan.queue_w:
-            self._waiting.pass_steps(0, self._rank.devices)
+            self._waiting.pass_steps(0, self._rank.devices, self._all_gather)
         else:
             self._waiting.is_over = True
 
@@ -415,10 +413,6 @@ class _Rank:
             self._failures += 1
         return Outcome(self._problem, measured)
 
-    def forget(self) -> None:
-        """Release all functions that may refer to the trainer."""
-        self._find, self._monitor, self._synchronize = None, None, _nothing
-
     @property
     def _window(self) -> str:
         """A new name after each failure, because a window that could not be ended may still be open."""
@@ -428,21 +422,20 @@ class _Rank:
 class Waiting:
     """The wait before the first limit: for a number of steps, and then for a stable temperature on all ranks."""
 
-    def __init__(self, steps: int, all_gather: Gather, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_over = False
         self._left = steps
-        self._all_gather = all_gather
         self._clock = clock
         self._seen: deque[tuple[float, float]] = deque()
         self._begun_s: float | None = None
 
-    def pass_steps(self, steps: int, devices: Sequence[PowerLimitDevice]) -> None:
+    def pass_steps(self, steps: int, devices: Sequence[PowerLimitDevice], all_gather: Gather) -> None:
         """Count steps, on all ranks, and update `is_over`."""
         self._left -= steps
         if self.is_over or self._left > 0:
             return
         settled = self.is_settled(self._clock(), temperature_c(devices))
-        self.is_over = all(self._all_gather(settled))
+        self.is_over = all(all_gather(settled))
         self._left = _POLL_STEPS
 
     def is_settled(self, now_s: float, temperature_c: float | None) -> bool:

@@ -20,12 +20,9 @@ class ReplayPoint:
 
 
 class ReplayDevice:
-    """A `PowerLimitDevice` of a `ReplayMachine`.
+    """A `PowerLimitDevice` whose `table` has its speed and power under each settable limit in watts.
 
-    Args:
-        table: Speed and power of the GPU under each settable limit in watts.
-        index: Part of its name.
-        limit_w: The limit in force at first. None: the highest.
+    The initial limit is `limit_w`, by default the highest.
     """
 
     outlives_process = False
@@ -61,12 +58,7 @@ class ReplayDevice:
 
 
 class ReplayMachine:
-    """GPUs that train together: each step takes the time of the slowest GPU.
-
-    Args:
-        table: Speed and power of a GPU under each power limit in watts.
-        number_of_gpus: Number of GPUs.
-        gpu_model: Name of their model.
+    """GPUs that train together, each with the same `table`: a step takes the time of the slowest GPU.
 
     Attributes:
         devices: The GPUs, for `PowerLimitProfiler(devices)` or a callback's `devices=`.

@@ -32,10 +32,7 @@ class ZeusCost:
     """The limit with the least cost of an epoch (`epoch_cost`), the cost of batch sizes at the same η.
 
     Args:
-        eta: Weight of energy in [0, 1]: 1 minimises energy, 0 time. A job's `eta_knob`.
-
-    Raises:
-        ZeusBSOConfigError: `eta` is not in [0, 1].
+        eta: Weight of energy, as a job's `eta_knob`: 1 minimises energy, 0 time. Outside of [0, 1]: ZeusBSOConfigError.
     """
 
     eta: float = 0.5
@@ -80,10 +77,7 @@ class MaxSlowdown:
     """The lowest limit whose steps take at most `factor` times as long as under the highest limit.
 
     Args:
-        factor: 1.1 allows a tenth more time.
-
-    Raises:
-        ZeusBSOConfigError: `factor` is below 1 or not finite.
+        factor: 1.1 allows a tenth more time. Below 1 or not finite: ZeusBSOConfigError.
     """
 
     factor: float
@@ -114,13 +108,7 @@ def epoch_cost(sample: PowerLimitSample, steps: int, max_power_w: float, eta: fl
     ``(η · AvgPower + (1 − η) · MaxPower) · T = η · E + (1 − η) · MaxPower · T`` with duration ``T`` and energy ``E`` of
     the epoch: equation 2 of Zeus (You, Chung, Chowdhury, NSDI '23) over one epoch, which that paper minimises over the
     power limits of one batch size, too. The number of epochs does not depend on the limit, so the best limit for an
-    epoch is the best for the training.
-
-    Args:
-        sample: The cost of steps under the limit.
-        steps: Steps in the epoch.
-        max_power_w: Maximum power in watts, summed over the GPUs.
-        eta: Weight of energy in [0, 1].
+    epoch is the best for the training. `max_power_w` is summed over the GPUs.
     """
     step_s, step_j = sample.time_per_step_s, sample.energy_per_step_j
     return steps * cost(energy_j=step_j, time_s=step_s, max_power_w=max_power_w, eta=eta)

@@ -1,11 +1,10 @@
 """The messages between trainings and the batch size optimization server.
 
-The five routes under "wire contract", their statuses and their fields are those of Zeus 0.16's batch size optimizer:
-a Zeus client works against our server and our client against Zeus's server. Everything beyond that is optional on the
-wire. Fields fixed by Zeus keep its names (``time``, ``energy``, ``max_power``); fields of our own carry their unit.
+Zeus 0.16 fixes the five routes under "wire contract" in `Paths`, with their statuses and fields: a Zeus client works
+with our server, and our client with a Zeus server. All other fields are optional on the wire. Fields of Zeus keep their
+names (``time``, ``energy``, ``max_power``); our own fields carry their unit.
 
-This package is the only one that both packages import; its modules are private, and each name that it imports as itself
-is public.
+Both packages import this one. Its modules are private; names imported as themselves are public.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs, and the hardware that they run on."""
+"""Jobs and their hardware."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def _ascending_and_unique(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class _FirstErrorOnly(FailFast):
-    """`FailFast`, but hashable: command-line parsers that read types (jsonargparse) look them up by their hash."""
+    """A hashable `FailFast`: jsonargparse, which builds command lines from types, looks types up by their hash."""
 
     __hash__ = object.__hash__
 
 
 class JobParams(WireMessage):
-    """The parameters of a recurring training job: the fields of `JobSpec` but the id."""
+    """The fields of `JobSpec` except the id."""
 
-    # Validators see the fields above their own only: the order matters.
+    # The order matters: a validator sees only the fields above its own.
     job_id_prefix: Identifier
     batch_sizes: Annotated[
         tuple[BatchSize, ...],
-        # The first wrong size is enough: an error for each of 100,000 would be a hundred times their length.
+        # One error is enough: errors for 100,000 sizes would be a hundred times as long as the request.
         _FirstErrorOnly(),
         Field(min_length=1, max_length=MAX_BATCH_SIZES),
         AfterValidator(_ascending_and_unique),
@@ -86,36 +86,35 @@ class JobParams(WireMessage):
         return default
 
     def is_reached_by(self, metric: float) -> bool:
-        """Return whether the metric is at the target or beyond."""
+        """Return whether the metric has reached the target."""
         return metric >= self.target_metric if self.higher_is_better_metric else metric <= self.target_metric
 
 
 class JobSpec(JobParams):
     """A recurring training job, as its owner describes it.
 
+    `num_pruning_rounds`, `window_size` and the ``mab_…`` fields have no effect on policy `gp_voi`.
+
     Attributes:
         job_id_prefix: Groups jobs; `job_id` starts with it.
-        job_id: Names the job across its recurrences. None: the server makes one as ``{job_id_prefix}-{8 hex digits}``.
+        job_id: Names the job across its recurrences. None: the server makes ``{job_id_prefix}-{8 hex digits}``.
         batch_sizes: Global batch sizes to choose from (samples per optimizer step over all devices). Kept ascending.
         default_batch_size: The size that the owner would use without an optimizer; exploration starts there.
         eta_knob: η of ``cost = η·energy + (1 − η)·max_power·time``: 0 minimises time, 1 energy.
         beta_knob: A trial is stopped when its cost exceeds β times the lowest cost so far. None: never.
         target_metric: Value of the validation metric at which the training is done.
         higher_is_better_metric: Whether the metric rises as the model improves.
-        max_epochs: A trial that has not reached the target by then has failed.
-        num_pruning_rounds: How often every batch size is tried before sizes are drawn. 0: not at all.
+        max_epochs: Epochs after which a trial that has not reached the target has failed.
+        num_pruning_rounds: How often every batch size is tried before sizes are drawn. 0: never.
         window_size: Number of latest observations per batch size that count, at most 1000 for a new job. 0: all.
         mab_prior_mean: Mean of the prior over the reward (−cost, joules) of a batch size.
-        mab_prior_precision: Precision (1/joules²) of that prior. 0: uninformative.
+        mab_prior_precision: Precision (1/joules²) of the prior. 0: uninformative.
         mab_num_explorations: Least number of observations per batch size before it is drawn by merit.
         mab_seed: Seed of the job's random draws. None: fresh entropy at each decision.
-        policy: Name of the way in which batch sizes are chosen: ``"gp_voi"``, ``"zeus"`` or another one that is
-            installed where the server runs (docs/policy.md). Of ours, `num_pruning_rounds`, `window_size` and the
-            ``mab_…`` fields matter to `zeus` alone.
+        policy: Chooses batch sizes: ``"gp_voi"``, ``"zeus"`` or a policy installed with the server (docs/policy.md).
 
     Raises:
-        pydantic.ValidationError: There is no field of a given name, a field is out of its range, or two fields
-            contradict each other.
+        pydantic.ValidationError: An unknown field, a value out of range, or fields that contradict each other.
     """
 
     job_id: Identifier | None = None
@@ -144,12 +143,12 @@ def _not_a_field(name: str, fields: Mapping[str, Any]) -> str:
 
 
 class GpuConfig(WireMessage):
-    """The accelerators one run of the job uses.
+    """The accelerators of one run.
 
     Attributes:
         max_power: Maximum power limit in watts, summed over the GPUs.
-        number_of_gpus: How many GPUs the job uses.
-        gpu_model: The model's name as its driver gives it.
+        number_of_gpus: Number of GPUs.
+        gpu_model: The model's name, from its driver.
     """
 
     max_power: Watts
@@ -158,7 +157,7 @@ class GpuConfig(WireMessage):
 
 
 class Fingerprint(WireMessage):
-    """The making of a training, as far as it has told: trainings that differ in it hardly share a best batch size.
+    """Known properties of a training. Trainings that differ in them rarely share a best batch size.
 
     Attributes:
         model: The model's class.
@@ -171,11 +170,11 @@ class Fingerprint(WireMessage):
     optimizer: Text | None = None
 
     def completed_by(self, other: Fingerprint) -> Fingerprint:
-        """Return this fingerprint, with the other one's parts where this one has none."""
+        """Return this fingerprint with its missing fields taken from `other`."""
         return Fingerprint(**{**dict(other), **self.model_dump(exclude_none=True)})
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """The parts that the other one has in place of this, in words."""
+        """Describe each field that is known in both fingerprints and differs."""
         return [
             f"{name} {mine} before, {theirs} now"
             for (name, mine), (_, theirs) in zip(self, other, strict=True)
@@ -184,15 +183,13 @@ class Fingerprint(WireMessage):
 
 
 class JobSpecFromClient(JobSpec, GpuConfig):
-    """Body of ``POST /jobs``: the job on its hardware, flat, as Zeus sends it.
-
-    A job without a policy, as Zeus's clients send it, gets policy ``"zeus"``.
+    """Body of ``POST /jobs``: the job on its hardware. A job without a policy, from a Zeus client, gets ``"zeus"``.
 
     Attributes:
-        fingerprint: What its trainings are made of. Two registrations that differ in it alone are the same: the server
-            keeps what was told first. None where nobody has told, as by Zeus's clients.
-        registration_id: Tells the job from one that was deleted and had its id. The server makes it when it registers
-            the job, and clients leave it out.
+        fingerprint: Known properties of its trainings, or None. It is no part of the configuration: the server keeps
+            the first value of each property.
+        registration_id: Made by the server when it registers the job; differs from that of a deleted job of the same
+            id. Clients leave it out.
     """
 
     policy: PolicyName = ZEUS
@@ -211,22 +208,22 @@ class JobSpecFromClient(JobSpec, GpuConfig):
         return GpuConfig(**{name: getattr(self, name) for name in GpuConfig.model_fields})
 
     def with_fingerprint(self, told: Fingerprint | None) -> Self:
-        """The job with what is told of its trainings, as far as it was not told before."""
+        """Return the job with the missing parts of its fingerprint taken from `told`."""
         if told is None:
             return self
         return self.model_copy(update={"fingerprint": (self.fingerprint or told).completed_by(told)})
 
     def cost_j(self, *, time_s: float, energy_j: float) -> float:
-        """The cost of a run of the job, joules; see `cost`."""
+        """Return the cost of a run, joules; see `cost`."""
         return cost(energy_j=energy_j, time_s=time_s, max_power_w=self.max_power, eta=self.eta_knob)
 
     @classmethod
     def of(cls, spec: JobSpec, gpu: GpuConfig) -> Self:
-        """Join a job with the hardware that it runs on."""
+        """Join a job with its hardware."""
         return cls(**spec.model_dump(), **gpu.model_dump())
 
     def named(self, job_id: str) -> CreatedJob:
-        """Return the job under this id; fields that were left out count as left out."""
+        """Return the job under this id; fields that were unset stay unset."""
         return CreatedJob(**{**self.model_dump(exclude_unset=True), "job_id": job_id})
 
 
@@ -240,10 +237,10 @@ class TrialId(WireMessage):
     """One trial of a job, with its global batch size; trials are counted from 1 within the job.
 
     Attributes:
-        registration_id: The job's, by which a later job of the same id is told apart. None, here and below: unchecked,
-            as by clients of Zeus.
-        lease_epoch: Counts the runs of the training that the server has given the trial to. What a run before the
-            latest one sends is refused.
+        registration_id: The job's `registration_id`, so that the server refuses messages about a deleted job. None,
+            from a Zeus client: unchecked.
+        lease_epoch: Number of the training's run that has the trial. The server refuses messages of earlier runs.
+            None, from a Zeus client: unchecked.
     """
 
     job_id: Identifier

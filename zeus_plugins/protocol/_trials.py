@@ -1,4 +1,4 @@
-"""The messages about one trial, and about the power limits that it has found."""
+"""Messages about one trial and its power limits."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ from zeus_plugins.protocol._values import (
 )
 
 EndingState = Literal[TrialState.FAILED, TrialState.INFEASIBLE, TrialState.SUSPENDED, TrialState.WITHDRAWN]
-"""The states in which a training may end its trial itself."""
+"""The states in which a training may end its own trial."""
 
 
 class StopRule(WireMessage):
-    """The rule by which a trial is stopped that has not reached its target.
-
-    The server judges by it, and so does a training while the server is away.
+    """The rule that stops a trial, applied by the server and, while the server is away, by the training.
 
     Attributes:
-        max_cost_j: Joules of cost beyond which the trial is stopped, be the target reached or not. None: no limit.
+        max_cost_j: Joules of cost above which the trial is stopped, even at its target. None: no limit.
         max_epochs: Epochs after which it is stopped.
     """
 
@@ -56,17 +54,16 @@ class StopRule(WireMessage):
     def judge(
         self, goal: JobParams, *, metric: float, epochs: float, cost_j: float | None, because: str | None = None
     ) -> Verdict:
-        """Decide whether a trial goes on.
+        """Decide whether a trial continues.
 
-        Beyond `max_cost_j` it stops, and so it does at its target; reaching that counts only within the bound.
-        Otherwise it goes on until its epochs are over.
+        It stops above `max_cost_j`, at its target, or after its epochs. The target counts only within the cost bound.
 
         Args:
             goal: The job, with the target and `max_epochs`.
             metric: Its latest validation metric.
             epochs: Epochs trained so far.
-            cost_j: Its cost so far, joules; None where that is unknown, so that no bound on it applies.
-            because: Reason for the rule's bound, in words: for `max_cost_j`, or without it for `max_epochs`.
+            cost_j: Its cost so far, joules; None if unknown, so that the cost bound does not apply.
+            because: The reason for `max_cost_j` or, if that is None, for `max_epochs`.
         """
         spent = "at an unknown cost" if cost_j is None else f"{cost_j:.4g} J"
         measured = f"metric {metric:.4g} against a target of {goal.target_metric:g}"
@@ -93,14 +90,7 @@ class StopRule(WireMessage):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on a trial after an evaluation.
-
-    Attributes:
-        state: The state that the trial takes; RUNNING to go on.
-        reason: Why.
-        message: The same in words, with its numbers.
-        rule: When a trial that goes on is going to be stopped, as far as is known by now.
-    """
+    """The decision on a trial after an evaluation: its new `state` with a `message`, and the `rule` that applies."""
 
     state: TrialState
     reason: EndReason
@@ -123,10 +113,10 @@ class PowerLimitSample(WireMessage):
 
     Attributes:
         limit_w: The power limit of each GPU, watts.
-        steps: Steps measured.
+        steps: Number of steps measured.
         time_s: Their duration, seconds.
         energy_j: Their energy over all GPUs, joules.
-        source: How the energy was obtained, as `zeus_plugins.energy.Measurement.source`.
+        source: How the energy was measured, as in `zeus_plugins.energy.Measurement.source`.
     """
 
     limit_w: Watts
@@ -167,11 +157,11 @@ PowerLimitSamples = Annotated[
 
 
 class PowerProfile(WireMessage):
-    """The cost of a training's steps under each power limit; the batch size is said beside it.
+    """The cost of a training's steps under each power limit, at one batch size.
 
     Attributes:
-        gpus: The devices measured; their maximum power is summed over them, watts.
-        samples: One for each power limit. Kept ascending by limit.
+        gpus: The measured devices, with the sum of their maximum power, watts.
+        samples: One sample for each power limit. Kept ascending by limit.
     """
 
     gpus: GpuConfig
@@ -179,11 +169,11 @@ class PowerProfile(WireMessage):
 
 
 class PowerLimitChoice(PowerProfile):
-    """A training's knowledge of its power limits, and its choice among them.
+    """A training's power profile, and its choice of a limit.
 
     Attributes:
-        samples: What it has measured itself, and what it was told; at least one.
-        chosen_limit_w: The limit that it trains under, watts of each GPU; None where it sets none.
+        samples: Its own samples and those of earlier trials; at least one.
+        chosen_limit_w: The power limit that the training sets, watts of each GPU; None if it sets none.
     """
 
     samples: Annotated[PowerLimitSamples, Field(min_length=1)]
@@ -206,11 +196,11 @@ class TrialDispatch(TrialId):
     """Answer of ``GET /jobs/batch_size`` and of ``POST /trials``.
 
     Attributes:
-        origin: Why a trial was dispatched; None from a Zeus server.
-        reason: The same in words; None from a Zeus server.
-        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
-        power_profile: The newest profile that an earlier trial of the job at this batch size has left; None where there
-            is none, for ``POST /trials`` (that training has begun), and from a Zeus server.
+        origin: Why the trial was dispatched; None, here and below, from a Zeus server.
+        reason: The origin in words.
+        stop_rule: When the trial will be stopped, as far as the server knows.
+        power_profile: The newest power profile of an earlier trial of the job at this batch size, or None. Always None
+            for ``POST /trials``, because that training has already begun.
     """
 
     origin: Origin | None = None
@@ -220,23 +210,23 @@ class TrialDispatch(TrialId):
 
 
 class OfflineTrial(WireMessage):
-    """Body of ``POST /trials``: a training began without the server, which was away, and wants its trial recorded."""
+    """Body of ``POST /trials``: a trial that began while the server was away, to be recorded."""
 
     job_id: Identifier
     batch_size: BatchSize
 
 
 class Ending(WireMessage):
-    """The end of a training that came before the server's word.
+    """The end of a training before the server's verdict.
 
     Attributes:
-        outcome: ``failed`` (a crash: the size is tried again, up to a limit; what a Zeus client means),
+        outcome: ``failed`` (a crash, and every ending of a Zeus client: the size is tried again, up to a limit),
             ``infeasible`` (out of memory: neither this size nor a larger one is tried again on this hardware),
-            ``suspended`` (preempted: the trial may go on later), or ``withdrawn`` (the training could not be done as it
-            was configured, which says nothing about the size: it counts neither as a try nor as a crash).
+            ``suspended`` (preempted: the trial may resume), or ``withdrawn`` (the training could not run as configured:
+            the trial counts neither as a try nor as a crash of the size).
         ended_early: Whether a ``failed`` training ended by a rule of its own, such as early stopping or a limit on its
-            steps, and not by an error.
-        detail: What happened, in words.
+            steps, instead of an error.
+        detail: A description in words.
     """
 
     outcome: EndingState = TrialState.FAILED
@@ -245,17 +235,17 @@ class Ending(WireMessage):
 
 
 class TrialEnd(Ending, TrialId):
-    """Body of ``PATCH /trials``: a training ends before the server told it to."""
+    """Body of ``PATCH /trials``: a training has ended before the server's verdict."""
 
 
 class Heartbeat(TrialId):
     """Body of ``PATCH /trials/heartbeat``.
 
     Attributes:
-        regular: Whether more heartbeats follow at the interval that the answer names, so that their absence soon means
-            that the training is gone. A training that only asks where its trial stands says no.
-        resumes: Whether a training that goes on from a checkpoint takes the trial over from the run with this
-            `lease_epoch`; the answer says its own.
+        regular: Whether more heartbeats follow at the interval of the answer. If so, the trial gets a short
+            lease: it is soon abandoned when heartbeats stop.
+        resumes: Whether a training that resumes takes the trial over from the run with this `lease_epoch`. The answer
+            holds the new epoch.
     """
 
     regular: bool = True
@@ -272,13 +262,13 @@ class HeartbeatResponse(WireMessage):
     """Answer of ``PATCH /trials/heartbeat``.
 
     Attributes:
-        state: Where the trial stands; a training whose trial has ended need not send more.
-        lease_s: Seconds after which the trial counts as abandoned if nothing more is heard of it.
-        interval_s: Seconds after which the next heartbeat is due.
-        lease_epoch: The trial's, as in `TrialId`.
-        time_s: Seconds since the trial began, as of its last report; None, here and below, before any.
-        energy_j: Joules since then.
-        epochs: Epochs trained since then.
+        state: The trial's state. After its end, no more heartbeats are necessary.
+        lease_s: Seconds without a message after which the trial is abandoned.
+        interval_s: Seconds until the next heartbeat is due.
+        lease_epoch: The trial's `lease_epoch`, as in `TrialId`.
+        time_s: Seconds from the trial's start to its last report; None, here and below, before the first one.
+        energy_j: Joules from the start to the last report.
+        epochs: Epochs from the start to the last report.
     """
 
     state: TrialState
@@ -291,7 +281,7 @@ class HeartbeatResponse(WireMessage):
 
 
 class Evaluation(WireMessage):
-    """The standing of a trial after an evaluation.
+    """The totals of a trial at an evaluation.
 
     Attributes:
         time: Seconds since the trial began.
@@ -299,8 +289,8 @@ class Evaluation(WireMessage):
         metric: The validation metric.
         current_epoch: Epochs trained so far, counting from 1; fractional when validating within an epoch.
         energy_source: How the energy was measured, e.g. ``"nvml"`` or ``"estimate: 65 W stated"``.
-        judged_by: The rule by which the training has judged this result itself, because the server was away; the
-            server then judges by it, too, so that both come to the same verdict. None: the server is to judge.
+        judged_by: The rule by which the training has judged this evaluation while the server was away; the server then
+            applies the same rule. None: the server chooses the rule.
     """
 
     time: Seconds
@@ -320,7 +310,7 @@ class TrainingResult(Evaluation, TrialId):
 
     @property
     def is_zeus(self) -> bool:
-        """True if a client of Zeus sent it, where every rank reports; ours sends each field, even without a value."""
+        """True if a Zeus client sent it, of which every rank reports; our client sends all fields, even None."""
         return self.model_fields_set.isdisjoint(("energy_source", "judged_by"))
 
 
@@ -330,9 +320,9 @@ class ReportResponse(WireMessage):
     Attributes:
         stop_train: Whether the training should end now.
         converged: Whether it reached the target metric within the cost bound.
-        message: The same in words, with numbers.
-        reason: The same as a value; None from a Zeus server.
-        stop_rule: When the trial is going to be stopped, as far as is known by now; None from a Zeus server.
+        message: The verdict in words, with numbers.
+        reason: The reason for the verdict; None from a Zeus server.
+        stop_rule: When the trial will be stopped, as far as the server knows; None from a Zeus server.
     """
 
     stop_train: bool
@@ -343,7 +333,7 @@ class ReportResponse(WireMessage):
 
     @classmethod
     def of(cls, verdict: Verdict) -> Self:
-        """Tell a training its verdict."""
+        """Return a verdict as the answer to its report."""
         return cls(
             stop_train=verdict.stop,
             converged=verdict.converged,

@@ -1,4 +1,4 @@
-"""The parts of messages: bounds, words, and the types of fields."""
+"""Bounds, enumerations and field types of the messages."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ MAX_BATCH_SIZES = 1000
 MAX_ID_LENGTH = 255
 MAX_DETAIL_LENGTH = 1000
 MAX_POWER_LIMITS = 256
-ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # what URLs, shells, logs and file names take as it is
-
+ID_PATTERN = "^[A-Za-z0-9._:@-]+$"  # Safe in URLs, shells, logs and file names without escapes.
 
 GP_VOI = "gp_voi"
-"""The policy of jobs that say nothing."""
+"""The default policy."""
 
 ZEUS = "zeus"
-"""The policy of the Zeus paper, and of jobs that Zeus's clients register."""
+"""The policy of the Zeus paper, and of jobs that a Zeus client registers."""
 
 OWN_POLICIES = (ZEUS, GP_VOI)
-"""The policies that every server has; packages may bring others."""
+"""The policies of every server; packages may add others."""
 
 
 class Paths:
@@ -45,7 +44,7 @@ class Paths:
 
 
 class Stage(StrEnum):
-    """The standing of a job: eliminating arms, or drawing among the survivors."""
+    """The stage of a job: eliminating arms, or drawing among the survivors."""
 
     PRUNING = "pruning"
     BANDIT = "bandit"
@@ -62,7 +61,7 @@ class Origin(StrEnum):
 
 
 class TrialState(StrEnum):
-    """The state of one trial; `bso_server.core.model` holds the legal moves."""
+    """The state of a trial; `bso_server.core.model` lists the legal transitions."""
 
     RUNNING = "running"
     COMPLETED = "completed"
@@ -76,14 +75,14 @@ class TrialState(StrEnum):
 
 
 ALIVE = frozenset({TrialState.RUNNING, TrialState.SUSPENDED})
-"""States of trials that are under way, or may go on: the server expects to hear of them, and they have leases."""
+"""States of trials that run or may resume. Such trials have leases."""
 
 FINAL = frozenset(TrialState) - ALIVE - {TrialState.ABANDONED}
-"""States of trials that have ended for good. An abandoned one goes on if its training does."""
+"""States of trials that have ended for good. An abandoned trial may still continue."""
 
 
 class EndReason(StrEnum):
-    """The reason for the end of a trial, or that it goes on."""
+    """Why a trial has ended or continues."""
 
     KEEP_TRAINING = "keep_training"
     TARGET_REACHED = "target_reached"
@@ -100,10 +99,10 @@ class EndReason(StrEnum):
 
 
 class RefusalReason(StrEnum):
-    """The reason for a refusal, where a program acts on it.
+    """Why the server refuses a message, if a program acts on the reason.
 
-    OTHER_REGISTRATION: the job was deleted and registered anew under its id since the trial began.
-    STALE_LEASE: the trial was given to a later run of its training.
+    OTHER_REGISTRATION: the job was deleted and registered again under its id since the trial began.
+    STALE_LEASE: a later run of the training has taken the trial over.
     """
 
     OTHER_REGISTRATION = "other_registration"
@@ -111,26 +110,20 @@ class RefusalReason(StrEnum):
 
 
 def cost(*, energy_j: float, time_s: float, max_power_w: float, eta: float) -> float:
-    """Cost in joules: ``η · energy + (1 − η) · max_power · time``.
+    """Return the cost in joules: ``η · energy + (1 − η) · max_power · time``.
 
-    η trades energy against time, with time priced at the maximum power, so that both terms are joules
-    (You, Chung, Chowdhury: Zeus, NSDI '23, equation 2).
-
-    Args:
-        energy_j: Energy over all GPUs, joules.
-        time_s: Duration, seconds.
-        max_power_w: Sum of the GPUs' maximum power limits, watts.
-        eta: Weight of energy in [0, 1].
+    η in [0, 1] weighs energy against time; time is priced at the maximum power, so that both terms are joules (You,
+    Chung, Chowdhury: Zeus, NSDI '23, equation 2). Energy and maximum power are sums over all GPUs.
     """
     return eta * energy_j + (1 - eta) * max_power_w * time_s
 
 
-# Constraints stand inside `Annotated[str, …]`: from `Field` on a plain str, Litestar's OpenAPI schema loses them.
+# String constraints must be inside `Annotated`: Litestar's OpenAPI schema ignores those of `Field` on a plain str.
 BatchSize = Annotated[int, Field(gt=0, le=MAX_BATCH_SIZE)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=MAX_ID_LENGTH, pattern=ID_PATTERN)]
 PolicyName = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=ID_PATTERN)]
 RegistrationId = Annotated[str, StringConstraints(min_length=1, max_length=32, pattern=ID_PATTERN)]
-# PostgreSQL keeps every character but NUL.
+# PostgreSQL stores every character except NUL.
 Text = Annotated[str, StringConstraints(max_length=255, pattern=r"^[^\x00]*$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFinite = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -138,8 +131,8 @@ NonNegativeFinite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveInt = Annotated[int, Field(gt=0, le=2**31 - 1)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
-# Far beyond anything real, and small enough that costs, their sums and their squares stay finite.
-LEAST_TIME_S = 1e-6  # of what may have taken no time
+LEAST_TIME_S = 1e-6  # Stands for a duration of 0, which `Seconds` does not allow.
+# The bounds are far beyond real values, and keep costs, their sums and their squares finite.
 Seconds = Annotated[float, Field(gt=0, le=1e10, allow_inf_nan=False)]
 Joules = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
 Watts = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -147,6 +140,6 @@ Epochs = Annotated[float, Field(gt=0, le=2**31 - 1, allow_inf_nan=False)]
 
 
 class WireMessage(BaseModel):
-    """Base of all messages: immutable; unknown fields are ignored."""
+    """Base of all messages: immutable, ignores unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")

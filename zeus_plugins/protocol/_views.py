@@ -1,4 +1,4 @@
-"""Jobs, trials and decisions on batch sizes as the read API shows them."""
+"""Jobs, trials and decisions on batch sizes in the read API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from zeus_plugins.protocol._values import (
 
 
 def _in_utc(instant: datetime) -> datetime:
-    # What every database can keep; the ends of Python's range cannot even be converted to UTC.
+    # Every database stores these years. The first and last years of Python's range cannot be converted to UTC.
     if not 1970 <= instant.year <= 9000:
         raise ValueError("must lie between the years 1970 and 9000")
     return instant.astimezone(UTC)
@@ -51,28 +51,26 @@ LongText = Annotated[str, StringConstraints(max_length=10_000, pattern=r"^[^\x00
 class TrialFacts(WireMessage):
     """The facts of a trial that views and exports share. Measured fields are None until the first report.
 
-    Zeus keeps neither epochs nor metrics: those of a trial imported from it stay None, where the target does not tell
-    the metric.
+    A trial imported from Zeus has no epochs, and a metric only if it reached the target: Zeus stores neither.
 
     Attributes:
         trial_number: Counts from 1 within the job.
         batch_size: Global batch size.
-        state: Where the trial stands.
         origin: Why it was dispatched.
-        reason: Why this batch size was chosen, in plain words.
-        message: The last verdict or the way it ended, in words.
+        reason: Why this batch size was chosen, in words.
+        message: The last verdict or the ending, in words.
         started_at: When it was dispatched (UTC).
         ended_at: When it ended (UTC), or None.
         end_reason: Why it ended or was suspended, or None.
-        time_s: Seconds since it began, as of its last report.
-        energy_j: Joules since it began, as of its last report.
+        time_s: Seconds from its start to its last report.
+        energy_j: Joules from its start to its last report.
         energy_source: How the energy was measured.
         metric: The last validation metric.
-        epoch_bound: Epochs after which it is stopped without the target; None until policy `gp_voi` has decided on
-            them, and with other policies.
-        epoch_bound_reason: Why, in the same way.
-        power_limit_w: The power limit of each GPU that the training chose, watts; None where it sets none.
-        power_limits: How many limits it knew the cost of; None where it looks for none.
+        epoch_bound: Epochs after which it is stopped without the target; None before policy `gp_voi` has set a bound,
+            and with other policies.
+        epoch_bound_reason: The reason for `epoch_bound`, in words.
+        power_limit_w: The power limit that the training sets, watts of each GPU; None if it sets none.
+        power_limits: Number of limits whose cost the training knew; None if it looks for no limit.
     """
 
     trial_number: PositiveInt
@@ -95,12 +93,12 @@ class TrialFacts(WireMessage):
 
 
 class TrialView(TrialFacts):
-    """One trial as the read API shows it.
+    """One trial in the read API.
 
     Attributes:
-        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules, as of the last report; None before any.
-        epochs: Epochs trained, in the same way.
-        owner: Id of the token that it belongs to, which is no secret; None where the server asked for none.
+        cost_j: ``η·energy + (1 − η)·max_power·time`` in joules at the last report; None before the first one.
+        epochs: Epochs at the last report; None before the first one.
+        owner: Id (no secret) of the token that the trial belongs to; None if the server asked for no token.
     """
 
     cost_j: float | None
@@ -113,18 +111,17 @@ class TrialView(TrialFacts):
 
 
 class ArmView(WireMessage):
-    """The knowledge of one batch size.
+    """The results and beliefs about one batch size.
 
     Attributes:
-        batch_size: The arm.
-        trials: Trials dispatched with it.
-        n: How many of them reached the target.
+        trials: Number of trials dispatched.
+        n: Number of trials that reached the target.
         infeasible: Why the size cannot run on this hardware, or None.
-        mean_cost_j: Mean cost of those in joules, or None.
-        std_cost_j: Population standard deviation of those costs in joules; None for fewer than two.
-        expected_cost_j: The cost in joules that the policy expects of a run until the target, with all that it knows of
-            this size and its neighbours; None where that is nothing.
-        expected_cost_std_j: Standard deviation of that expectation, as a belief, in joules; None after a single run.
+        mean_cost_j: Mean cost of the trials that reached the target, joules, or None.
+        std_cost_j: Population standard deviation of those costs, joules; None for fewer than two.
+        expected_cost_j: The cost in joules that the policy expects of a run until the target, from this size and its
+            neighbours; None if it expects nothing yet.
+        expected_cost_std_j: Standard deviation of the belief about `expected_cost_j`, joules; None after a single run.
     """
 
     batch_size: int
@@ -138,10 +135,10 @@ class ArmView(WireMessage):
 
     @property
     def expected_cost(self) -> str | None:
-        """The expected cost in joules with its spread, such as ``480 ± 12``; None where nothing is expected."""
+        """The expected cost in joules with its spread, such as ``480 ± 12``, or None."""
         if self.expected_cost_j is None:
             return None
-        # Rounded, and without an exponent below a million.
+        # Round without an exponent below a million.
         spread = "" if self.expected_cost_std_j is None else f" ± {float(f'{self.expected_cost_std_j:.2g}'):g}"
         return f"{float(f'{self.expected_cost_j:.4g}'):g}{spread}"
 
@@ -150,16 +147,12 @@ class JobSummary(WireMessage):
     """One line of ``GET /api/jobs``.
 
     Attributes:
-        job_id: The job.
-        job_id_prefix: Its group.
-        policy: How its batch sizes are chosen.
-        stage: Where it stands.
         created_at: When it was registered (UTC).
         trials: Number of trials dispatched.
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
         min_cost_batch_size: The batch size of that trial.
-        owner: Id of the token that it belongs to, which is no secret; None where it was registered without one.
-        shared: Whether other tokens may run trials of it, too.
+        owner: Id (no secret) of the token that the job belongs to; None if it was registered without a token.
+        shared: Whether other tokens may run trials of it.
     """
 
     job_id: str
@@ -182,14 +175,14 @@ class JobList(WireMessage):
 
 
 class SavedView(WireMessage):
-    """The amount of energy (J), time (s) or cost (J) that was saved.
+    """The savings in energy (J), time (s) or cost (J).
 
     Attributes:
-        spent: By all trials that have ended.
-        default: What as many recurrences at the default batch size would have taken, as far as its runs tell.
+        spent: Total of all ended trials.
+        default: Estimated total of the same number of recurrences at the default batch size.
         saved: The difference; negative for a loss.
-        low: With a probability of 5 % it is less than that; None while no batch size has two runs.
-        high: With a probability of 5 % it is more than that.
+        low: Lower end of the 90 % interval of `saved`; None while no batch size has two runs.
+        high: Upper end of the interval; None likewise.
     """
 
     spent: float
@@ -200,7 +193,7 @@ class SavedView(WireMessage):
 
     @property
     def in_words(self) -> str:
-        """The share of the default's that was saved or lost, with its interval, such as ``saved 31 % (25 to 37 %)``."""
+        """The share of `default` that was saved or lost, with its interval, such as ``saved 31 % (25 to 37 %)``."""
         if not self.default:
             return "saved nothing"
         share, word = self.saved / self.default, "saved" if self.saved >= 0 else "lost"
@@ -212,12 +205,11 @@ class SavedView(WireMessage):
 
 
 class SavingsView(WireMessage):
-    """The savings of a job over always playing its default batch size, exploration paid.
+    """The savings of a job against always using its default batch size, including the cost of exploration.
 
     Attributes:
-        recurrences: Runs that reached the target.
-        energy_j: Energy; `time_s` and `cost_j` likewise.
-        exploration_cost_j: The part of the cost that trials made to learn took more than runs at the best size.
+        recurrences: Number of runs that reached the target.
+        exploration_cost_j: Cost of exploring trials beyond the cost of runs at the best size, joules.
     """
 
     recurrences: int
@@ -231,17 +223,16 @@ class JobView(WireMessage):
     """Answer of ``GET /api/jobs/{job_id}`` and of ``bso-server jobs show --json``.
 
     Attributes:
-        job: The job as registered.
-        stage: Where it stands.
         min_cost_j: Lowest cost of a trial that reached the target, in joules, or None.
-        best_batch_size: The size with the lowest expected cost of those that reach the target, which the policy plays
-            when nothing is to be learned; None while none has reached it.
+        best_batch_size: The incumbent, which has the lowest expected cost of the sizes that have reached the target, or
+            None.
         arms: Every batch size, ascending.
         trial_count: Number of trials dispatched.
-        trial_states: How many of them are in each state, where any is.
-        trials: The latest trials, in order of dispatch: as many as were asked for.
-        savings: What the job has saved until now; None before the default has reached the target.
-        owner: As in `JobSummary`; likewise `shared`.
+        trial_states: Number of trials in each state, without states that no trial has.
+        trials: The latest trials, up to the limit of the request, in order of dispatch.
+        savings: The job's savings; None before the default has reached the target.
+        owner: As in `JobSummary`.
+        shared: As in `JobSummary`.
     """
 
     job: CreatedJob
@@ -257,7 +248,7 @@ class JobView(WireMessage):
     shared: bool = False
 
     def arm_of(self, batch_size: int | None) -> ArmView | None:
-        """The arm of this size, or None."""
+        """Return the arm of this size, or None."""
         return next((arm for arm in self.arms if arm.batch_size == batch_size), None)
 
 
@@ -268,17 +259,17 @@ class TrialList(WireMessage):
     next_cursor: int | None
 
 
-# What one decision keeps at most, so that a trial's takes less than 4 KiB however many sizes its job has.
+# A decision takes less than 4 KiB for a job of any number of sizes.
 MAX_BELIEFS = 64
 MAX_CANDIDATES = 16
 
 
-# Of no cost, nor of a part of one; numbers beyond it would take a digit more.
+# Larger than any cost; a larger number has a longer exponent.
 _LARGEST = 1e99
 
 
 def _rounded(value: Any) -> Any:
-    """A number with four significant digits, which nobody reads more of; None for what is none."""
+    """Round a number to four significant digits; return None for infinities and NaN."""
     if not isinstance(value, int | float):
         return value
     if not abs(value) < _LARGEST:
@@ -287,7 +278,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _rounded_chance(value: Any) -> Any:
-    """A probability in thousandths."""
+    """Round a probability to thousandths."""
     return round(value, 3) if isinstance(value, int | float) and math.isfinite(value) else value
 
 
@@ -297,13 +288,12 @@ Chance = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False), BeforeValidato
 
 
 class SizeBelief(WireMessage):
-    """The belief about one batch size; None, here and below, where nothing was known.
+    """The belief about one batch size; unknown values are None.
 
     Attributes:
-        batch_size: The size.
         expected_cost_j: Expected cost of a run until the target, joules.
-        low_j: With a probability of 5 % the expected cost is below that, joules.
-        high_j: With a probability of 5 % it is above that.
+        low_j: Lower end of the 90 % interval of the expected cost, joules.
+        high_j: Upper end of the interval, joules.
         chance_best: Probability that no other size has a lower expected cost.
     """
 
@@ -315,13 +305,12 @@ class SizeBelief(WireMessage):
 
 
 class CandidateWorth(WireMessage):
-    """The worth of a try of one batch size, in runs of the incumbent.
+    """The worth of a trial of one batch size, in units of the cost of an incumbent's run.
 
     Attributes:
-        batch_size: The size.
-        value: What later runs were expected to save by knowing how a run of it goes.
-        loss: What that run was expected to cost more than one of the incumbent.
-        stop_epochs: Epochs after which the try would have been stopped; None where that was not known yet.
+        value: Expected savings of later runs through the information of the trial.
+        loss: Expected cost of the trial above that of an incumbent's run.
+        stop_epochs: Epochs after which the trial would have been stopped; None if unknown.
     """
 
     batch_size: BatchSize
@@ -334,11 +323,11 @@ class Decision(WireMessage):
     """The numbers behind the choice of a batch size, rounded to four digits, and of bounded length.
 
     Attributes:
-        sizes: The sizes that could be chosen, ascending; of more than 64 those most likely to be the best.
-        candidates: The sizes whose try was considered, ascending; of more than 16 those worth most. Empty with policies
-            that do not weigh tries.
-        incumbent: The size that is played when nothing is to be learned; None while none has reached the target.
-        stop: When the trial is stopped without the target, as far as that was known by then.
+        sizes: The sizes that could be chosen, ascending; of more than 64, those most likely to be the best.
+        candidates: The sizes considered for exploration, ascending; of more than 16, those with the highest worth.
+            Empty with policies that do not compute a worth.
+        incumbent: The size with the lowest expected cost; None while no size has reached the target.
+        stop: The stop rule that was known at the decision.
     """
 
     sizes: tuple[SizeBelief, ...] = ()
@@ -363,14 +352,10 @@ class Explanation(WireMessage):
     """Answer of ``GET /api/jobs/{job_id}/explanation`` and of ``bso-server jobs explain --json``.
 
     Attributes:
-        job_id: The job.
-        policy: How its batch sizes are chosen.
-        trial_number: The trial that is explained; None for the one that would be started next.
-        batch_size: Its batch size.
-        origin: Why it was dispatched.
-        state: Where it stands; None for one that would be started.
-        sentence: Why it has this size, and when it is stopped, for a person.
-        decision: The numbers behind that; None for trials that no policy has chosen.
+        trial_number: The explained trial; None for the next trial, which has not started.
+        state: The trial's state; None for the next trial.
+        sentence: Why it has this size, and when it is stopped, in words.
+        decision: The numbers behind the choice; None for a trial whose size no policy chose.
     """
 
     job_id: Identifier
@@ -384,23 +369,22 @@ class Explanation(WireMessage):
 
 
 class FieldError(WireMessage):
-    """The fault of one field of a request."""
+    """An invalid field of a request."""
 
     field: str
     message: str
 
 
 class ErrorBody(WireMessage):
-    """Every error answer: problem details (RFC 9457) with Zeus's ``message`` beside them.
+    """The body of every error: problem details (RFC 9457), and ``message`` for Zeus clients.
 
     Attributes:
-        type: Always ``about:blank``: the status says it all.
+        type: Always ``about:blank``.
         title: The status in words.
-        status: The HTTP status.
         detail: What went wrong and what to change.
-        message: The same text again, where a Zeus client looks for it.
-        errors: The fields at fault, where there are any.
-        reason: The same for programs, where there is something that one can do about it.
+        message: The same text as `detail`.
+        errors: The invalid fields, if any.
+        reason: The reason for programs, if a program can act on it.
     """
 
     type: str = "about:blank"
